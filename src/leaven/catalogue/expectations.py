@@ -17,7 +17,7 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 class Expectation:
     """How far the expected best value of a hyperparameter is from the recipe's value, and how certain that is.
 
-    The recipe's value is the one that the scaling rule gives the hidden weights, the matrices inside the blocks.
+    The recipe's value is ``batch.tokens``, or what the scaling rule gives the hidden weights (matrices in blocks).
     """
 
     octaves: float  # log2(expected value / the recipe's value)
@@ -27,7 +27,7 @@ class Expectation:
 def expectations(case: Case) -> dict[str, Expectation]:
     """Return the expected best learning rate, batch, weight decay and init std, by their paths in the recipe.
 
-    Hyperparameters that are 0 in the recipe are left out.
+    Values that are 0 in the recipe, and an init std that no near run publishes, are left out.
     """
     near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")

@@ -68,7 +68,7 @@ class LayerwiseScaling(Part):
 
 
 class PublishedArchitecture(PublishedGroup):
-    """The published architecture, which may have parts that leaven does not train, such as experts."""
+    """The published architecture; leaven cannot train all of its parts, such as latent attention."""
 
     n_layers: int | None = None
     d_model: int | None = None

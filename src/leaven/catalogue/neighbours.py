@@ -20,11 +20,11 @@ from leaven.documents.catalogue import NearRun
 from leaven.errors import InputError
 
 FACTOR = 4.0
-"""A run counts as near if its size is within this factor. Other runs say little about lr and batch."""
+"""A run counts as near if its size is within this factor of the model's. Others say little about lr and batch."""
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` lineages are near, farther runs vote, too. Weights then fall to 0 at this factor beyond the
+"""If only one or two lineages are near, farther runs vote, too. Weights then fall to 0 at this factor beyond the
 farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
 ALIKE = 2.0
 """A mixture of experts votes on shared experts and on layers without experts only if its number / active and active
@@ -66,11 +66,11 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Runs of ``kind`` that fit ``stack``
-    come before other runs. Then the first run of each lineage is moved to the front.
+    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Runs of ``kind``, and of these the
+    runs that fit ``stack``, come before other runs. Then the first run of each lineage is moved to the front.
 
-    If no run is within ``factor`` of the model's size, all sizes are returned. Runs with an lr that cannot be
-    compared, such as a muP lr, are left out.
+    Only runs within ``factor`` of the model's size are returned; if there is none, all sizes, ordered by distance
+    alone. Runs with an lr that cannot be compared, such as a muP lr, or with unknown tokens are left out.
 
     Args:
         limit: the largest number of runs to return.
@@ -221,7 +221,7 @@ class Neighbours:
         """Return the weight of each run's vote, by run id.
 
         The weight is 1 at the model's size, and falls with the logarithm of the size ratio to nearly 0 at `FACTOR`.
-        If few runs are near, it falls more slowly (`EDGE`). With a reference run, all weights are 1.
+        If few runs are near, it falls more slowly (`EDGE`). With a reference run, or if none is near, all are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)

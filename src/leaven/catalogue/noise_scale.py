@@ -13,7 +13,8 @@ from typing import Any
 def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
     """Return an unbiased estimate of |G|^2, the squared norm of the true gradient, from a small and a big batch.
 
-    ``small`` and ``big`` are batch sizes in tokens. All arguments may be numbers, arrays or tensors.
+    ``small`` and ``big`` are batch sizes in tokens, ``small_squared`` and ``big_squared`` the squared norms of their
+    gradients: numbers, arrays or tensors.
     """
     return (big * big_squared - small * small_squared) / (big - small)
 

@@ -53,7 +53,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has the values of this stack. None fits every value, and Adam equals AdamW."""
+        """Return whether ``other`` has the values of this stack that are not None. Adam equals AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -198,7 +198,7 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        Steps are converted to tokens only if the batch did not grow.
+        Steps are converted to tokens only if no growth of the batch is known.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -251,7 +251,7 @@ class PublishedRun(Part):
 
     @property
     def residual_init_std(self) -> float | None:
-        """Return the init std of the matrices that write to the residual stream, or None if unknown or uneven."""
+        """Return the init std of the matrices that write to the residual stream, or None if it is not known."""
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:
             return init.residual_std if init else None

@@ -11,7 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch and the number of tokens after which the batch is full; (None, None) if constant."""
+    """Return the first batch in tokens, and after how many tokens the last size begins; (None, None) if constant."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -108,7 +108,7 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of everything that only a run, or only a recipe, can state, without defaults."""
+    """Yield (path, value) of what only a run, or only a recipe, can state, without defaults and `not_compared`."""
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():

@@ -1,4 +1,1 @@
-"""Turn text into tokens, and tokens into an endless stream of training samples.
-
-The stream does not depend on how a run is distributed over processes.
-"""
+"""Turn text into tokens, and tokens into an endless stream of samples, the same for any number of processes."""

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 VALIDATION_SHARE = 0.05
 
 FORMAT = 2
-"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`. Surveys of
-format 1 may be wrong: they include files that had just been changed."""
+"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
@@ -87,7 +86,7 @@ class Survey:
     lowest: int  # smallest hash of a document's key
     highest: int  # largest hash of a document's key
     corrupt: int  # number of lines or rows that cannot be read
-    # 1 if the file cannot be read to its end, else 0. Its text is not used, because all of it may be wrong: the
+    # 1 if the whole file or split cannot be used, else 0. Its text is not used, because all of it may be wrong: the
     # checksum of a gzip file is at the end of the file.
     broken: int
     faults: tuple[str, ...]  # one line for each of the first few lines, rows or files that cannot be read
@@ -176,7 +175,7 @@ def open_corpora(
     """Open a corpus for each source of text. ``parts`` are the parts of the sources, if they are known.
 
     Every file or split is read once, to count its documents and to hash its text. The results are cached in the
-    folder ``memory`` and reused until the file or split changes.
+    folder ``memory``, if given, and reused until the file or split changes.
 
     Raises:
         InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
@@ -212,7 +211,7 @@ def cached_surveys(
     survey: Callable[[AnyPart, Meter], AnySurvey],
     restored: Callable[[AnyPart, Any], AnySurvey | None],
 ) -> list[AnySurvey]:
-    """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
+    """Return the surveys of all parts: of unchanged parts from the cache file ``path``, where new ones are saved.
 
     Args:
         survey: reads a part and returns its survey (a data class).
@@ -313,10 +312,10 @@ def _key_hash(key: str) -> int:
 
 
 def _encoded(key: str) -> bytes:
-    # A file name may not be valid UTF-8.
+    # A file name can be invalid UTF-8.
     return key.encode(errors="surrogateescape")
 
 
 def _line(message: str) -> str:
-    # A file name may be invalid UTF-8, but messages must be valid.
+    # A file name can be invalid UTF-8, but messages must be valid.
     return message.encode(errors="replace").decode()

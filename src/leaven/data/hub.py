@@ -1,7 +1,6 @@
 """Open data sets and tokenizers by their hf:// addresses.
 
-``hf://org/name`` is on the Hugging Face Hub, and ``hf:///path`` is a folder on this machine. Options follow a
-question mark, for example ``hf://org/name?split=test``.
+``hf://org/name?split=test`` is on the Hugging Face Hub (options follow ?), ``hf:///path`` a folder on this machine.
 """
 
 import json
@@ -24,8 +23,7 @@ from leaven.errors import InputError
 SCHEME = "hf://"
 INPUT_IDS = "input_ids"
 MASK = "attention_mask"
-"""The names that Hugging Face tokenizers give to the column of token ids and to the column that is 0 at padding and 1
-elsewhere."""
+"""The columns of Hugging Face tokenizers: the token ids, and the mask that is 0 at padding and 1 elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ LONGEST_LINE, LARGEST_TEXT = 2**27, 2**32
 """Limits in bytes on a line, and on a .txt file, which is one document. A document is read whole."""
 
 SETTLED_NS = 2 * 10**9
-"""A file that changed less than this many ns ago may change again without a new modification time."""
+"""A file that changed less than this many ns ago can change again without a new modification time."""
 
 
 FileStamp = list[int | str]

@@ -118,6 +118,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     """Return the tokens of a corpus. Shards that are missing in ``folder`` or damaged are written first.
 
     Raises:
+        InputError: if the text changes while it is read, or a tokenising process dies.
         OSError: if shards must be written and the folder cannot be written; finished shards are kept.
     """
     found = _open(folder, corpus, encoder.dtype)
@@ -290,7 +291,7 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 
 
 def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
-    """Return the record of a shard with the checksums of its blocks. Compare those of whole files before."""
+    """Return the record of a shard with checksums of its blocks. The caller has compared those of whole files."""
 
     def complete(split: str) -> ShardFile:
         if record[split].blocks or not record[split].tokens:

@@ -55,7 +55,7 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` samples from number ``first`` on, [count, seq_len + 1]. ``skip`` is not counted."""
+        """Return samples ``first`` to ``first + count - 1`` of those outside ``skip``, [count, seq_len + 1]."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -73,7 +73,7 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # as in `Stream`, of the mixture's sample numbers
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` samples from number ``first`` on, [count, seq_len + 1]. ``skip`` is not counted."""
+        """Return samples ``first`` to ``first + count - 1`` of those outside ``skip``, [count, seq_len + 1]."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -128,7 +128,7 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows that are spread evenly over the tokens, [N, T + 1], at least one.
+    """Return at most ``limit_tokens`` / T windows, but at least one, spread evenly over the tokens, [N, T + 1].
 
     Raises:
         InputError: if the tokens do not fill one window.

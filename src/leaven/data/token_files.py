@@ -214,8 +214,8 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
 
-    At least `BLOCKS` rows of equal length are an exception: they are blocks of a longer text, and the ends of its
-    documents are unknown. The last row may be shorter.
+    The exception: if all rows, at least 16 (`BLOCKS`), have the same length, except for a shorter last row, they are
+    blocks of a longer text, and the ends of its documents are unknown.
 
     Args:
         files: for each of the arrays, the files that are mapped into it.

@@ -1,7 +1,7 @@
 """Read token ids in place: check them, and hold out a part of them for validation.
 
 Every id is read once, to check that it is in the vocabulary and to compute hashes and checksums. The results are
-cached as for text. Later, each block of a file is compared with its checksum when it is read.
+cached until the file changes. Later, each block of a file is compared with its checksum when it is read.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -110,7 +110,7 @@ class TokenReader:
 
         A source with ``validation`` trains on all of its ids. From any other source, the last `VALIDATION_SHARE` of
         each of up to `STRETCHES` stretches of a file is held out. Whole documents are held out, if their ends are
-        known.
+        known and a document begins in this part.
 
         If the files say where documents end, but do not contain ``end_of_text``, this id is added after each
         document.

@@ -153,8 +153,8 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
     """Yield the text on which a tokenizer is trained: pieces of training documents.
 
-    Every source may contribute the same amount, whatever its weight in the mixture. So all mixtures of the same
-    sources have the same tokenizer, and their losses can be compared.
+    All sources have the same limit, `TRAINING_BYTES` / their number, whatever their weights in the mixture. So all
+    mixtures of the same sources have the same tokenizer, and their losses can be compared.
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)

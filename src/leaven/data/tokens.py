@@ -1,7 +1,6 @@
 """Turn the `[data]` section of a recipe into token ids on disk.
 
-The ids of text are in a cache. Sources that already have token ids are read in place
-(:mod:`leaven.data.token_source`).
+The ids of text are in a cache. Sources of token ids are read in place (:mod:`leaven.data.token_source`).
 
 The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
 ``tokens`` (one folder for each pair of source and tokenizer, named by a hash). Only one process at a time writes to a

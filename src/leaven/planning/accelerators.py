@@ -1,7 +1,6 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file (:func:`user_file`) has the same format. It can add accelerators. It can also replace a group of
-numbers of a built-in accelerator, for example the group ``network``.
+The user's file (:func:`user_file`) has the same format, for new accelerators or for groups of built-in ones.
 """
 
 import os
@@ -71,7 +70,7 @@ class Sustained(_Group):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The published numbers of one accelerator. Link and network bandwidths count one direction."""
+    """The published, measured or guessed numbers of an accelerator. Link and network speeds count one direction."""
 
     name: str
     peaks: tuple[tuple[Dtype, float], ...]  # dense TFLOP/s by dtype
@@ -93,7 +92,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype, or 80% of the peak if not measured."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype; else 80% of the peak; None without a peak."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
@@ -109,7 +108,7 @@ class Accelerator:
 
     @cached_property
     def sustained_share(self) -> float:
-        """The rate of large matrix products in a training step, as a share of the rate of the fastest matmul."""
+        """The rate of large matrix products in a training step / that of the fastest matmul; 0.9 if not measured."""
         fastest = self.matmul("bf16") or self.matmul("fp16")
         return self.sustained.matmul / fastest if self.sustained and fastest else SUSTAINED
 
@@ -181,12 +180,14 @@ class _Entry(Part):
                 )
         half = self.matmul.rates.get("bf16") or peaks.get("bf16") or peaks["fp16"]
         if self.sustained and self.sustained.matmul > half:
-            raise ValueError(f"sustained.matmul: {self.sustained.matmul:g} TFLOP/s is above the fastest, {half:g}")
+            raise ValueError(
+                f"sustained.matmul: {self.sustained.matmul:g} TFLOP/s is above the fastest matmul, {half:g}"
+            )
         return self
 
 
 def user_file() -> Path:
-    """Return the path of the user's file of accelerators; the file may not exist."""
+    """Return the path of the user's file of accelerators, whether or not the file exists."""
     named = os.environ.get("LEAVEN_ACCELERATORS")
     if named:
         return storage.expanded(named)

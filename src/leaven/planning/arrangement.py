@@ -42,7 +42,7 @@ class Arrangement:
 
     layout: Layout
     micro_batch: int  # sequences per forward pass of a rank
-    grad_accumulation: int  # forward passes of a rank per step
+    grad_accumulation: int  # micro-batches of a rank per step
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -109,7 +109,7 @@ def parse_keys(text: str) -> dict[str, Any]:
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    If ``gpus`` is given, dp may be left out of the text. ``compile`` is the default of the key with this name.
+    Without dp in the text, dp is ``gpus`` / (tp x pp x cp) if whole, else 1. ``compile`` is the default of its key.
 
     Raises:
         InputError: if a key or a value is wrong, or two values cannot be combined.
@@ -142,8 +142,8 @@ def written(layout: Layout) -> str:
 def tensor_degrees(model: Model) -> list[int]:
     """Return the tensor-parallel degrees that a model allows, smallest first.
 
-    With 12 heads and 4 key-value heads, for example, only 1, 2 and 4 are possible. If one QK-norm normalises all
-    heads together, only 1 is possible.
+    A degree divides seq_len and all sizes that it splits: with 12 heads and 4 key-value heads, it is 1, 2 or 4. If
+    one QK-norm normalises all heads together, only 1 is possible.
     """
     if isinstance(model, ModelShape) and model.qk_norm_whole:
         return [1]
@@ -196,7 +196,7 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
     """Return the share of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
 
-    p is ``stages``, v ``stages_per_rank`` and m ``micro_batches`` (Narayanan 2021, arXiv 2104.04473, section 2.2).
+    p is ``stages`` (pipeline ranks), v ``stages_per_rank``, m ``micro_batches`` (arXiv 2104.04473, section 2.2).
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 

@@ -61,7 +61,8 @@ class Core:
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
         """Return the FLOPs per token, in a forward pass, of queries times keys and of probabilities times values.
 
-        A causal query with a window of w keys attends to w - w^2 / (2 T) keys on average, where T is ``seq_len``.
+        With ``full``, a query attends to all w keys of its window; with ``causal``, to about w - w^2 / (2 T) keys on
+        average, where T is ``seq_len``. Without a window, w is T.
         """
         window = min(self.window or seq_len, seq_len)
         keys = window if attention == "full" else window - window * window / (2 * seq_len)

@@ -113,7 +113,7 @@ def size_for_time(
 ) -> tuple[int, int, TimeFit]:
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
-    The text is repeated at most `MOST_EPOCHS` times, so a short text gives a shorter run of a smaller model. Earlier
+    A text is read at most 4 times (`MOST_EPOCHS`), so a short text gives a shorter run of a smaller model. Earlier
     runs on the same accelerator correct the planned speed.
 
     Args:
@@ -168,7 +168,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # speeds by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the best model size by the scaling law ``law``. ``size`` maps FLOPs to the law's best size."""
+        """Return the row named ``law``: the model that ``size`` (FLOPs -> parameters) gives for cluster and time."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
@@ -196,7 +196,7 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model of about ``params`` parameters on about ``tokens`` tokens."""
+        """Return the training speed of a model of this size, or the one already planned for a size within 5%."""
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

@@ -1,7 +1,7 @@
 """Record the measured step time and memory of runs in the calibration history, and use them to correct later plans.
 
-The history is a file in leaven's cache folder (``LEAVEN_CACHE``), with one record per line. A run appends its record
-when it ends. If the file cannot be written, the record is dropped and the run is not affected.
+The history is in leaven's cache folder (``LEAVEN_CACHE``), in the current file and one older, full file, with one
+record per line. If the file cannot be written, the record is dropped and the run is not affected.
 """
 
 import math
@@ -130,12 +130,12 @@ def calibration(
 ) -> CalibrationRow | None:
     """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
 
-    A factor is the weighted median of measured / predicted over past runs on the same accelerator and in the same
-    dtype. Predictions are computed again with the current planner. The weight of a run is 1 / (1 + log2 of the ratio
-    of parameters + number of :func:`_features` that differ).
+    A factor is the weighted median of measured / predicted over past runs on the same accelerator (on a CPU, the same
+    processor) in the same dtype. Predictions are computed again with the current planner. The weight of a run is 1 /
+    (1 + log2 of the ratio of parameters + number of :func:`_features` that differ).
 
-    Runs of a size within a factor of 16 are used: in much smaller models, kernel launches dominate. If there are runs
-    within a factor of 4 with the same features, only these are used.
+    The newest 100 runs of a size within a factor of 16 are used: in much smaller models, kernel launches dominate. If
+    there are runs within a factor of 4 with the same features, only these are used.
 
     Args:
         step_seconds: uncorrected time of a step, copied to the result.

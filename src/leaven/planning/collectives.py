@@ -17,7 +17,7 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    Between nodes, a group uses one NIC for each of its ranks in a node.
+    Between nodes, a group uses one NIC for each of its ranks in a node, up to the bandwidth of the link.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
@@ -27,7 +27,7 @@ def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages."""
+    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes in total, in ``messages`` messages."""
     if ranks == 1:
         return 0.0
     nodes = _nodes(ranks, stride, accelerator)

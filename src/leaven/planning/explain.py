@@ -43,7 +43,7 @@ _TRIED = 64
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If no layout with these values fits into memory, the one that needs the least memory is compared.
+    If none of these fits into memory, the one that needs the least is compared; if none exists, ``line`` says why.
 
     Raises:
         InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.
@@ -89,7 +89,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about requested values that the search never tries, or that leaven cannot train."""
+    """Return a note about requested values that the search never tries or leaven cannot train; "" without any."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -116,8 +116,8 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen, the least slow first.
 
-    A neighbour has the next lower or higher tp, pp or zero, or another recompute. A neighbour that is at most 3%
-    slower is not listed. In ``pp 2 (with zero 1)``, zero had to change too.
+    A neighbour has the next lower or higher tp, pp or zero, or another recompute. Neighbours that do not fit come
+    last. A neighbour that is at most 3% slower is not listed. In ``pp 2 (with zero 1)``, zero had to change too.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -147,7 +147,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the keys other than ``key`` and dp in which ``layout`` differs from ``own``, as in ``zero 1``."""
+    """Return how ``layout`` differs from ``own``, as in ``zero 1``, without ``key``, dp, compile and unused keys."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -226,7 +226,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether any layout that leaven may choose fits into memory."""
+    """Return whether a layout with one stage per pipeline rank fits into memory and would be allowed for the job."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # from the least memory
         try:
@@ -248,7 +248,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs, below that of the cluster, on which some layout fits, or None."""
+    """Return the largest number of GPUs, of the 64 next smaller possible ones, on which a layout fits, or None."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -264,7 +264,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the change of the fewest keys after which ``chosen`` fits, as in ``; zero=1 would fit in 61.0 GiB``."""
+    """Return the change of the fewest keys to a layout that fits, as in ``; zero=1 would fit in 61.0 GiB``, or ""."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

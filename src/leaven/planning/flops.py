@@ -2,8 +2,7 @@
 
 A multiply-add counts as two operations, and the backward pass costs twice the forward pass. As in PaLM (appendix B),
 Narayanan 2021 and torchtitan, the unembedding counts, but embedding lookups, norms, activation functions and softmax
-do not. The recomputation inside a flash attention kernel does not count. Published tables may count otherwise: see
-benchmarks/planner/conventions.py.
+do not, nor does recomputation in a flash attention kernel. Other conventions: benchmarks/planner/conventions.py.
 """
 
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from leaven.planning.blueprint import Attention, Model, blueprint
 from leaven.recipe.layout import Recompute
 
 CONVENTION = (
-    "6 per matmul weight and token (unembedding counted, embedding lookup not) + attention over the full matrix; "
-    "recomputation not counted; dense bf16 peak"
+    "6 per matmul weight and token (unembedding counted, embedding lookup not) + attention over the full matrix or "
+    "window; recomputation not counted; dense peak in the compute dtype"
 )
 
 

@@ -84,7 +84,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` between ``node`` / 2 and ``node``, or ``node`` if there is none."""
+    """Return the largest divisor of ``gpus`` from node / 2 to node; ``node`` if none or if ``gpus`` <= ``node``."""
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
@@ -135,7 +135,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether ``own`` contains all words of ``wanted``. ``RTX4090`` also matches ``RTX 4090``."""
+    """Return whether ``own`` has all words of ``wanted``, SXM only if ``own`` is PCIe or NVL. RTX4090 is RTX 4090."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
@@ -156,7 +156,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs of this kind can store a model and train it within a month, as a power of two.
 
-    There are more GPUs than sequences in a batch only if the model does not fit into the memory of fewer GPUs.
+    There are at most as many GPUs as sequences in a batch, unless memory needs more, so training can take longer.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

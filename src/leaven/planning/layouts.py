@@ -1,7 +1,7 @@
-"""Search for the fastest layout among all that the model, the batch and the memory allow.
+"""Search for the fastest layout that the model, the batch and the memory allow.
 
-The search is exhaustive. Memory is computed before time: if a micro-batch does not fit, its multiples are skipped,
-because they need more memory.
+Every layout of :func:`layouts` is tried. Memory is computed before time: if a micro-batch does not fit, its multiples
+are skipped, because they need more memory.
 """
 
 import math
@@ -38,7 +38,7 @@ _LEAST_CONTEXT = 4096
 # Stages per pipeline rank that are searched; more stages send too many messages.
 _STAGES_PER_RANK = (1, 2, 4, 8)
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
-# Micro-batches per pipeline stage that keep the bubble small: a rule of thumb (Narayanan et al. 2021).
+# Micro-batches per pipeline rank that keep the bubble small: a rule of thumb (Narayanan et al. 2021).
 FILLS = 4
 # Times that differ by less than this share are equal.
 EQUAL = 0.01
@@ -74,7 +74,8 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each micro-batch size that the batch allows, the smallest first.
 
-        A size is left out if the smallest batch of a batch ramp cannot fill the pipeline with it.
+        Sizes are at most 64 sequences and 65,536 tokens, unless :attr:`micro_batch` requires one. A size is left out
+        if the smallest batch of the run cannot fill the pipeline with it.
 
         Raises:
             InputError: if the batch cannot be split evenly over the ranks, or no size fills the pipeline.
@@ -174,7 +175,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, or None if leaven can train one that is nearly as fast."""
+        """With ``job.by_leaven``: the best fitting layout that leaven cannot train, if 2% faster than ``choices``."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -245,7 +246,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout that :func:`layouts` yields, with every micro-batch size of :meth:`Job.arrangements`."""
+    """Evaluate every layout of :func:`layouts` with every micro-batch size, except multiples of a misfit."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
@@ -299,5 +300,5 @@ def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
 
 
 def thin_pipeline(how: Arrangement) -> bool:
-    """Return whether a pipeline has fewer than four micro-batches per stage, the minimum by a rule of thumb."""
+    """Return whether a pipeline has fewer than four micro-batches per pipeline rank (``FILLS``, a rule of thumb)."""
     return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp

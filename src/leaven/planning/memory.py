@@ -1,10 +1,9 @@
 """Compute the memory of one rank by part, in bytes.
 
-The parts are the weights, gradients and optimizer states (ZeRO paper, arXiv 1910.02054), the activations that
-autograd saves for the backward pass, the logits, the buffers, and a fixed amount for the device context and NCCL.
+The parts are the fields of :class:`Memory`. Weights, gradients and optimizer states are sharded as in the ZeRO paper
+(arXiv 1910.02054). Activations are mainly the tensors that autograd saves for the backward pass.
 
-docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
-on leaven's own steps.
+Errors: docs/evidence/planner-accuracy.md on published measurements, benchmarks/memory.py on leaven's own steps.
 """
 
 from collections import defaultdict
@@ -235,7 +234,7 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory.
+    """Return pipeline ranks, one of which needs the most memory.
 
     Of ranks with the same blocks, the earliest is enough, because it has the most micro-batches in flight.
     """

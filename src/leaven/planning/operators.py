@@ -1,8 +1,8 @@
 """Compute the time of the operators of one block on one accelerator.
 
-A matrix product is computed in tiles, at a fraction of the device's best measured matmul rate. Flash attention runs
-at a fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. The fractions
-(constants below) are the same for every device; their sources are in docs/evidence/planner-accuracy.md.
+A matrix product is computed in tiles, at a fraction of the device's fastest matmul rate. Flash attention runs at a
+fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. Devices without
+measured fractions (``sustained``) get the same constants, with sources in docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def matmul_seconds(
 
 
 def flash_flops(accelerator: Accelerator) -> tuple[float, float]:
-    """Return the FLOP/s of a flash attention kernel in the forward and in the backward pass."""
+    """Return the FLOP/s of a flash attention kernel, forward and backward, if all scores are counted."""
     rate, measured = accelerator.matmul_flops * accelerator.sustained_share, accelerator.sustained
     if measured is None:
         return FLASH * rate, FLASH * rate
@@ -150,7 +150,7 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
     """Return scores, softmax and the weighted sum of values as one operator.
 
     A flash kernel has two products forward and five backward, where it recomputes the scores. Without a flash kernel,
-    every operation reads and writes all scores.
+    softmax and dropout read and write all scores.
     """
     core = block.core
     if code.flash_attention:

@@ -46,7 +46,7 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by earlier runs on the same accelerator in the dtype ``compute``."""
+        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``, if any."""
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -186,8 +186,8 @@ def plan_recipe(
     training code, by default leaven's own.
 
     Raises:
-        InputError: if the training code is unknown, if the plan is not possible in the recipe's dtype, or if
-            :func:`plan` raises it.
+        InputError: if the training code or the cluster is unknown, if the plan is not possible in the recipe's dtype,
+            or if :func:`plan` raises it.
     """
     job = _job(recipe, gpus, moments, code)
     return plan(job, recipe.data.tokens, layout)
@@ -208,10 +208,10 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 
 
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
-    """Return a small cluster of GPUs of the kind ``gpu`` on which the recipe fits, as ``COUNTxNAME``.
+    """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
 
-    A layout with several ranks gets one GPU for each rank. A very large recipe may not fit on the result: only 8
-    numbers of GPUs are tried.
+    If the recipe's layout has several ranks, there is one GPU for each. Else the count is the first of n, 2n, 4n, ...
+    128n on which the recipe fits, or n if it fits on none, where n is the result of :func:`estimated_gpus`.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"
@@ -223,7 +223,7 @@ def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
     """Return the plan of a run over ``tokens`` tokens, in the fastest layout that fits into memory or in ``layout``.
 
-    A given ``layout``, such as ``tp=8,pp=12,mbs=2``, may need too much memory.
+    A given ``layout``, such as ``tp=8,pp=12,mbs=2``, is planned even if it needs too much memory.
 
     Raises:
         InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits.

@@ -33,8 +33,8 @@ def plan_run(
     The default code is Megatron-LM with flash attention. The vocabulary is padded to a multiple of 128.
 
     Raises:
-        InputError: if there is no such run or training code, if too little is published to plan the run, or if
-            :func:`leaven.planning.plan.plan` raises it.
+        InputError: if there is no such run, cluster or training code, if too little is published to plan the run, or
+            if :func:`leaven.planning.plan.plan` raises it.
     """
     run = find_run(id)
     seq_len = run.data.seq_len if run.data else None
@@ -61,7 +61,8 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    It is the cluster of ``leaven new --gpus``, or that of a published run with the same shape and tokens.
+    It is the cluster of ``leaven new --gpus``, or that of a published run with the same n_layers,
+    d_model, d_ff and tokens.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
@@ -82,9 +83,9 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences in a batch whose published number of tokens may be rounded.
+    """Return the number of sequences in a batch whose published number of tokens is perhaps a rounded number.
 
-    For example, 1,953.1 sequences become 2,048. The number changes by at most 5%.
+    A fraction such as 1,953.1 becomes a multiple, within 5% of it, of the largest possible power of two: 2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):

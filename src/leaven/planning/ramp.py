@@ -52,7 +52,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        Only the micro-batch differs from the full batch's arrangement; it is never larger.
+        The layout is that of the full batch, and the micro-batch is at most that of the full batch.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -88,9 +88,9 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the cost of a ramp of ``over_tokens`` tokens with the batch ``sizes`` (see :meth:`run_seconds`).
+        """Return the cost of a batch ramp of ``over_tokens`` tokens.
 
-        ``increment`` is in tokens; None if increments differ.
+        ``sizes`` has pairs (first token, batch in tokens). ``increment`` is in tokens; None if increments differ.
         """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
@@ -148,9 +148,9 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment of a ramp with at most 64 increments. All numbers are in sequences.
+    """Return the smallest increment, in sequences, of a ramp of at most 64 equal increments up to ``sequences``.
 
-    It is a multiple of dp and, if the batch is large, of dp x micro-batch.
+    It is a multiple of dp; of dp x micro-batch if the full batch is a multiple of this and at least 8 times as large.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -179,7 +179,7 @@ class NoiseFit(NoiseFitRow):
     """A power law fitted to measured noise scales, as a function of the tokens seen in training."""
 
     def at(self, tokens: float) -> float:
-        """Return the noise scale after ``tokens`` tokens. Before the first measurement, the fit is constant."""
+        """Return the noise scale after ``tokens`` tokens. Before the first fitted measurement, it is constant."""
         return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
 
     def reaches(self, noise: float) -> float:
@@ -193,7 +193,7 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
 
     Raises:
-        InputError: if there are fewer than 20 measurements.
+        InputError: if there are fewer than 20 measurements, of which the first 10 are skipped.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:
@@ -216,9 +216,9 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
-    """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale.
+    """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale, or say why not.
 
-    The batch size doubles from stage to stage, up to the full batch.
+    The batch size about doubles from stage to stage, up to the full batch. The smallest batch is one sequence.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

@@ -1,7 +1,6 @@
 """Simulate a pipeline step pass by pass: which rank computes what, and when.
 
-The times give the bubble (idle time) and the micro-batches in flight, also for uneven stages. Tests compare the order
-of passes with torch.distributed.pipelining.
+The times give the bubble (idle time) and the micro-batches in flight, also for uneven stages.
 
 With p ranks, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). GPipe: Huang et al.
 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
@@ -54,7 +53,7 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return how many forward passes of a rank wait for their backward pass at the same time, at most."""
+        """Return how many forward passes of a rank, at most, await their backward (or ``weight``) pass at once."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]

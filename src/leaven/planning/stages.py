@@ -13,7 +13,7 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage (at least one), balanced by one of three rules.
 
-    - ``weight``: the largest stage is as small as possible, counted in parameters that a token uses.
+    - ``weight``: the largest stage is as small as possible, counted in parameters that a token uses in a mean block.
     - ``number``: the numbers of blocks differ by at most one, and the larger stages are in the middle, as in BLOOM.
     - ``work``: stages are filled in turn, each up to an equal share of the FLOPs, as in nanotron.
 

@@ -137,7 +137,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Return the recipes, with the planned GPU-hours of all tuning trials in the reasons for the proxy."""
+    """Add the planned GPU-hours of all tuning trials, unless under 1 or unknown, to the reasons for the proxy."""
     tuning = started.tuning
     assert tuning.proxy
     try:

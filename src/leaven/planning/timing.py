@@ -1,4 +1,4 @@
-"""Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
+"""Compute the time of a step from the numbers of the accelerator: operators, transfers, bubble, optimizer.
 
 The times of operators are in operators.py, those of collectives in collectives.py. training_codes.toml says how
 training codes (programs such as Megatron-LM) differ. Ranks exchange gradients and weights as follows:
@@ -133,7 +133,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds in which expert-parallel ranks send tokens to their experts, and the outputs back."""
+    """Return the seconds in one pass to send tokens to their experts on other ranks, and the outputs back."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
     if not experts or ranks == 1:
@@ -179,7 +179,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the most blocks on a rank, the blocks on the last rank, and the parameters of the rank with the most."""
+    """Return the largest number of blocks on a rank, that of the last rank, and the largest RankParameters."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]

@@ -35,7 +35,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with dp changed to fit the number of processes, or unchanged if no dp fits."""
+    """Return the recipe with dp, dp_replicate and ep changed to fit ``processes``, or unchanged if no dp fits."""
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:

@@ -80,7 +80,7 @@ class TrainingCode:
     products: Dtype = "bf16"  # dtype of matrix products in blocks
     fused: bool = False  # elementwise operators are fused even without torch.compile
     overlap: bool = True  # the gradient exchange overlaps with the last backward pass
-    message: float = DDP_BUCKET  # bytes of gradients per message, if ``units`` is 0
+    message: float = DDP_BUCKET  # bytes of gradients per message, if ``units`` is 0 and ZeRO at most 1
     # FSDP units per block, which are exchanged one by one; the root unit (all parameters outside the blocks) comes
     # last. With a pipeline and ZeRO 0 or 1, all units are exchanged after the last backward pass.
     units: int = 0

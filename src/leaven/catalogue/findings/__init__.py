@@ -34,8 +34,8 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. A change that does not help, or that causes a worse finding, is
-    dropped. Changes that cause the fewest new notes (the mildest findings) come first.
+    Each suggested change is tried on the recipe. It is dropped if its finding stays, or if another finding becomes
+    worse than before and worse than a note (the mildest finding). Those that cause the fewest new notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -74,7 +74,7 @@ def repair(
 ) -> Suggestion:
     """Return changes of a recipe after which its worst finding is a note, the mildest finding.
 
-    If `MOST_REPAIRS` rounds do not find such changes, the first suggestion alone is returned.
+    If 5 rounds (`MOST_REPAIRS`) do not find such changes, the first suggestion alone is returned, or {} without one.
 
     Args:
         found: the result of :func:`findings` for the recipe, ``rows_of`` and ``corpus_tokens``.
@@ -99,7 +99,7 @@ def _first_mends(found: Sequence[FindingRow]) -> list[Suggestion]:
 def find(check: Check, case: Case) -> FindingRow | None:
     """Return the finding of one check, or None if the value is usual or the check does not apply to the recipe.
 
-    The changes that the finding suggests are not tested yet: they may not remove the finding.
+    The changes that the finding suggests are not tested yet: perhaps they do not remove the finding.
     """
     read = _read(check, case)
     if read is None:
@@ -174,7 +174,7 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the number by which a value is compared with its limits: 1 / (1 - beta) for a beta of Adam."""
+    """Return the number by which a value is compared: the value itself, or 1 / (1 - beta) for a beta of Adam."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

@@ -24,7 +24,7 @@ Suggestion = Mapping[str, Any]
 """Values to set, by path; None removes a value."""
 
 VOTES = 5
-"""A finding names at most this many lineages (groups of runs that copied each other's learning rate)."""
+"""Largest number of neighbours of a recipe, and of runs that a finding names because their value is usual."""
 # A run within all these factors of the recipe counts as alike. If such a run has the unusual value, too, the finding
 # is only a note.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
@@ -138,7 +138,7 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the dense runs with a learning rate of Adam or AdamW, the nearest in size first."""
+        """Return the dense runs with a learning rate of Adam or AdamW that is not muP's, nearest in size first."""
         known = (run for run in load_runs() if run.kind == "dense" and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
 
@@ -149,7 +149,7 @@ class Case:
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with the recipe's norms that are near in size, lr and batch (`_ALIKE`)."""
+        """Return the ids of runs with the recipe's norms that are near in size, lr and batch, if known (`_ALIKE`)."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -205,7 +205,7 @@ class Case:
 
         The new value in the recipe is not ``wanted`` itself, because the scaling rule converts it for the weights.
         ``to`` rounds it to two digits: ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if
-        at most.
+        at most. A beta is always rounded to the nearest value.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

@@ -80,7 +80,7 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report that z-loss is missing if the lr is above 1.5 x the highest lr of the nearest runs without a z-loss."""
+    """Report a missing z-loss if lr > 1.5 x the lrs of near runs without one, and a run with one has >= lr / 2."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -121,7 +121,7 @@ def l2_decay(check: Check, case: Case) -> Check | None:
 
 
 def muon(check: Check, case: Case) -> Check | None:
-    """Report the optimizer ``muon``, because the published values are for Adam or AdamW."""
+    """Report the optimizer ``muon``, because the compared published values are for Adam or AdamW."""
     return check if case.recipe.hyperparameters.optimizer == "muon" else None
 
 

@@ -78,7 +78,10 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None."""
+    """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None.
+
+    The base has 1/32 to 1/2 of the model's parameters, and tokens per parameter within a factor of 4 of the model's.
+    """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
         shape = base.model

@@ -19,7 +19,7 @@ BATCH_TOKENS_EXPONENT = 0.46
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
 """The batch is limited so that the run has at least this many steps, a little more than the 1,000 below which
-`leaven recipes check` reports a run."""
+`leaven recipes check` reports "outside"."""
 FEWEST_STEPS = 200
 """If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000
@@ -32,8 +32,8 @@ MOST_INCREMENTS = 16
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
 
-    A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Of each
-    model family, such as Pythia, only the largest run counts.
+    A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Mixtures of
+    experts and ramps in stages are left out. Of each model family, such as Pythia, only the largest run counts.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -198,7 +198,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Round a number of sequences, by at most 1/32, so that it splits evenly over as many of ``gpus`` as possible."""
+    """Round ``sequences``, by at most 1/32, to a multiple of the largest possible power of 2 dividing ``gpus``."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
@@ -206,7 +206,7 @@ def _divisible(sequences: int, gpus: int) -> int:
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     """Return a batch in sequences: as near as possible to ``wanted`` tokens, and at most ``most`` tokens.
 
-    The result is 2^k or 3 x 2^k. If the number of GPUs has an odd factor, the result is this factor times 2^k.
+    The result is 2^k or 3 x 2^k, or, if ``gpus`` has odd factors above 1, the largest of them times 2^k.
     """
     odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)

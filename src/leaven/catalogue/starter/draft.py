@@ -1,7 +1,6 @@
 """The data of `leaven new`: the request, the evidence for a value, the unfinished recipe, and the result.
 
-A recipe is built in numbered steps. Each value is decided once. The sentence with the reason for the value is in
-``catalogue/messages.toml``.
+A recipe is built in steps. Each value is decided once, with a reason from ``catalogue/messages.toml``.
 """
 
 import math

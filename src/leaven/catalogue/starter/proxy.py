@@ -73,8 +73,8 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
-    Without ``size``, the largest proxy whose trials cost at most `SHARE` of the run is chosen. If there is none, the
-    smallest proxy is chosen with fewer trials, if these cost at most `WORTH`.
+    Without ``size``, the largest proxy is chosen whose 64 trials cost at most 10% of the run (`SHARE`). If there is
+    none, the smallest proxy is chosen with fewer trials, if these cost at most 24% (`WORTH`).
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.

@@ -72,7 +72,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual`` that keeps the embedding within `VOCABULARY_SHARE`."""
+    """Return the vocabulary size nearest to ``usual`` that keeps the embedding within 25% of ``params``, or 512."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -171,7 +171,7 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
     Raises:
         InputError: if no shape is within `FARTHEST` of the requested size. The message names a vocabulary or a size
-            that works.
+            that works, if one is found.
     """
     model = _nearest(request, near)
     off = model.params / request.params - 1
@@ -232,7 +232,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return d / L: that of the reference run, or the median of the neighbours."""
+    """Return d / L: that of the reference run, or the median of the neighbours (at most 16 if none is near)."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
@@ -248,7 +248,7 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the architecture choices of a run (norm, activation, positions, ...) that leaven supports."""
+    """Return the norm, activation, positions, ... of a run; leaven's own if they are unknown or not supported."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)

@@ -4,11 +4,13 @@ The method:
 
 - The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning
   rate, betas, decay and init are chosen for the *base*: a smaller model to tune first (the proxy), or the target
-  itself if tuning is not worth its cost. The scaling rule then converts them for the target.
+  itself if tuning is not worth its cost; if no run is near, they can come from a small model that leaven tuned. The
+  scaling rule then converts them for the target.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
   The lineages within a factor of 4 of the target's size vote. If these are fewer than three, the nearest three
-  lineages vote. The farther a run is from this size, the less weight its vote has. For a mixture of experts, the size
-  is the number of parameters that a token uses, and mixtures of experts vote beside dense runs.
+  lineages vote. The farther a run is from this size, the less weight its vote has; if no run is within the factor,
+  all have the same. For a mixture of experts, the size is the number of parameters that a token uses, and mixtures of
+  experts vote beside dense runs.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
   a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
 - All laws together have as much weight as all published runs together. Laws outside their fitted range have less.
@@ -139,7 +141,7 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
 
 
 def _left_behind(run: PublishedRun) -> Iterator[str]:
-    """Yield the properties of a run that a recipe cannot express."""
+    """Yield the properties of a run that `leaven new --from` does not carry over into the recipe."""
     arch = run.arch
     growth_known = True
     if run.batch_grew and run.tokens and run.batch_tokens:
