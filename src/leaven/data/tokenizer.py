@@ -214,7 +214,7 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of each token id, or None if the tokens do not determine the text.
+    """Return the number of UTF-8 bytes of each token id, or None if it is not known how the tokens become text.
 
     Special tokens, for example end-of-text, have 0 bytes. Tokenizers that write spaces as "▁" (SentencePiece) may add
     a space before a text, which is counted.
@@ -241,7 +241,7 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:
     """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte.
 
-    End-of-text tokens count in the loss but have no bytes. The result is None if the numbers of bytes are not known.
+    End-of-text tokens count in the loss but have no bytes. The result is None if the bytes are unknown or 0.
     """
     counts = None if tokenizer is None else bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())

@@ -58,10 +58,10 @@ class Scaling(Part):
     """
 
     rule: RuleName = "complete-d-p"
-    # Each residual branch is multiplied by r^-alpha, and the lr inside the blocks by r^(alpha-1). r is the number of
-    # layers divided by that of the base. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
+    # completep and complete-d-p multiply each residual branch by r^-alpha, and the lr inside the blocks by
+    # r^(alpha-1). r is layers / layers of the base. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
     alpha: float = Field(default=1.0, ge=0.5, le=1)
-    # The exponent t in lr ~ (training tokens)^-t; published values are 0.3 to 0.5.
+    # The exponent t in lr ~ (training tokens)^-t of complete-d-p; published values are 0.3 to 0.5.
     token_exponent: float = Field(default=0.5, ge=0, le=1)
     # 95% interval of token_exponent, measured by ``leaven check duration``; outside it, ``leaven transfer`` warns.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
