@@ -214,10 +214,10 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of each token id, or None if it is not known how the tokens become text.
+    """Return the number of UTF-8 bytes of each token id.
 
-    Special tokens, for example end-of-text, have 0 bytes. Tokenizers that write spaces as "▁" (SentencePiece) may add
-    a space before a text, which is counted.
+    The result is None if the tokenizer neither is byte-level nor writes spaces as "▁" (SentencePiece). The latter may
+    add a space before a text, which is counted. Special tokens, for example end-of-text, have 0 bytes.
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""

@@ -33,9 +33,7 @@ class Ramp(Part):
 class BatchStage(Part):
     """A batch size, and the number of consumed tokens from which steps have this size."""
 
-    from_tokens: int = Field(
-        ge=0, le=MOST_TOKENS
-    )  # first step: the first one before which this many tokens were consumed
+    from_tokens: int = Field(ge=0, le=MOST_TOKENS)  # the stage begins with the first step after this many tokens
     tokens: Count  # batch size in tokens
 
 

@@ -13,8 +13,8 @@ STDLIB_TOKENS = 3_000_000
 """Approximate number of tokens of the text python-stdlib (10.7 MB). With a vocabulary of 4,096 it is 2.86 M
 (docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""The order of the sources repeats after a number of samples, the common denominator of their shares: 4 for shares of
-1/4 and 3/4. This is the largest number that is allowed."""
+"""The longest allowed period, in samples, of the order of the sources. The period is the common denominator of their
+shares: 4 for shares of 1/4 and 3/4."""
 
 
 class DataSource(Part):

@@ -64,8 +64,8 @@ class Clip(Part):
     """The way in which gradients are clipped."""
 
     # global: the norm over all parameters is at most ``limit``. per-module: the norm of each module in each block is
-    # at most ``limit``. running: the global norm is at most ``limit`` x the root mean square of the global norms of
-    # recent steps, averaged with Adam's beta2.
+    # at most ``limit``. running: the global norm is at most ``limit`` x the root mean square of the clipped norms of
+    # earlier steps, averaged with Adam's beta2.
     mode: Literal["global", "per-module", "running"]
     limit: NonNegative = 1.0  # limit of the norm, see ``mode``; 0 switches clipping off
 

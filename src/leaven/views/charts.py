@@ -132,7 +132,7 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis with at most ``most`` ticks. ``pad`` is the space at each end, as a share of it."""
+    """Return a logarithmic axis with at most ``most`` ticks. ``pad``: space at each end, as a share of the axis."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
