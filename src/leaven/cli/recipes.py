@@ -181,9 +181,10 @@ def check(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Compare every value of a recipe with the range of published runs.
+    """Compare a recipe with published runs, value by value.
 
-    If a value is outside this range, the command names published runs, says what to set, and exits with code 1.
+    If a value is unusual, the command names published runs and says what to set. A small difference is only a note.
+    Otherwise, the exit code is 1.
     """
     from leaven.catalogue.findings import CHECKS, findings, repair
     from leaven.cli import next_commands
