@@ -183,8 +183,8 @@ def check(
 ) -> None:
     """Compare a recipe with published runs, value by value.
 
-    If a value is unusual, the command names published runs and says what to set. A small difference is only a note.
-    Otherwise, the exit code is 1.
+    If a value is unusual, the command names published runs, says what to set, and exits with code 1. If there are
+    only notes, it exits with code 0.
     """
     from leaven.catalogue.findings import CHECKS, findings, repair
     from leaven.cli import next_commands
