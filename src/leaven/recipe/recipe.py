@@ -182,7 +182,7 @@ class Tuning(Part):
     space: str | None = Field(default=None, min_length=1)
     # More values to search, or ranges of values in ``space``. A key is a path of the recipe, such as
     # ``hyperparameters.lr``, or a pattern with ``*``; the last matching key applies. A number is the distance from
-    # the recipe's value, in octaves (factors of 2); for values that may be 0 (dropout, min_lr_ratio), in steps of 0.1.
+    # the recipe's value, in octaves (factors of 2), or in steps of 0.1 if the value may be 0 (dropout, min_lr_ratio).
     octaves: dict[str, Ends] = {}
 
     @model_validator(mode="after")
