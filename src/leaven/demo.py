@@ -57,8 +57,8 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules. The grid has those of the first
-        seed."""
+        """Return the final runs: ``lr`` at the largest width, with both rules and all seeds but the first, which is
+        in the grid."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]

@@ -31,7 +31,7 @@ VERBS = {
     "hardware": "List the accelerators that the planner knows, with a source for each number.",
     "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
     "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
-    "train": "Train a recipe. Run the same command again to resume, on a CPU with the same bits.",
+    "train": "Train a recipe. Run the same command again to resume; on a CPU, resuming changes no bit of the result.",
     "sample": "Generate text from a trained run.",
     "export": "Export weights, or export a recipe as a configuration for another training code.",
     "import": "Import the configuration of another training code as a recipe.",
@@ -125,7 +125,7 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the command line, and exit. Every error is one line on standard error.
+    """Run the command line, and exit. An error is one line on standard error, or with LEAVEN_DEBUG a traceback.
 
     The exit code is 2 for wrong input, 70 for a bug, 75 if the user stopped the command, and 1 for other failures.
     """

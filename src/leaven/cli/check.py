@@ -82,8 +82,8 @@ def coordinates(
 ) -> None:
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
-    The check keeps two things of the recipe: the scaling rule, and the ratio of d_ff to d_model. The smallest width
-    and depth are the base size of the rule. The check changes the initial weights, so that the activations of its
+    The small models have the architecture, the optimizer and the scaling rule of the recipe. The smallest width and
+    depth are the base size of the rule. The check changes the initial weights, so that the activations of its
     small models depend on width and depth in the same way as those of large models.
     """
     from leaven.verification.coordinates import CoordinateCheck

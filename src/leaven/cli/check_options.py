@@ -97,7 +97,7 @@ class CheckOptions:
 
     def read(self) -> Recipe | str:
         """Return the recipe, or the text ``module:factory``. Raise InputError if ``subject`` is a file with logs, or
-        if an option does not apply to it."""
+        if an option was given that does not apply to ``subject``."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -116,7 +116,7 @@ class CheckOptions:
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
         """Print a check's result and the lines ``more``, and write the page. Exit with code 1 if the check failed.
-        ``following`` are the commands to suggest if it passed."""
+        ``following`` are the commands to suggest if the check passed."""
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -190,7 +190,7 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the recipe's model family, which makes the model at any size, and the base size."""
+        """Return the family, which makes the recipe's model at any size, and ``scale`` or else the recipe's size."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 

@@ -128,8 +128,8 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError unless ``path`` can be written as a new file or a device. With ``force``, a file may be
-    overwritten. ``force`` is None for a command without the option ``--force``."""
+    """Raise InputError unless ``path`` is a new file in an existing folder, or a device such as /dev/null. With
+    ``force``, the file may exist. ``force`` is None for a command without the option ``--force``."""
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
     if not path.parent.exists():
@@ -184,7 +184,7 @@ def print_document(
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. The second one interrupts at once."""
+    """Yield a function that tells whether Ctrl-C or SIGTERM has arrived. A second one raises KeyboardInterrupt."""
     requested = False
 
     def request(number: int, frame: FrameType | None) -> None:
@@ -209,7 +209,7 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
-    """Return the tokens of a text, from the cache or by tokenising with a progress bar."""
+    """Return the tokens that ``data`` names. Show the progress of reading and tokenising text."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

@@ -70,6 +70,9 @@ def laws(
 
 
 def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:
-    """Return a law's row with its lr at ``batch_tokens``. ``critical`` is the critical batch size in tokens."""
+    """Add to a law's row its lr at ``batch_tokens``, and ``batch_tokens`` / the law's batch size.
+
+    ``critical`` is the critical batch size in tokens.
+    """
     ratio = batch_tokens / law.batch_tokens if law.batch_tokens else None
     return law.model_copy(update={"at_batch": lr_at_batch(law, batch_tokens, critical), "batch_ratio": ratio})

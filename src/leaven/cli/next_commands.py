@@ -35,7 +35,7 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``check coordinates`` passed: tune the proxy if that is left, or train."""
+    """Return the commands to suggest after ``check coordinates`` passed: tune a proxy not tuned yet, or train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -45,7 +45,7 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
 
 
 def after_findings(changes: Mapping[str, Any]) -> list[str]:
-    """Return the command that checks a recipe again with ``changes`` as ``--set`` options, if there are any."""
+    """Return the same command with ``changes`` as ``--set`` options, or [] if there are no changes."""
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
@@ -246,7 +246,7 @@ def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
 
 
 def again(*words: str) -> str:
-    """Return the command that the user typed, with ``words`` added."""
+    """Return the command that the user typed, without ``--json`` and with ``words`` added."""
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 

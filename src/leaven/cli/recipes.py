@@ -181,9 +181,10 @@ def check(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Compare every value of a recipe with the range of published runs.
+    """Compare a recipe with published runs, value by value.
 
-    If a value is outside this range, the command names published runs, says what to set, and exits with code 1.
+    If a value is unusual, the command names published runs, says what to set, and exits with code 1. If there are
+    only notes, it exits with code 0.
     """
     from leaven.catalogue.findings import CHECKS, findings, repair
     from leaven.cli import next_commands

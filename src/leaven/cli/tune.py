@@ -137,7 +137,7 @@ def tune(
             min=0,
             max=100,
             help="The standard deviation of the loss between seeds, in nats, e.g. from an earlier study of this "
-            "recipe. Without this option, some trials repeat the first trial with other seeds to measure it.",
+            "recipe. Without this option, some trials repeat the first trial with other seeds.",
             show_default="measured in studies of 12 trials or more",
         ),
     ] = None,

@@ -130,7 +130,7 @@ class Corpus:
     def documents(self) -> Iterator[TextDocument]:
         """Yield every document, marked as training or validation.
 
-        Validation gets the documents whose hashes are in the lowest `VALIDATION_SHARE` of all possible hashes.
+        Validation gets the documents whose keys have hashes in the lowest `VALIDATION_SHARE` of all possible hashes.
         Neither split is empty: the document with the lowest hash is always in validation, and that with the highest
         in training. A single document is cut in two, at the start of a line if possible.
 
@@ -174,8 +174,8 @@ def open_corpora(
 ) -> list[Corpus]:
     """Open a corpus for each source of text. ``parts`` are the parts of the sources, if they are known.
 
-    Every file or split is read once, to count its documents and to hash its text. The results are cached in the
-    folder ``memory``, if given, and reused until the file or split changes.
+    Every file or split is read once, to count its documents and to hash its text. With ``memory``, the results are
+    cached in this folder and reused until the file or split changes.
 
     Raises:
         InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its

@@ -70,9 +70,9 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
 @contextmanager
 def ctrl_c_blocked() -> Iterator[None]:
-    """Delay Ctrl-C in this thread until the ``with`` block ends.
+    """Delay Ctrl-C in this thread until the ``with`` block ends. On Windows, do nothing.
 
-    Processes that are started inside the block never receive Ctrl-C, because their parent handles it.
+    Processes that are started inside the block never receive Ctrl-C: it stays blocked in them.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield

@@ -81,7 +81,7 @@ class File:
         """Yield the documents, and the lines or rows that cannot be read, in the order of the file.
 
         Raises:
-            BrokenFile: if the file cannot be read to its end.
+            BrokenFile: if the file cannot be read to its end, or has no column of text with the given name.
             InputError: if a package is missing.
         """
         try:

@@ -1,9 +1,9 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
-A shard contains the tokens of `SHARD_BATCHES` batches of text in two files, one for training and one for validation.
-Each file is written under a temporary name, synced and renamed. Then a line is added to ``shards.jsonl``. So a
-process that is killed loses only the shard that it was writing. ``index.json`` is written last: a folder without it
-is unfinished.
+A shard contains the tokens of `SHARD_BATCHES` batches of text (the last one: of the rest) in two files, one for
+training and one for validation. Each file is written under a temporary name, synced and renamed. Then a line is added
+to ``shards.jsonl``. So a process that is killed loses only the shard that it was writing. ``index.json`` is written
+last: a folder without it is unfinished.
 
 At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
 the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
@@ -144,8 +144,8 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any], *, read_only: bool = False) -> Shards | None:
     """Open the shards in a folder. Return None if the folder is unfinished or damaged.
 
-    A folder of an older version, without checksums of blocks, counts as unfinished. If it is ``read_only``, the
-    checksums of whole files are compared instead.
+    A folder of an older version, without checksums of blocks, counts as unfinished. With ``read_only``, it is opened
+    if the checksums of its whole files are right.
     """
     path = folder / "index.json"
     try:
@@ -259,7 +259,7 @@ def _digest(index: Mapping[str, Any]) -> str:
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
-    """Yield the pieces of a corpus in batches that are large enough to keep all cores busy."""
+    """Yield the pieces of a corpus in batches of at least `BATCH_CHARACTERS` characters (the last may have fewer)."""
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():
@@ -291,7 +291,7 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 
 
 def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
-    """Return the record of a shard with checksums of its blocks. The caller has compared those of whole files."""
+    """Return the record of a shard with the checksums of its blocks. The caller has compared whole files before."""
 
     def complete(split: str) -> ShardFile:
         if record[split].blocks or not record[split].tokens:

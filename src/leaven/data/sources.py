@@ -101,7 +101,7 @@ def estimated_tokens(source: DataSource) -> int | None:
 
 
 def text_tokens(sources: Sequence[DataSource]) -> int | None:
-    """Return the estimated number of tokens of all sources, or None if one is python-stdlib or an hf:// source."""
+    """Return the estimated number of tokens of all sources, or None if one of them is python-stdlib or hf://."""
     if any(source.source == "python-stdlib" for source in sources):
         return None
     sizes = [estimated_tokens(source) for source in sources]

@@ -1,4 +1,4 @@
-"""Open files of token ids that other programs wrote. The ids are read in place and never copied.
+"""Open files of token ids that other programs wrote. The ids are read from these files, not from a cache.
 
 - Megatron-LM: ``NAME.bin``, and beside it the index ``NAME.idx`` with the dtype, the sequences and the documents
   (`megatron/core/datasets/indexed_dataset.py`);

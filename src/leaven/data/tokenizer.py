@@ -214,10 +214,10 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of each token id, or None if the tokens do not determine the text.
+    """Return the number of UTF-8 bytes of each token id.
 
-    Special tokens, for example end-of-text, have 0 bytes. Tokenizers that write spaces as "▁" (SentencePiece) may add
-    a space before a text, which is counted.
+    The result is None if the tokenizer neither is byte-level nor writes spaces as "▁" (SentencePiece). The latter may
+    add a space before a text, which is counted. Special tokens, for example end-of-text, have 0 bytes.
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
@@ -241,7 +241,7 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:
     """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte.
 
-    End-of-text tokens count in the loss but have no bytes. The result is None if the numbers of bytes are not known.
+    End-of-text tokens count in the loss but have no bytes. The result is None if the bytes are unknown or 0.
     """
     counts = None if tokenizer is None else bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())

@@ -8,7 +8,7 @@ from leaven.documents import Document, Entry, Number
 
 
 class RunSummary(Document, schema="run-summary/1"):
-    """A published run in brief. ``leaven recipes list`` prints a list of these."""
+    """A published run, or a run tuned with leaven, in brief. ``leaven recipes list`` prints a list of these."""
 
     id: str
     params: int  # number of parameters, embeddings included

@@ -1,4 +1,4 @@
-"""Define the documents that ``--json`` prints, for the commands that take a recipe or a run."""
+"""Define the documents of the other commands, such as ``leaven show``, ``train``, ``tune`` and ``demo``."""
 
 from typing import Any
 
@@ -251,7 +251,7 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, both rules give the same run (complete-d-p)."""
+    """A training run of the demo. At the smallest width, both rules give the same run; its rule is complete-d-p."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int

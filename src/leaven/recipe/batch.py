@@ -13,13 +13,13 @@ from leaven.recipe.base import Part
 MOST_TOKENS = 10**18
 MOST_INCREMENTS = 10_000  # of a ramp; each is an entry in the schedule of batch sizes
 Count = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
-# Which hyperparameters apply while the batch is smaller than the full batch. fixed: those of the full batch; scaled:
-# those that the scaling rule computes for the smaller batch.
+# Which hyperparameters apply while the batch size is not ``[batch] tokens``. fixed: those for ``[batch] tokens``;
+# scaled: those that the scaling rule computes for the present size.
 RampRule = Literal["fixed", "scaled"]
 
 
 class Ramp(Part):
-    """A batch that grows in equal increments, spread evenly over the first part of the run.
+    """A batch that grows in equal increments, spread evenly over the first ``over_tokens`` tokens of the run.
 
     This is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, with all three numbers in tokens.
     """
@@ -31,16 +31,16 @@ class Ramp(Part):
 
 
 class BatchStage(Part):
-    """A batch size, and the number of consumed tokens at which the run changes to this size."""
+    """A batch size, and the number of consumed tokens from which steps have this size."""
 
-    from_tokens: int = Field(ge=0, le=MOST_TOKENS)  # tokens consumed before this stage
+    from_tokens: int = Field(ge=0, le=MOST_TOKENS)  # the stage begins with the first step after this many tokens
     tokens: Count  # batch size in tokens
 
 
 class Batch(Part):
     """The global batch, its growth, and the micro-batch."""
 
-    tokens: Count  # size of the full global batch in tokens; if the batch grows, its last size
+    tokens: Count  # size of the global batch in tokens; with a ramp or stages, the last size
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
@@ -83,7 +83,7 @@ class Batch(Part):
 
     @property
     def rule(self) -> RampRule:
-        """Return what hyperparameters do while the batch grows: ``fixed``, or ``scaled`` with the batch size."""
+        """Return the rule of the ramp or of the stages; ``fixed`` if none is set."""
         return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property
@@ -95,8 +95,8 @@ class Batch(Part):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return (tokens consumed before the first step with this batch size, batch size in tokens) for each batch
-        size."""
+        """Return (number of consumed tokens from which steps have this batch size, batch size in tokens) for each
+        batch size."""
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
         if self.ramp is None or self.ramp.start_tokens == self.tokens:
@@ -123,8 +123,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch size of every step. The last one lasts for any number of steps, because the length of the run is not
-    known."""
+    """The batch size of every step. The last batch size has no end, because the length of the run is not known."""
 
     sizes: tuple[tuple[int, int], ...]  # pairs (tokens consumed before the batch size applies, batch size in tokens)
 

@@ -13,8 +13,8 @@ STDLIB_TOKENS = 3_000_000
 """Approximate number of tokens of the text python-stdlib (10.7 MB). With a vocabulary of 4,096 it is 2.86 M
 (docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""The largest number of samples after which the order of the sources may repeat. This number is the common
-denominator of the sources' shares: 4 for shares of 1/4 and 3/4."""
+"""The longest allowed period, in samples, of the order of the sources. The period is the common denominator of their
+shares: 4 for shares of 1/4 and 3/4."""
 
 
 class DataSource(Part):
@@ -48,8 +48,8 @@ class Data(Part):
     # bpe: a tokenizer is trained on the sources. If all sources have token ids, none is trained. Other values
     # name a tokenizer: the path of a tokenizer.json, or hf://org/model.
     tokenizer: str = "bpe"
-    # Id of the token that ends documents in sources of token ids. None: the id of this token in the tokenizer; the id
-    # is unknown if there is no tokenizer, or no such token in it.
+    # Id of the token that ends documents in sources of token ids. None: that of the tokenizer, or unknown if there is
+    # no tokenizer.
     end_of_text: int | None = Field(default=None, ge=0)
     tokens: Count  # number of tokens to train on; if the text has fewer, it is repeated
     # Seed of the initialisation, the order of the data and the masks of dropout.

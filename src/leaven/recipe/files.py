@@ -49,7 +49,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a TOML text. Error messages begin with ``origin``, the name of the file of the text."""
+    """Return the recipe in a TOML text. ``origin`` is the name of its file, for error messages."""
     document = parse_toml(text, origin, overrides)
     if "command" in document:
         raise InputError(f"{origin}: this is a command file, not a recipe; it is for leaven tune")
@@ -187,7 +187,8 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML. Without a template, all defaults are written.
+    """Return the recipe as TOML. Without a template, defaults are written, except None, empty lists and tables,
+    multipliers of 1 and the fields in `Part.added`.
 
     ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
     are kept, and defaults that it omits stay omitted.
@@ -216,8 +217,8 @@ def render(recipe: Recipe, template: str = "") -> str:
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
     """Return ``rows``, a list of tables, without the default values that the template does not contain.
 
-    ``own`` has the same tables without defaults, and ``stated`` those of the template. Other values are returned
-    unchanged.
+    ``own`` has the same tables without defaults, and ``stated`` is the list in the template. Other ``rows`` than
+    a list of tables are returned unchanged.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

@@ -19,7 +19,7 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """Factors on the hyperparameters for one module of the model, such as ``mlp.out``."""
+    """Multipliers of the hyperparameters of one module of the model, such as ``mlp.out``."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
@@ -29,7 +29,7 @@ class Multipliers(Part):
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
-    residual: Positive = 1.0  # multiplies the output of a residual branch; only for attention.out and mlp.out
+    residual: Positive = 1.0  # multiplies the output of a residual branch; only for its last matrix, e.g. mlp.out
 
 
 class DepthProfile(Part):
@@ -64,8 +64,8 @@ class Clip(Part):
     """The way in which gradients are clipped."""
 
     # global: the norm over all parameters is at most ``limit``. per-module: the norm of each module in each block is
-    # at most ``limit``. running: the global norm is at most ``limit`` x the root mean square of the global norms of
-    # recent steps, averaged with Adam's beta2.
+    # at most ``limit``. running: the global norm is at most ``limit`` x the root mean square of the clipped norms of
+    # earlier steps, averaged with Adam's beta2.
     mode: Literal["global", "per-module", "running"]
     limit: NonNegative = 1.0  # limit of the norm, see ``mode``; 0 switches clipping off
 
@@ -79,7 +79,7 @@ class Clip(Part):
 
 
 class Muon(Part):
-    """The settings of Muon, which updates the matrices inside the blocks if ``optimizer`` is ``muon``.
+    """The settings of Muon, which updates the matrices of attention, MLPs and experts if ``optimizer`` is ``muon``.
 
     Muon replaces the momentum of a matrix by an approximation of the nearest matrix with orthogonal rows or columns
     (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are three matrices,
@@ -111,7 +111,7 @@ class Hyperparameters(Part):
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101). muon:
-    # Muon for the matrices inside the blocks (:class:`Muon`), and adamw for the rest.
+    # Muon for the matrices of attention, MLPs and experts (:class:`Muon`), and adamw for the rest.
     optimizer: Literal["adamw", "adam", "muon"] = "adamw"
     lr: Positive  # peak learning rate
     # rule: the scaling rule computes the std of every matrix from init_std. Other names are published inits
@@ -154,7 +154,7 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of the matrices inside the blocks, before scaling."""
+        """Return the lr or weight decay in the table ``muon``; if it is not set, the one of all parameters."""
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own

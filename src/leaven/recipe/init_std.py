@@ -63,7 +63,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Return whether the std of the last matrix of a residual branch depends on the number of layers."""
+        """Return whether the std of the last matrix of a branch depends on the number or the index of layers."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -199,11 +199,10 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
-    """Raise ValueError if a named init and a scaling rule both change the init between base and target.
+    """Raise ValueError if a published init and a scaling rule would count the same change of the shape twice.
 
-    ``wider`` and ``deeper`` say whether base and target differ in width and in depth. A rule that multiplies branches
-    by depth^-alpha, and an init that lowers the std of their last matrices with the depth, would count the depth
-    twice.
+    ``wider`` and ``deeper`` say whether the base and the recipe's model differ in width and in depth. The depth is
+    counted twice if the rule multiplies branches by depth^-alpha, and the init lowers the std of their last matrices.
     """
     if init == "rule" or rule == "standard":
         return

@@ -58,10 +58,10 @@ class Scaling(Part):
     """
 
     rule: RuleName = "complete-d-p"
-    # Each residual branch is multiplied by r^-alpha, and the lr inside the blocks by r^(alpha-1). r is the number of
-    # layers divided by that of the base. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
+    # completep and complete-d-p multiply each residual branch by r^-alpha, and the lr inside the blocks by
+    # r^(alpha-1). r is layers / layers of the base. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
     alpha: float = Field(default=1.0, ge=0.5, le=1)
-    # The exponent t in lr ~ (training tokens)^-t; published values are 0.3 to 0.5.
+    # The exponent t in lr ~ (training tokens)^-t of complete-d-p; published values are 0.3 to 0.5.
     token_exponent: float = Field(default=0.5, ge=0, le=1)
     # 95% interval of token_exponent, measured by ``leaven check duration``; outside it, ``leaven transfer`` warns.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
@@ -90,7 +90,7 @@ class Stability(Part):
     # Tokens between checkpoints; None: 1/10 of the run.
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
-    # The first checkpoint of each interval of this length is never deleted.
+    # The first checkpoint of each interval of this length, except the first interval, is never deleted.
     keep_every_tokens: int | None = Field(default=None, gt=0)
     # Interval between measurements of the gradient noise scale; None: it is not measured.
     noise_scale_every_tokens: int | None = Field(default=None, gt=0)
@@ -108,7 +108,7 @@ class Stability(Part):
 class EvaluationSettings(Part):
     """How often the validation loss is computed, and on how many tokens. A run also computes it at its end."""
 
-    tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the held-out text
+    tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the validation split
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run
 
 
@@ -180,9 +180,9 @@ class Tuning(Part):
 
     # Comma-separated names of values to search, or of sets of values. The option ``--space`` overrides them.
     space: str | None = Field(default=None, min_length=1)
-    # More values to search, besides those of ``space``. A key is a path of the recipe such as ``hyperparameters.lr``,
-    # or a pattern with ``*``; the last matching key applies. A number is the distance from the recipe's value, in
-    # octaves (factors of 2). For values that may be 0 (dropout, min_lr_ratio) it is in steps of 0.1.
+    # More values to search, or ranges of values in ``space``. A key is a path of the recipe, such as
+    # ``hyperparameters.lr``, or a pattern with ``*``; the last matching key applies. A number is the distance from
+    # the recipe's value, in octaves (factors of 2), or in steps of 0.1 if the value may be 0 (dropout, min_lr_ratio).
     octaves: dict[str, Ends] = {}
 
     @model_validator(mode="after")

@@ -63,7 +63,7 @@ class Role(StrEnum):
 
     @property
     def in_branches(self) -> bool:
-        """Return whether these are matrices inside a block whose fan in and fan out grow with the width."""
+        """Return whether parameters with this role are block matrices whose fan in and fan out grow with width."""
         return self in {Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT}
 
 
@@ -240,7 +240,7 @@ class ModelShape(Part):
         return tuple(found)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield every parameter in the order of the forward pass."""
+        """Yield every parameter, from the embedding to the unembedding."""
         d, d_q, d_kv = self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         embedding = Role.TIED_EMBEDDING if self.tied_embeddings else Role.EMBEDDING
         yield Parameter("embedding.weight", (self.vocab_size, d), embedding, "embedding")
@@ -311,7 +311,7 @@ class ModelShape(Part):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the names of the modules that can be tuned, in the order of the forward pass."""
+        """Return the names of the modules that can have multipliers, from the embedding to the unembedding."""
         return tuple(self.roles)
 
     @property
@@ -325,7 +325,7 @@ class ModelShape(Part):
 
     @property
     def params_active(self) -> int:
-        """Return the number of parameters that one token uses; without experts, all parameters."""
+        """Return the number of parameters without those of experts that a token does not use."""
         return sum(self._used(parameter) for parameter in self.parameters())
 
     @property
@@ -335,7 +335,7 @@ class ModelShape(Part):
         return sum(self._used(parameter) for parameter in self.parameters() if parameter.role not in outside)
 
     def _used(self, parameter: Parameter) -> int:
-        """Return how many elements of a parameter one token uses."""
+        """Return the size of a parameter; of routed experts, only the share that a token uses."""
         if self.experts is None or parameter.role is not Role.EXPERT_WEIGHT:
             return parameter.size
         return parameter.size * self.experts.active // self.experts.number

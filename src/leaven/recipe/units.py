@@ -13,7 +13,7 @@ def parse_quantity(text: str) -> int:
     """Return a count from a text such as ``7B`` (7e9), ``64k`` (64,000) or ``32_768``.
 
     Raises:
-        InputError: if the text is not a whole number with an optional suffix K, M, B, G or T, or is too large.
+        InputError: if the text is not a number with an optional suffix K, M, B, G or T, or not whole, or too large.
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:

@@ -54,7 +54,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run; the best recipe of a study, or the one from which it started; None of others."""
+        """The recipe of a run; the best recipe of a study, or the one from which it started; otherwise None."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -74,7 +74,7 @@ class FolderRow:
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the folders of runs, studies, checks and demos in each of ``roots``, sorted by name."""
+    """Yield the folders of runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)

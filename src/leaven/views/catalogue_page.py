@@ -46,9 +46,9 @@ class CatalogueChart:
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return the predictions of each law for models of these sizes, trained on 20 tokens per parameter.
+    """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is a field of a law's result, such as ``lr``.
+    ``predicted`` is a field of a law's result, such as ``lr``. Laws without it and other forms of a law are left out.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -236,10 +236,10 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return the quartiles of usual values at several model sizes, as (size, lower quartile, upper quartile).
+    """Return the quartiles of the runs' values at several model sizes, as (size, lower quartile, upper quartile).
 
-    Each lineage (a family of models) has one vote: the median of its runs near the size. Sizes with fewer than four
-    votes are left out.
+    Each lineage (a family of models) has one vote: the median of its runs within `BAND_FACTOR` of the size. Sizes
+    with fewer than four votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []

@@ -132,7 +132,7 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis with at most ``most`` ticks. ``pad`` is extra space, as a share of the axis."""
+    """Return a logarithmic axis with at most ``most`` ticks. ``pad``: space at each end, as a share of the axis."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -140,7 +140,7 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
-    """Return a logarithmic axis with ticks at the ``values``. Ticks are left out if there are more than ``most``."""
+    """Return a logarithmic axis with ticks at the ``values``, or at every n-th of them: at most ``most`` ticks."""
     places = sorted(set(values))
     shown = places[:: -(-len(places) // most)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
@@ -154,7 +154,7 @@ def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: fl
 
 
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
-    """Return a line across the whole chart at the value ``at`` of ``axis`` (x or y), behind everything else."""
+    """Return a line across the whole chart at the value ``at`` of ``axis`` (x or y), by default behind the traces."""
     looks = {"color": colour, "width": 1, "dash": dash}
     return {"type": "line", "line": looks, "layer": "below", **_across(axis, at, at), **more}
 
@@ -188,8 +188,8 @@ def _minus(a: float | None, b: float | None) -> float | None:
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
     """Return y smoothed: at each point, the value of a straight line that is fitted to the points around it.
 
-    The window grows from left to right, because a loss is drawn over the logarithm of tokens. Unlike a moving
-    average, the fit does not lag where the curve falls.
+    Around point i, these are ``share`` * i points on each side, at least 2. The number grows, because a loss is drawn
+    over the logarithm of tokens. Unlike a moving average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)

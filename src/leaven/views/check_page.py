@@ -78,7 +78,7 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a sweep, and the context of their section.
+    """Return the charts of a sweep or of ``check equivalence``, and the context of their section.
 
     The first chart shows the loss over the swept value. The others show the best value over the width, depth, batch
     or tokens of the models.

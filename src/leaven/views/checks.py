@@ -38,8 +38,8 @@ class CheckTable:
 
     name: str
     title: str
-    table: Table  # the verdict is the last column
-    notes: Sequence[str]  # for each row, why the row failed or what may be wrong
+    table: Table  # if the table has verdicts, they are the last column
+    notes: Sequence[str]  # the note of each row, or ""
 
 
 def check_tables(check: CheckDocument) -> list[CheckTable]:

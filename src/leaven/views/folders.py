@@ -93,7 +93,7 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token; None until trials with fresh seeds show it."""
+        """The 95% interval of the best loss in nats per token; None until trials with fresh seeds measured it."""
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property

@@ -16,7 +16,8 @@ LEAST_GIB = 0.05  # smaller parts of memory are not shown
 def value(number: float | None, digits: int = 3) -> str:
     """Return a hyperparameter as text with ``digits`` digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more.
+    Zeros at the start do not count as digits, and zeros at the end are left out. Numbers from 0.9 to 1 and from 1,000
+    to 10,000 have one digit more.
     """
     if number is None:
         return NONE

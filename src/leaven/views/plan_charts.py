@@ -91,8 +91,7 @@ def drawn_ranks(p: int) -> list[int]:
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
     """Draw the forward and backward passes of each pipeline rank over the time of a step.
 
-    Later stages of a rank are paler. All planned times are multiplied by ``slower``, from the calibration with
-    earlier runs.
+    Later stages of a rank are paler. ``slower`` is the calibration's factor, by which all times are multiplied.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)

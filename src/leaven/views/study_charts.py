@@ -47,7 +47,8 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Group the trials by kind, such as ``diverged``, in the order of drawing. Running trials are left out."""
+    """Group the trials by kind, such as ``diverged``, in the order of drawing. Trials without a loss are left out,
+    unless they diverged or failed."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:

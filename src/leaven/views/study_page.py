@@ -158,7 +158,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """Return the ``leaven tune`` command that repeats a study, with the same method, search space and trials."""
+    """Return the ``leaven tune`` command that repeats a study, with its method, search space and number of trials."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method]
     if isinstance(study.centre, Recipe):

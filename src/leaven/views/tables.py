@@ -133,7 +133,7 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent`` is the width of the labels."""
+    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent``: width of the labels; 0: the longest."""
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
         self._facts = facts

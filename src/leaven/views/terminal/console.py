@@ -1,7 +1,6 @@
 """Print results to standard output, and progress, warnings and errors to standard error.
 
-Everything that a command prints passes through here. File names, recipes and messages of other programs may contain
-control characters, which are made visible.
+File names, recipes and messages of other programs may contain control characters, which are made visible.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +47,7 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used. ``checkpoints`` has the reasons by name, such as "damaged"."""
+    """Warn of checkpoints that were not used. ``checkpoints``: the reasons by name. ``changed``: another warning."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])

@@ -78,6 +78,6 @@ class LiveScreen(Progress):
         self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
     def notes(self, tokens: "TokenSet") -> None:
-        """Print which documents of a text were skipped, and which shards had to be tokenised again."""
+        """Print the notes of ``tokens``, for example which documents were skipped and which shards were rebuilt."""
         for note in tokens.notes:
             self.line(f"  {note}")

@@ -31,10 +31,10 @@ COLUMNS = (
 
 
 class TuneScreen(LiveScreen):
-    """The live screen of a study: a row for each trial, and below them the running trials.
+    """The live screen of a study: a row for each trial that has ended, and below the rows the running trials.
 
-    Other ``leaven tune`` commands that share the study have rows, too. Methods may be called from several threads.
-    ``trials``, ``flops`` and ``hours`` are the budget.
+    Trials of other ``leaven tune`` commands that share the study are shown, too. Methods may be called from several
+    threads. ``trials``, ``flops`` and ``hours`` are the budget.
     """
 
     def __init__(
