@@ -132,7 +132,7 @@ def train(
 
     Args:
         on_step: called with the metrics of each step.
-        on_event: called with the name and values of each line of events.jsonl.
+        on_event: called with the name and values of each event during the call; most are also lines of events.jsonl.
         stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
             A single process also polls it within a step, which is then dropped.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
@@ -181,10 +181,11 @@ def train(
 
 
 def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind | None, group: ProcessGroup) -> None:
-    """Check that every process has the recipe, text and rewind of the first one. Nodes may have their own copies.
+    """Check that all processes have the same recipe, text, rewind and leaven version. Nodes may have copies of the
+    text.
 
     Raises:
-        InputError: if a process has others. The first process raises it, too.
+        InputError: on all processes, if one has others.
     """
     mine = {
         "recipe": recipe.model_dump(exclude={"why"}) | {"data": recipe.data.model_dump(exclude={"source"})},
@@ -405,7 +406,7 @@ def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: 
 
 @contextmanager
 def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
-    """Remove the folder of a new run if memory runs out before the end of its first step."""
+    """Remove the folder of a new run if memory runs out before the metrics of its first step are written."""
     new = not run.path.exists()
     try:
         yield
