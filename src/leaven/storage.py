@@ -4,8 +4,7 @@ leaven writes all its permanent files with this module. It never writes through 
 else may have made the link. If the new content of a file cannot be written, the old file stays.
 
 Files of users and other programs are read with :func:`open_file` or :func:`read`, which refuse pipes and devices:
-reading them may never end. For paths that a user has typed, :func:`write_text` and others raise InputError, not
-OSError.
+reading them may never end. For paths that a user has typed, :func:`write_text` and others raise InputError.
 """
 
 import errno
@@ -258,8 +257,7 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if ``path`` is a URL, or if permission to write or to create this folder is missing. Call this
-    before work that takes long."""
+    """Before long work: raise InputError if ``path`` is a URL, or leaven is not permitted to write or create it."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):

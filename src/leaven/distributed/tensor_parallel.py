@@ -45,8 +45,7 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The parallel style of learned positions. Every rank has the whole table, and returns its part of the
-    sequence."""
+    """The style of learned positions: every rank has the whole table, and returns its part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:

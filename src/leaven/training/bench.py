@@ -50,8 +50,7 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps for each global batch with each micro-batch up to its size that fits in
-    memory.
+    """Measure the speed of training steps for each global batch with each micro-batch up to its size that fits.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.

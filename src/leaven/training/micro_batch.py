@@ -128,7 +128,7 @@ def with_micro_batch(recipe: Recipe, size: int, why: str) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Estimate the bytes that training needs in addition to the weights, with the planner's formula."""
+    """Estimate the bytes that training on one device needs in addition to the weights, with the planner's formula."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16.with_muon(recipe.hyperparameters.ns_steps),

@@ -14,9 +14,9 @@ Three steps with a large deviation are an anomaly, and so are a dozen steps with
 unusual text is not. The logarithms of the norms are used, and the update norm is divided by the lr first. It is
 monitored because in a 32B run it doubled before loss and gradient changed (marin-community/marin#1368).
 
-A value that is not finite is an anomaly at once (for ``on_spike = "skip"`` see :class:`SpikeDetector`). Other
-anomalies are detected only after 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate
-of false alarms.
+A value that is not finite is an anomaly at once, unless steps are skipped (:class:`SpikeDetector`). Other anomalies
+are detected only after 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false
+alarms.
 """
 
 import math

@@ -10,7 +10,7 @@ these. Each other file answers the question beside it.
    ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
 2. The text becomes token ids in shards, in a cache, so it is tokenised once (How? ``data/tokens.py``). About 5% of
    the text is held out for validation (Which documents? ``data/corpus.py``). **data/stream.py** numbers the training
-   samples. Sample n depends only on the seed and n, so a run resumes at sample n without a stored state of the data.
+   samples. Sample n depends only on text, seed and n, so a run resumes at sample n without a state of the data.
 3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. It builds the
    state (:class:`~leaven.training.engine.Training`), and chooses the micro-batch if the recipe says "auto" (How?
    ``micro_batch.py``). Then it locks the folder and restores the newest undamaged checkpoint. A new run saves a
@@ -35,11 +35,11 @@ these. Each other file answers the question beside it.
    checkpoints (by default) are kept, and the last one before a possible anomaly. (How does one process read a tensor
    that several processes saved? ``checkpoint_tensors.py``.)
 10. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
-    anomaly, :meth:`RunTrainer.roll_back` restores a checkpoint before it. The run then skips the data of the anomaly
-    (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default) the run stops.
-11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C it drops
-    the step that is under way and saves the state before it. It returns a ``TrainDocument``, which the command prints
-    with the commands to type next (``views/terminal/training.py``).
+    anomaly, :meth:`RunTrainer.roll_back` (by default) restores a checkpoint before it. The run then skips the data of
+    the anomaly (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default) it stops.
+11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a single
+    process drops the step that is under way, and saves the state before it; several processes finish the step. It
+    returns a ``TrainDocument``, which the command prints with the next commands (``views/terminal/training.py``).
 
 The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
 resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory:
@@ -142,7 +142,7 @@ def train(
         back: the old name of ``rewind``.
 
     Raises:
-        InputError: if the folder contains a run of another recipe, is in use, or cannot be written.
+        InputError: if the recipe cannot be trained, or the folder is unwritable, in use or of another recipe.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     _require_one_recipe(recipe, tokens, rewind or back, group)
@@ -200,7 +200,7 @@ def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind
         raise InputError(f"rank {group.rank} has another {', '.join(different)} than rank 0; give all ranks the same")
     others = [str(rank) for rank, [flag] in enumerate(flags) if flag]
     if others:
-        raise Settled(f"the recipe, text or version of leaven of rank {', '.join(others)} is not that of rank 0")
+        raise Settled(f"rank {', '.join(others)} has another recipe, text, --rewind-to or leaven version than rank 0")
 
 
 def _built(
@@ -295,7 +295,7 @@ class RunTrainer:
             return _summary(self.run, self.training.progress, None, error)
         if error is not None:
             raise InputError(
-                f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
+                f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
