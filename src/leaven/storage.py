@@ -162,7 +162,7 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: bool = True) -> BinaryIO:
-    """Open a file to read and write it in place, but never through a link. ``flags`` are more flags of
+    """Open a file to read and write it in place, but never through a link. ``flags`` are added to the flags of
     :func:`os.open`.
 
     A file with a second name (a hard link), as in some backups, is first replaced by a copy, so that the other name

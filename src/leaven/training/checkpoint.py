@@ -3,8 +3,8 @@ can read it.
 
 A checkpoint is written to a temporary folder, synced, and renamed. Each process writes its parts of the tensors: a
 file for the model and a file for the optimizer. The first process checks that the parts form whole tensors, and
-writes ``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and the
-previous one is used.
+writes ``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and an
+earlier, undamaged one is used.
 """
 
 import json
@@ -419,7 +419,7 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
     - the newest ``keep``;
     - the last one at or before ``good_tokens``;
-    - the first in each interval of ``keep_every_tokens`` tokens, except in the interval that starts at 0.
+    - unless ``keep_every_tokens`` is None, the first in each interval of that many tokens, except the first interval.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:

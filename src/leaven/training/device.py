@@ -277,8 +277,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a Linux control group can still use (page cache counts as free), or None without a
-    limit."""
+    """Return the bytes that a Linux control group can still use (page cache counts as free), or None if unlimited."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())

@@ -247,7 +247,8 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss of the weights, or of their average, in nats per token."""
+        """Return the mean validation loss, in nats per token, of the weights or, if ``averaged``, of their
+        average."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))

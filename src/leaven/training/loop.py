@@ -58,8 +58,7 @@ class Callback:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Prepare to start a run (``state`` is {}), or to continue from a checkpoint with what all callbacks
-        saved."""
+        """Prepare to start a run (``state`` is {}), or to continue from a checkpoint with what callbacks saved."""
 
     def close(self) -> None:
         """Release resources. Called when training ends or stops, also after an error."""

@@ -394,7 +394,7 @@ def _content(path: Path) -> bytes:
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:
-    """Return the content of the newest state.json of a checkpoint that is not damaged itself, or {}."""
+    """Return the content of the newest undamaged state.json among the checkpoints, or {}."""
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
             return read_state(path)

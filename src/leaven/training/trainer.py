@@ -206,8 +206,8 @@ def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
-    """Return the initial state of a run, and the choice of its micro-batch if it was made here. Raise StopRequested
-    if ``stop`` returns True while micro-batches are timed."""
+    """Return the initial state of a run, and the choice of its micro-batch, if trial passes made it. Raise
+    StopRequested if ``stop`` returns True while micro-batches are timed."""
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
         if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
@@ -384,7 +384,8 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder for training. Only the first process locks it, rewinds it and writes to it."""
+    """Open the run folder for training. Only the first process locks and rewinds it, and writes other files than
+    checkpoints."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
