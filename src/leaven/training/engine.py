@@ -247,8 +247,7 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss, in nats per token, of the weights or, if ``averaged``, of their
-        average."""
+        """Return the mean validation loss of the weights or, if ``averaged``, of their average, in nats per token."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))

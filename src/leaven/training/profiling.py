@@ -84,7 +84,7 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of this and earlier starts to ``plan.json``. Return this start's records, one for each batch
+        """Write the rows of this and earlier starts to ``plan.json``. Return those of this start, one for each batch
         size. If the file cannot be written, the run continues without it."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
@@ -124,8 +124,7 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of the predicted cost of a step and of its ``measured`` cost, the median over ``steps``
-    steps."""
+    """Return a record of a step's predicted cost and of its ``measured`` cost, the median over ``steps`` steps."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None

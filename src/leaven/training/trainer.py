@@ -142,7 +142,7 @@ def train(
         back: the old name of ``rewind``.
 
     Raises:
-        InputError: if the recipe cannot be trained, or the folder is unwritable, in use or of another recipe.
+        InputError: if the recipe cannot be trained, or the folder is unwritable, in use or has another recipe.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     _require_one_recipe(recipe, tokens, rewind or back, group)
@@ -181,8 +181,7 @@ def train(
 
 
 def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind | None, group: ProcessGroup) -> None:
-    """Check that all processes have the same recipe, text, rewind and leaven version. Nodes may have copies of the
-    text.
+    """Check that all processes have the same recipe, text (its paths may differ), rewind and leaven version.
 
     Raises:
         InputError: on all processes, if one has others.
@@ -384,7 +383,7 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder for training. Only the first process locks and rewinds it, and writes other files than
+    """Open the run folder for training. Only the first process locks and rewinds it; others write only
     checkpoints."""
     group.barrier()
     run.writes = group.is_first
