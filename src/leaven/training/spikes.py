@@ -15,8 +15,7 @@ unusual text is not. The logarithms of the norms are used, and the update norm i
 monitored because in a 32B run it doubled before loss and gradient changed (marin-community/marin#1368).
 
 A value that is not finite is an anomaly at once, unless steps are skipped (:class:`SpikeDetector`). Other anomalies
-are detected only after 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false
-alarms.
+are detected only after 2 x :data:`LEVEL` steps, which establish the usual level. Rate of false alarms: docs/log.md.
 """
 
 import math
