@@ -1,7 +1,7 @@
-"""Measure how busy the workers of a search are: `python benchmarks/busy_workers.py [--trials 1000] [--seconds 0.2]`.
+"""Measure how busy the workers of a search are: `python benchmarks/busy_workers.py --trials 1000 --seconds 0.2`.
 
-`--filled 9500 --trials 10000` writes 9,500 finished trials into the store first, and measures the other 500. `--where`
-prints where the processor time of the search goes, measured by cProfile (which makes it longer).
+`--filled 9500 --trials 10000` writes 9,500 finished trials into the store first, and measures the other 500.
+`--where` prints where the processor time of the search goes, measured by cProfile (which makes it longer).
 
 The objective sleeps, so the rest of a worker's time is the cost of the search: proposals, the store and the loop.
 Prints, for each tenth of the trials, the share of the workers' time that the objective takes,
@@ -54,7 +54,7 @@ def loss_at(point: Mapping[str, float], noise: random.Random) -> float:
 
 
 def fill(path: Path, space: Mapping[str, tuple[float, float]], count: int, noise: random.Random, method: str) -> None:
-    """Write a study with ``count`` finished trials, which come closer to the optimum, through the store of a study."""
+    """Write a study with ``count`` finished trials, which come closer to the optimum, through its store."""
     axes, begin = Axes(space), time.time() - count
     with mock.patch("os.fsync"):
         store = open_store(path)

@@ -1,11 +1,10 @@
 """Writes and locks files so that they survive kills, power cuts and full disks.
 
 leaven writes all its permanent files with this module. It never writes through a link to a file, because somebody
-else may have made the link. If replacing a file raises OSError, the old file is unchanged.
+else may have made the link. If the new content of a file cannot be written, the old file stays.
 
 Files of users and other programs are read with :func:`open_file` or :func:`read`, which refuse pipes and devices:
-reading them may never end. Functions for paths that a user has typed raise InputError instead of OSError:
-:func:`write_text`, :func:`write_page`, :func:`make_folder`, :func:`require_free` and :func:`written_folder`.
+reading them may never end. For paths that a user has typed, :func:`write_text` and others raise InputError.
 """
 
 import errno
@@ -30,7 +29,7 @@ from typing import Any, BinaryIO, cast
 from leaven.errors import InputError
 
 LARGEST = 2**30
-"""Limit on the bytes of a file that is read whole, such as a recipe or a tokenizer."""
+"""Default limit of :func:`read` on the size of a file, in bytes."""
 
 PAGE = b"<!doctype html"
 """How an HTML page of leaven begins."""
@@ -111,7 +110,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_device(path: Path) -> bool:
-    """Return whether a path is a device, a pipe, or a link such as /dev/stdout to an open file of this process."""
+    """Return whether a path is a device, a pipe, or a link in /dev or /proc, such as /dev/stdout."""
     if path.is_symlink():  # outside /dev and /proc, somebody else may have made the link, so it does not count
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
@@ -163,11 +162,11 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: bool = True) -> BinaryIO:
-    """Open a file to read and write it in place, but never through a link. ``flags`` are more flags of
+    """Open a file to read and write it in place, but never through a link. ``flags`` are added to the flags of
     :func:`os.open`.
 
     A file with a second name (a hard link), as in some backups, is first replaced by a copy, so that the other name
-    keeps the old content. With ``separate`` false it is not, because another process may have locked it.
+    keeps the old content. With ``separate`` false, the file is not replaced: another process may have locked it.
 
     Raises:
         InputError: if :func:`require_plain_file` refuses the path.
@@ -238,7 +237,7 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a new folder is a URL or a database login. Its name would show the password."""
+    """Raise InputError if the path of a new folder is a URL or a database login, which may contain a password."""
     if _ADDRESS.search(path.as_posix()):
         raise InputError(
             "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"
@@ -258,7 +257,7 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if the folder ``path`` cannot be written or created. Call this before work that takes long."""
+    """Before long work: raise InputError if ``path`` is a URL, or leaven is not permitted to write or create it."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -291,7 +290,7 @@ def require_free(path: Path) -> None:
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. Raise
-    InputError if the path exists and is not an empty folder, or cannot be written. Nothing is then written."""
+    InputError if the path exists and is not an empty folder, or if the block or the renaming raises OSError."""
     require_free(path)
     make_folder(path.absolute().parent)
     try:
@@ -414,8 +413,8 @@ class JsonLines:
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line counts if it lacks only its newline. If it is incomplete, it is ignored. A line for which ``decode``
-    raises ValueError is damaged.
+    A last line counts if it lacks only its newline. If it is incomplete, it is ignored. ``decode`` turns a line into
+    a value, and raises ValueError if it cannot.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -451,7 +450,7 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         InputError: if :func:`require_plain_file` refuses the path.
-        OSError: if the lock file cannot be made. The error names the lock file, or its folder if it does not exist.
+        OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
     """
     from filelock import FileLock  # slow to import
 

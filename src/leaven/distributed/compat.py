@@ -41,7 +41,7 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Make FSDP reduce a stage's gradients in ``each`` backward pass, or only in a call at the end of the step."""
+    """Let FSDP reduce a stage's gradients in each backward pass or, if not ``each``, once at the end of a step."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)

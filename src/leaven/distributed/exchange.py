@@ -88,7 +88,7 @@ class Exchange:
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
     """Run ``work`` on the first process, and then on all others in parallel. Return its result.
 
-    The others wait without a time limit. They find the files that the first process has written.
+    The others wait for up to 60 days. They find the files that the first process has written.
 
     Raises:
         InputError: on all processes, if the first process raises it.

@@ -161,7 +161,7 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum of all processes' losses, a scalar."""
+        """Return the sum of the losses of all data-parallel ranks, a scalar, in every process."""
         if self.group is SINGLE_PROCESS:
             return loss
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
@@ -313,8 +313,8 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Shard parameters, gradients and optimizer states over the data-parallel ranks, as the ZeRO stage requires
     (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    Matrices are communicated in the compute dtype; norms, embeddings and gradients in fp32. Gradients are summed and
-    never averaged, because the loss is divided by the tokens of all ranks before the backward pass.
+    Parameters of attention and MLPs are communicated in the compute dtype, others and gradients in fp32. Gradients
+    are summed and never averaged, because the loss is divided by the tokens of all ranks before the backward pass.
     """
     assert group.mesh is not None
     mesh = replicas(group.mesh)

@@ -1,10 +1,10 @@
 """Defines in a table how each module is split over tensor-parallel ranks.
 
 This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
-arXiv 2205.05198). Projections into heads and into d_ff are split by columns. Projections out of them, and both
-vocabulary matrices, are split by rows. Outside attention and MLP, every rank has a part of the sequence. The forward
-pass of a layer has two all-gathers (into attention and into the MLP) and two reduce-scatters (out of them). The
-backward pass exchanges the two.
+arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by
+their inputs. Both vocabulary matrices are split by the vocabulary. Outside attention and MLP, every rank has a part
+of the sequence. The forward pass of a layer has two all-gathers (into attention and into the MLP) and two
+reduce-scatters (out of them). In the backward pass, each is replaced by the other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The parallel style of learned positions. Every rank has the whole table, and returns its part of the tokens."""
+    """The style of learned positions: every rank has the whole table, and returns its part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -227,7 +227,8 @@ def sharded_cross_entropy(
 
     ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. ``weight`` is sharded by its
     rows, the vocabulary. A rank stores the logits of one chunk of n tokens at a time, only for its V vocabulary
-    entries. Ranks exchange only three numbers for each token.
+    entries. Ranks gather the hidden states, and sum the parts of their gradients. Of the logits they exchange only
+    the maximum, the normaliser and the target's logit of each token.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

@@ -41,7 +41,7 @@ def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> 
 class SequenceWeights:
     """How much each sequence of a micro-batch counts in the loss of a step."""
 
-    targets_B: Tensor  # number of targets of each sequence that count; 0 for sequences that only fill a micro-batch
+    targets_B: Tensor  # number of targets that are not IGNORED; 0 for sequences that only fill a micro-batch
     factor: Tensor | float  # factor on the loss of one target
 
 
@@ -50,7 +50,7 @@ class RouterTally:
     """Two sums over the tokens of a step. The backward passes of one layer add to them."""
 
     load_E: Tensor | float = 0.0  # number of tokens sent to each expert
-    balance: Tensor | float = 0.0  # balance loss, in nats, weighted with the targets of each sequence
+    balance: Tensor | float = 0.0  # balance loss without its coefficient, summed over the targets
 
 
 class Router(nn.Module):
@@ -98,7 +98,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         shared: the MLP of the shared experts, or None.
-        shared_multiplier: factor on the output of the shared experts, relative to the routed experts.
+        shared_multiplier: factor on the shared experts' output, divided by the factor on the routed experts' output.
         losses: coefficients of the balance loss and of the router's z-loss.
     """
 

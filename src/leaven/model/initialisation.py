@@ -1,7 +1,7 @@
 """Initialise parameters with the distributions that the parameter table defines.
 
-The values of a parameter depend only on the seed and on its name and shape, not on the layout of the run. It is drawn
-in blocks of rows, each with its own seed, so a process can draw only its part.
+The values of a parameter depend on its name, shape, mean, standard deviation and the seed, not on how processes share
+the model. They are drawn in blocks of rows, each with its own seed, so a process draws only the blocks that it needs.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-Other functions wrap private functions of torch, which may change between versions of torch.
+Some other functions call functions of torch that are private, such as ``torch._foreach_norm``, and may change.
 
-Shapes: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head, D any
-size, t queries of a block, s keys that the block attends to.
+Shape suffixes of attention: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E
+entries of a head, t queries of a block, s keys that the block attends to. Elsewhere D, F, K, M and N are any sizes.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make the next step of a fused Adam optimizer do nothing if ``skip`` is true. Such a step is not counted.
+    """Set whether the steps of a fused Adam optimizer do nothing from now on, and are not counted.
 
     ``skip`` is a scalar on the device of the parameters.
     """
@@ -111,7 +111,7 @@ PREFERS_ONEDNN = (
     and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     and "AMD" in processor()
 )
-"""Whether oneDNN multiplies fp32 matrices faster than MKL, which torch uses (measured: docs/log.md)."""
+"""Whether to multiply fp32 matrices with oneDNN: on AMD it is faster than torch's MKL (measured: docs/log.md)."""
 
 
 def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
@@ -201,13 +201,13 @@ def causal_attention(
     (measured: docs/log.md). Use it also with a softcap, which torch's kernel does not support.
 
     Args:
-        window: the number of keys that a query attends to, including the key of its own position; None: all keys.
+        window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
         softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
-        allowed_B1TT: whether a query (row) may attend to a key (column); None: to all keys up to its own position.
+        allowed_B1TT: True where a query (row) attends to a key (column), within mask and window; None: everywhere.
 
-    Nothing of size T x T is stored for sequences of more than `KEPT_LENGTH` tokens, or with a softcap. The softmax
-    and the sums over blocks of queries are computed in fp32 or wider. Torch function modes intercept this function as
-    they intercept torch's own.
+    Attention probabilities are stored for the backward pass only for sequences of at most `KEPT_LENGTH` tokens
+    without a softcap. The softmax, and in the backward pass the sums over blocks of `BLOCK` queries, are computed in
+    fp32 or wider. Torch function modes intercept this function as they intercept torch's own.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE
@@ -285,7 +285,7 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many attention probabilities of a head :func:`causal_attention` keeps for the backward pass."""
+    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence (no window, no softcap)."""
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))

@@ -113,9 +113,9 @@ def cross_entropy(
         softcap: logits become softcap x tanh(logit / softcap).
         factor: may be a loss scale, because it is applied before gradients are rounded to ``compute``.
         compute: the dtype of products and logits, by default that of ``hidden``; docs/concepts/choices.md measures
-            the effect. Everything else is computed in fp32 or wider.
+            the effect. The softmax and the sum of the losses are computed in fp32 or wider.
         repeatable: whether the backward pass may run twice, which needs memory for a second gradient of the weight.
-        vocabulary: how processes share the tokens and the vocabulary.
+        vocabulary: how processes share the tokens and the vocabulary; None: this process has all of both.
         z_loss: added to the gradients, not to the result.
     """
     if not torch.is_grad_enabled():

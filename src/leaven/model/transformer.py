@@ -2,7 +2,7 @@
 
 The parameters have the names and shapes that ``ModelShape.parameters()`` lists.
 
-Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_head / 2
+Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_rotary / 2
 for cosines and sines), V vocabulary.
 """
 
@@ -22,7 +22,7 @@ from leaven.recipe.shape import ModelShape
 class RMSNorm(nn.RMSNorm):
     """An RMSNorm that computes in the dtype of its gain (fp32). torch's is slow if the input has another dtype.
 
-    The result is cast to the dtype of autocast, so that matrix products do not have to cast it again.
+    The result has the dtype of the next matrix product: that of autocast, or without autocast that of the input.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """A linear layer that multiplies with the fastest kernel of the processor."""
+    """A linear layer that, if it has no bias, multiplies with :func:`leaven.model.kernels.linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight) if self.bias is None else super().forward(x)
@@ -189,7 +189,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits.
 
-    A function of :mod:`leaven.model.initialisation` sets the values of its parameters.
+    :func:`leaven.model.initialisation.build_model` makes one with initial values.
 
     Args:
         multipliers: factors on the outputs of parameters, by the name of the parameter; the default is 1.
@@ -272,7 +272,7 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> Tensor:
-        """Run all blocks on sequences of ``length`` tokens, and return the input of the final norm, (B, T, D).
+        """Run the blocks (of a pipeline stage: its own) on sequences of ``length`` tokens, and return (B, T, D).
 
         With ``sequences``, the backward pass adds the gradients of the routers' losses.
         """
@@ -346,7 +346,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the position of each token in its document, (B, T), or without documents in the sequence, (T,)."""
+    """Return each token's position in its document, (B, T), or without ``documents_BT`` in its sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T

@@ -26,7 +26,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, share: float) -> None:
-        """Update the average to (1 - ``share``) x average + ``share`` x weights. The first call copies them."""
+        """Set the average to (1 - ``share``) x average + ``share`` x weights, in the first call to the weights."""
         weights = [parameter.detach() for parameter in self._model.local_parameters]
         if self._average:
             lerp_(self._average, weights, share)
@@ -51,7 +51,7 @@ class WeightAverage:
         self._model.drop_gathered()
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return the average of each parameter by (``AVERAGE``, parameter name)."""
+        """Return the averages by (``AVERAGE``, parameter name), or {} before the first :meth:`add`."""
         names = [each.row.name for each in self._model.parameters] if self._average else []
         return {(AVERAGE, name): average for name, average in zip(names, self._average, strict=True)}
 

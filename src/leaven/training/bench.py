@@ -50,17 +50,17 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps for every pair of a global batch and a micro-batch that fits into memory.
+    """Measure the speed of training steps for each global batch with each micro-batch up to its size that fits.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.
-        limit_seconds: after this time no further pair is measured. At least one pair is measured.
+        limit_seconds: once this time is over and a pair is measured, no further pair is measured.
         share: the suggested ramp starts at the smallest batch that reaches this fraction of the highest speed.
         on_row: called before each pair and at the end, with the number of pairs done and of all pairs.
         stop: polled before each pair. No further pair is measured once it returns True.
 
     Raises:
-        InputError: if not even the smallest micro-batch fits.
+        InputError: if the recipe cannot be trained here, or not even the smallest micro-batch fits into memory.
     """
     began = time.perf_counter()
     constant: dict[str, Any] = {"batch.ramp": None, "batch.stages": [], "batch.stages_rule": None}

@@ -3,8 +3,8 @@ can read it.
 
 A checkpoint is written to a temporary folder, synced, and renamed. Each process writes its parts of the tensors: a
 file for the model and a file for the optimizer. The first process checks that the parts form whole tensors, and
-writes ``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and the
-previous one is used.
+writes ``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and an
+earlier, undamaged one is used.
 """
 
 import json
@@ -67,13 +67,13 @@ class Progress:
 
     step: int = 0  # number of steps done
     tokens: int = 0  # number of tokens trained
-    seconds: float = 0.0  # time spent on these steps and on validations
+    seconds: float = 0.0  # time of steps and validations, also of those that a rollback has undone
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after a step. Each process saves its own share of the tensors, and the first process saves
-    everything else. After reading, ``model`` and ``optimizer`` are :class:`Tensors`, which read tensors on demand."""
+    """The state of a run between steps. Each process saves its own share of the tensors, and the first process the
+    rest. After reading, ``model`` and ``optimizer`` are :class:`Tensors`, which read tensors on demand."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
@@ -94,7 +94,7 @@ class Checkpoint:
 
 
 class NotSaved(Exception):
-    """Raised when a checkpoint could not be written. Earlier checkpoints are unchanged."""
+    """Raised when a checkpoint could not be written. Checkpoints at other token counts are unchanged."""
 
 
 def write_checkpoint(
@@ -109,7 +109,8 @@ def write_checkpoint(
     ``tidy`` when the checkpoint is complete, for example to remove older ones. The other processes return after that.
 
     Raises:
-        NotSaved: if a process cannot write or does not answer, or the parts do not form whole tensors.
+        NotSaved: if a process cannot write, rank 1 or higher does not answer, or the parts do not form whole tensors.
+        ProcessLost: if rank 0 does not answer.
     """
     exchange = exchange or Exchange()
     final = folder / checkpoint_name(checkpoint.progress.tokens)
@@ -273,7 +274,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
     """Raise ValueError unless ``model`` has exactly the parameters of a recipe. ``optimizer`` must have the moments
-    and averages of all of them or of none."""
+    of all of them or of none, and likewise the averages."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -321,7 +322,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 GIVE_UP = 5.0
-""":meth:`CheckpointManager.close` waits this many seconds for other processes. After a failure they may be gone."""
+""":meth:`CheckpointManager.close` waits at most this many seconds for other processes, which may be gone."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +338,8 @@ class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled. The newest ``keep`` scheduled checkpoints
-    are kept. The last checkpoint of a stopped run does not count, so a stop does not shorten how far a run can roll
-    back.
+    are kept, and some others (:func:`checkpoints_to_keep`). A further one in an interval, as a stopped run saves it,
+    is kept while it is the newest, so a stop does not shorten how far a run can roll back.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
@@ -359,14 +360,14 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint. Up to ``good_tokens``, the run shows no loss spike: the newest
-        scheduled checkpoint at or before this token count is kept."""
+        """Start writing a copy of the checkpoint. Up to ``good_tokens`` tokens, the run shows no anomaly: the newest
+        scheduled checkpoint at or before this count is kept."""
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, once. Return None while the save is unfinished. With ``wait``, all
-        processes get the result in the same call. Raise ProcessLost if the first process does not report it."""
+        """Return the result of the last save, once; later None, and without ``wait`` also before it is done. With
+        ``wait``, all processes get it in the same call. Raise ProcessLost if the first process does not report it."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -418,7 +419,7 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
     - the newest ``keep``;
     - the last one at or before ``good_tokens``;
-    - the first in each interval of ``keep_every_tokens`` tokens, except in the interval that starts at 0.
+    - unless ``keep_every_tokens`` is None, the first in each interval of that many tokens, except the first interval.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:

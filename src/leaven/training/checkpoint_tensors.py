@@ -116,8 +116,8 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Check that the blocks of every tensor are in ``files`` and form the whole tensor. The blocks in ``headers``
-        must also have the dtype and shape that the list of blocks states.
+        """Check that the blocks of every tensor are in ``files`` and form the whole tensor. Blocks in one of the
+        files ``headers`` must also have the dtype and shape that the list of blocks states.
 
         Raises:
             ValueError: if a check fails; the message names the tensor.

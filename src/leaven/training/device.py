@@ -1,8 +1,8 @@
 """Describes the device and the machine: names, peak speed (for the MFU), used and free memory, cores and versions.
 
-The MFU is the model FLOPs per second divided by the device's dense peak for the dtype. A token costs 6 FLOPs for each
-weight in a matmul (also of the unembedding, but not of the embedding), plus 12 x layers x heads x d_head x seq_len
-for full attention (:mod:`leaven.planning.flops`).
+The MFU is the model FLOPs per second divided by the device's peak (:func:`device_peak`). A token costs 6 FLOPs for
+each weight in a matmul (also of the unembedding, but not of the embedding), plus 12 x layers x heads x d_head x
+seq_len for full attention (:mod:`leaven.planning.flops`).
 """
 
 import ctypes
@@ -56,8 +56,9 @@ class Peak:
 def mfu_convention(peak: Peak) -> str:
     """Return a line of text that defines the MFU."""
     return (
-        "model FLOPs a token (6 for each weight in a matmul, including the unembedding, + 12 x layers x heads x "
-        f"d_head x seq_len, half of that if causal) over {peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
+        "tokens/s x model FLOPs a token (6 for each weight in a matmul, including the unembedding, + 12 x layers x "
+        "heads x d_head x seq_len for attention, of which the causal MFU counts half) over "
+        f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
     )
 
 
@@ -75,7 +76,7 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 def default_device() -> torch.device:
     """Return the device that ``--device`` or LEAVEN_DEVICE names, or the best device of this machine. Raise
-    InputError if this machine or this build of torch lacks the chosen device."""
+    InputError if the name is unknown, or this machine or this build of torch lacks the device."""
     there = [name for name in DEVICES if _lacking(name) is None]
     name = os.environ.get("LEAVEN_DEVICE") or there[0]
     if name not in DEVICES:
@@ -116,7 +117,7 @@ def require_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device as its driver reports it; for a CPU, return the processor model."""
+    """Return the name of a CUDA device from its driver, or else the processor model (on mps with "GPU" added)."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()} GPU" if device.type == "mps" else processor()
@@ -147,8 +148,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
     """Return the time of a matmul in ``compute`` divided by its time in fp32.
 
-    A ratio below 0.8 or above 2 is stored in leaven's cache folder. A ratio in between may be an effect of other work
-    on the machine.
+    A ratio below 0.8 or above 2 is stored in leaven's cache folder, and not measured again. A ratio in between may be
+    an effect of other work on the machine.
     """
     if compute == "fp32":
         return 1.0
@@ -276,7 +277,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a Linux control group may still use, with its page cache, or None if it has no limit."""
+    """Return the bytes that a Linux control group can still use (page cache counts as free), or None if unlimited."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())

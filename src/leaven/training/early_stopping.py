@@ -19,7 +19,7 @@ from leaven.training.loop import Callback, Diverged, StepResult
 from leaven.training.outcome import Baseline, Curve, curve_of
 
 POINTS = 32
-"""A run is divided into this many intervals of equal token counts. Its curve has one point for each interval."""
+"""A run is divided into this many intervals of equal token counts, each with at most one point of its curve."""
 
 
 LEARNT = 0.01

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class StopRequested(Exception):
-    """Raised within a step or an evaluation when the user requests a stop."""
+    """Raised by :meth:`Training.check_stop` when the user has requested a stop."""
 
 
 @dataclass
@@ -171,8 +171,8 @@ class Training:
     def issue(self) -> Callable[[], Step]:
         """Start one optimizer step on the device. Return a function that waits for the step and returns its metrics.
 
-        Call these functions in the order of the steps. The device does not apply a step whose loss or gradient norm
-        is not finite, or above :attr:`limits`.
+        Call these functions in the order of the steps. The device applies a step only if its loss and gradient norm
+        are below :attr:`limits`, and so finite.
         """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
@@ -247,7 +247,7 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss of the weights, or of their average, in nats per token."""
+        """Return the mean validation loss of the weights or, if ``averaged``, of their average, in nats per token."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))

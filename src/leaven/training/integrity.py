@@ -44,7 +44,8 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run folder is missing, is empty, or has a run of this recipe with all its files."""
+    """Raise InputError unless a run of this recipe can start or resume in a run folder: it is new or empty, or has
+    this run and all its files."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -89,7 +90,7 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool 
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
-    """Yield a sentence for each file that belongs to another run, was changed after the checkpoint, or is unreadable.
+    """Yield sentences about files that belong to another run, were changed after the checkpoint, or are unreadable.
 
     ``state`` is the state of the callbacks in the checkpoint. With ``to_use``, the run is not trained further, so
     values of the recipe on which no weight depends may differ.
@@ -127,7 +128,7 @@ def _without_weights(change: Difference) -> bool:
 
 
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Yield (file, identifier) for each file that has the identifier of a run. ``state`` comes from a checkpoint."""
+    """Yield (file, identifier) for each identifier of a run in the files. ``state`` comes from a checkpoint."""
     first = b""
     with suppress(OSError), storage.open_file(run.metrics_file) as file:
         first = file.readline(_FIRST_LINE)
@@ -201,9 +202,9 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe in the last event that changed it, or in the checkpoint.
-
-    If a process was killed after it had recorded a rewind, recipe.toml may still have the values of before.
+    """Return how recipe.toml differs from the recipe in the last event that changed it or, without one, in the
+    checkpoint. If a process was killed after that event, recipe.toml may still have the values of before. Those do
+    not count.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
@@ -240,11 +241,10 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 
 
 def progress(run: RunFolder, recipe: Recipe) -> str | None:
-    """Return a sentence that proves that the run has trained, such as "events.jsonl says that it has trained 1,024
-    tokens".
+    """Return evidence that a run has trained, such as "events.jsonl says that it has trained 1,024 tokens", or None.
 
-    Return None if there is no proof. If the first save was interrupted or failed, training before the second save
-    does not count, because there is nothing to resume from.
+    If the first save was interrupted or failed, training before the second save does not count, because there is
+    nothing to resume from.
     """
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
@@ -302,8 +302,8 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the newest checkpoint since the last rewind, according to events.jsonl, or None. The
-    target of the rewind counts too."""
+    """Return the token count of the checkpoint that, according to events.jsonl, the run last saved, resumed from or
+    returned to, or None."""
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
@@ -335,8 +335,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens, or None if ``found``, the newest that was read, is not
-    older.
+    """Return the name of the checkpoint at ``saved`` tokens if the one that was read, at ``found`` tokens, is older.
+    Otherwise return None.
 
     ``saved`` is the result of :func:`newest_saved`. Call that first, because the run may be writing a newer
     checkpoint.
@@ -374,7 +374,7 @@ def _torchrun_mark() -> Path | None:
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence that says how.
 
-    An event of an older version has no digests. If all checkpoints are gone, they were removed to save space.
+    An event of an older version has no digests. If all checkpoints are gone, they count as removed on purpose.
     """
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}

@@ -84,10 +84,10 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     trained tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
-    time, vocabulary). A warning names newer checkpoints that are damaged or missing.
+    time, vocabulary). Warnings name newer checkpoints that are damaged or missing, and changed values of recipe.toml.
 
     Raises:
-        InputError: if the folder contains no run or no tokenizer, or the checkpoint is missing or damaged.
+        InputError: if the folder has no run, no tokenizer or foreign files, or the checkpoint is missing or damaged.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():

@@ -16,7 +16,7 @@ BIASES = "router.bias"
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert in a step. With ``balance = "bias"``, also adapts the biases of the routers.
+    """Measures the load of each expert in a step. With ``balance`` "bias" or "both", also adapts the routers' biases.
 
     After an applied step, the bias of an expert rises by ``bias_step`` if its load is below the mean of its layer,
     and falls if its load is above (Wang et al. 2024, arXiv 2408.15664). Loads cover the whole batch, over all

@@ -1,4 +1,4 @@
-"""Runs optimizer steps with callbacks around them: the one loop of runs, trials of a study and checks."""
+"""Runs optimizer steps with callbacks around them: the loop of runs, trials of a study (except stacks) and checks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ class Callback:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Prepare to continue from a checkpoint. ``state`` has the values that all callbacks saved in it."""
+        """Prepare to start a run (``state`` is {}), or to continue from a checkpoint with what callbacks saved."""
 
     def close(self) -> None:
         """Release resources. Called when training ends or stops, also after an error."""
@@ -66,7 +66,7 @@ class Callback:
 
 class Loop:
     """Trains until the end of the run, and calls the callbacks. With ``lookahead``, the next step is started before
-    the result of a step is read, so that the device never waits."""
+    the result of a step is read, so that the device does not wait for it."""
 
     def __init__(
         self, training: "Training | PlainTraining", callbacks: Sequence[Callback], *, lookahead: bool = False

@@ -100,8 +100,8 @@ class Telemetry:
         """Start copying the measurements of a step to the host. Return a function that waits for them and returns the
         metrics.
 
-        ``measured`` has scalars: loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss,
-        balance loss and highest load.
+        ``measured`` has scalars (None if not measured): loss, gradient norm, whether the step was applied, loss
+        scale, noise scale, z-loss, balance loss and highest load.
         """
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))

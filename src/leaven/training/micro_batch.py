@@ -1,8 +1,8 @@
 """Chooses the micro-batch: the number of sequences in one forward pass. A long run in a single process times real
 passes. Other runs use a rule of thumb.
 
-A micro-batch is an upper limit. With a micro-batch of 8, a batch of 12 sequences is split into 6 and 6. So during a
-batch ramp, the size of the forward passes can change.
+A micro-batch is an upper limit. With a micro-batch of 8, a batch of 12 sequences is split into 6 and 6, unless the
+model is compiled. So during a batch ramp, the size of the forward passes can change.
 """
 
 import time
@@ -43,8 +43,8 @@ TIMED_STEPS = 1_000
 ROUNDS = 3
 LIMIT_SECONDS = 60.0
 WORTH = 0.02
-"""A larger micro-batch must be faster by more than this share. A smaller difference is noise, and a smaller
-micro-batch saves memory."""
+"""The smallest micro-batch whose speed is within this share of the highest is chosen. A smaller difference is noise,
+and a smaller micro-batch saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
 """The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts: also copies
@@ -128,7 +128,7 @@ def with_micro_batch(recipe: Recipe, size: int, why: str) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Estimate the bytes that training needs in addition to the weights, with the planner's formula."""
+    """Estimate the bytes that training on one device needs in addition to the weights, with the planner's formula."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16.with_muon(recipe.hyperparameters.ns_steps),
@@ -248,8 +248,8 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
 
 
 def time_passes(training: "Training", size: int) -> float | None:
-    """Return the seconds of a forward and a backward pass over the run's data, or None if memory runs out. Memory is
-    allocated as in a real step. The state of the run does not change.
+    """Return the seconds of a forward and a backward pass over ``size`` sequences, or None if memory runs out. Memory
+    is allocated as in a real step. The state of the run does not change.
 
     Raises:
         StopRequested: if the training was asked to stop.

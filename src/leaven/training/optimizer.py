@@ -267,8 +267,8 @@ class NoiseScale:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step. Return the noise scale in tokens, as :meth:`add` does. ``targets`` of the
-        batch count in the loss, and ``grad_norm`` is the norm of their mean gradient."""
+        """Add the measurement of a step. Return the noise scale in tokens, as :meth:`add` does. ``targets`` is the
+        number of targets of the batch that count in the loss, and ``grad_norm`` the norm of their mean gradient."""
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
         return self.add(first, self.first_norm / (share * first), targets, grad_norm)

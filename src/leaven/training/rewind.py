@@ -46,7 +46,7 @@ class Rewind:
     lr_tokens: int = 0  # number of tokens over which this factor rises to 1
     attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
     found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
-    asked: Mapping[str, int] | None = None  # the arguments of a manual rewind; None in files of older versions
+    asked: Mapping[str, int] | None = None  # arguments of a manual rewind; older files lack them
 
     def document(self) -> dict[str, Any]:
         """Return the values as events and checkpoints store them."""

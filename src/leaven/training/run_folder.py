@@ -212,7 +212,7 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer into the folder, because weights are useless without it and the cache may be cleared."""
+        """Copy the tokenizer into a folder without one: weights are useless without it, and caches get cleared."""
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
@@ -343,7 +343,7 @@ class RunFolder:
         if self.unwritten is not None:
             raise InputError(
                 f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; "
-                "make room and run the same command again"
+                "correct this and run the same command again"
             )
 
     def _append(self, path: Path, line: bytes) -> None:
@@ -394,7 +394,7 @@ def _content(path: Path) -> bytes:
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:
-    """Return the newest state.json of a checkpoint that is undamaged, or {}."""
+    """Return the content of the newest undamaged state.json among the checkpoints, or {}."""
     for path in reversed(checkpoints(run.checkpoints)):
         with suppress(OSError, *WRONG_TYPES):  # damage is reported when the checkpoint is loaded
             return read_state(path)

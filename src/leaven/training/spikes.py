@@ -14,8 +14,8 @@ Three steps with a large deviation are an anomaly, and so are a dozen steps with
 unusual text is not. The logarithms of the norms are used, and the update norm is divided by the lr first. It is
 monitored because in a 32B run it doubled before loss and gradient changed (marin-community/marin#1368).
 
-A value that is not finite is an anomaly immediately. Other anomalies are detected only after the first 2 x
-:data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
+A value that is not finite is an anomaly at once, unless steps are skipped (:class:`SpikeDetector`). Other anomalies
+are detected only after 2 x :data:`LEVEL` steps, which establish the usual level. Rate of false alarms: docs/log.md.
 """
 
 import math
@@ -206,8 +206,8 @@ def rollback(
 
     The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
     steps, and the same amount after them. If the anomaly comes again, the bad data may extend further on both sides.
-    So each attempt skips four times as much data after the suspicious steps as the attempt before, and about as much
-    before them. A rewind does not go back beyond ``oldest_tokens``, the oldest checkpoint.
+    So each attempt skips four times as much data after the suspicious steps as the attempt before, and about the same
+    amount before them. A rewind does not go back beyond ``oldest_tokens``, the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.

@@ -1,8 +1,8 @@
 """A stack of trials: trains many recipes of one shape at once, as one batched model on one device.
 
-Every tensor has a leading dimension K with one entry for each recipe, so models that are too small to fill a GPU fill
-it together. On CUDA, the passes are compiled, and a step is one CUDA graph. The recipes have the same shape, batch
-and number of tokens. They may differ in hyperparameters, schedule and seed.
+Parameters, moments and samples have a leading dimension K with one entry for each recipe, so models that are too
+small to fill a GPU fill it together. On CUDA, the passes are compiled, and a step is one CUDA graph. The recipes have
+the same shape, batch and number of tokens. They may differ in hyperparameters, schedule and seed.
 
 A stack is a second trainer besides the engine, because it is fast: 48 small models on a GPU were 36 times as fast as
 with eight processes (docs/log.md). On a CPU it is not faster. tests/training/test_stack.py compares its losses with

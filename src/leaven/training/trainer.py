@@ -36,11 +36,11 @@ these. Each other file answers the question beside it.
    checkpoints (by default) are kept, and the last one before a possible anomaly. (How does one process read a tensor
    that several processes saved? ``checkpoint_tensors.py``.)
 10. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
-    anomaly, :meth:`RunTrainer.roll_back` restores a checkpoint before it. The run then skips the data of the anomaly
-    (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default) the run stops.
-11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C it drops
-    the step that is under way and saves the state before it. It returns a ``TrainDocument``, which the command prints
-    with the commands to type next (``views/terminal/training.py``).
+    anomaly, :meth:`RunTrainer.roll_back` (by default) restores a checkpoint before it. The run then skips the data of
+    the anomaly (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default) it stops.
+11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a single
+    process drops the step that is under way, and saves the state before it; several processes finish the step. It
+    returns a ``TrainDocument``, which the command prints with the next commands (``views/terminal/training.py``).
 
 The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
 resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory:
@@ -133,7 +133,7 @@ def train(
 
     Args:
         on_step: called with the metrics of each step.
-        on_event: called with the name and values of each line of events.jsonl.
+        on_event: called with the name and values of each event during the call; most are also lines of events.jsonl.
         stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
             A single process also polls it within a step, which is then dropped.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
@@ -143,7 +143,7 @@ def train(
         back: the old name of ``rewind``.
 
     Raises:
-        InputError: if the folder contains a run of another recipe, is in use, or cannot be written.
+        InputError: if the recipe cannot be trained, or the folder is unwritable, in use or has another recipe.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     _require_one_recipe(recipe, tokens, rewind or back, group)
@@ -182,11 +182,13 @@ def train(
 
 
 def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind | None, group: ProcessGroup) -> None:
-    """Check that every process has the recipe, text and rewind of the first one. Nodes may have their own copies.
+    """Check that all processes have the same recipe, text (its paths may differ), rewind and leaven version.
 
     Raises:
-        InputError: if a process has others. The first process raises it, too.
+        InputError: on all processes, if one has others.
     """
+    if group is SINGLE_PROCESS:
+        return
     mine = {
         "recipe": recipe.model_dump(exclude={"why"}) | {"data": recipe.data.model_dump(exclude={"source"})},
         "text or tokenizer": tokens.fingerprint,
@@ -200,14 +202,14 @@ def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind
         raise InputError(f"rank {group.rank} has another {', '.join(different)} than rank 0; give all ranks the same")
     others = [str(rank) for rank, [flag] in enumerate(flags) if flag]
     if others:
-        raise Settled(f"the recipe, text or version of leaven of rank {', '.join(others)} is not that of rank 0")
+        raise Settled(f"rank {', '.join(others)} has another recipe, text, --rewind-to or leaven version than rank 0")
 
 
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
-    """Return the initial state of a run, and the choice of its micro-batch if it was made here. Raise StopRequested
-    if ``stop`` returns True while micro-batches are timed."""
+    """Return the initial state of a run, and the choice of its micro-batch, if trial passes made it. Raise
+    StopRequested if ``stop`` returns True while micro-batches are timed."""
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
         if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
@@ -295,7 +297,7 @@ class RunTrainer:
             return _summary(self.run, self.training.progress, None, error)
         if error is not None:
             raise InputError(
-                f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
+                f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
@@ -384,7 +386,7 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder for training. Only the first process locks it, rewinds it and writes to it."""
+    """Open the run folder. Only the first process locks and rewinds it; the others write only checkpoints."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -406,7 +408,7 @@ def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: 
 
 @contextmanager
 def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
-    """Remove the folder of a new run if memory runs out before the end of its first step."""
+    """Remove the folder of a new run if memory runs out before the metrics of its first step are written."""
     new = not run.path.exists()
     try:
         yield

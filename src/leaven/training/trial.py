@@ -60,7 +60,7 @@ def train_trial(
     outcome.
 
     Args:
-        baseline: the best trial so far, with the same schedule. Without it, the trial is not pruned.
+        baseline: the best trial so far, with the same schedule. Without one of the same duration, nothing is pruned.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
             bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
@@ -163,8 +163,8 @@ def cooldown_start(recipe: Recipe) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the trunk reaches its start. The trunk then continues from a
-    copy of its state."""
+    """Trains the cooldown of each shorter duration when the trunk reaches the start of this cooldown. The trunk then
+    continues from a copy of its state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -201,8 +201,7 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues
-    without.
+    """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, the trial continues.
 
     A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. One with another name belongs to
     another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
