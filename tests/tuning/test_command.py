@@ -23,13 +23,14 @@ from tests.tuning.bigram import train
 from typer.testing import CliRunner
 
 from leaven.cli import app
+from leaven.cli.common import stop_on_signal
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training.outcome import Baseline
 from leaven.training.run_logs import log_records, wandb_rows
 from leaven.tuning import search
 from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
-from leaven.tuning.service import command_study
+from leaven.tuning.service import command_study, processes
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
@@ -707,7 +708,7 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     file.write_text("step 2/9 loss=nan\nstep 2/9 loss=2\n")
     assert math.isnan(read_losses(source, file, complete=True)[0][1])  # whether it was read before the second or not
     lines = tmp_path / "log.jsonl"
-    lines.write_text('{"val": 3}\n{"other": 1}\n{"val": null, "at": {"x": 1}}\n{"val": 2.5}\n{"val": NaN}\n{"val": 1')
+    lines.write_text('{"val": 3}\n{"other": 1}\n{"val": null, "at": {"x": 1}}\n{"val": 2.5}\n{"val": NaN}\n')
     source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "val"}}).loss
     found = read_losses(source, lines, complete=True)
     assert found[:2] == ((1, 3.0), (2, 2.5))
@@ -1038,3 +1039,73 @@ def test_a_search_ends_when_all_whole_numbers_and_choices_were_run(write: Write)
 def test_rounding_stays_within_the_bounds() -> None:
     beta = SearchedValue(start=0.9, low=0.5, high=0.99999999, unit="beta")
     assert beta.moved(beta.dimension("beta").low) == 0.99999999
+
+
+def test_a_command_that_ends_while_leaven_stops_is_run_again(write: Write) -> None:
+    """A scheduler sends SIGTERM to the command, too, which then saves and ends, perhaps with exit code 0."""
+    for code in (0, 143):
+        file = write(f"echo iter 1: val loss 3; touch stopped; exit {code}; : {{lr}} {{seed}}", PATTERN, ONE)
+        with trainer(file, stop=Path("stopped").exists) as run, pytest.raises(TrialReleased):
+            run(Proposal({"lr": 0.0}, code))
+
+
+def test_a_trial_that_ended_on_a_full_disk_runs_again(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = chain([False, True], repeat(False))
+    monkeypatch.setattr(command_study, "is_full", lambda folder: next(answers))
+    file = write("echo x >> ran; echo iter 1: val loss $(wc -l < ran); : {lr} {seed}", PATTERN, ONE)
+    code, printed = tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)
+    assert code == 0, printed
+    assert "trial 0 ended; the disk of" in printed
+    assert [trial.loss for trial in document().trials] == [2.0]
+
+
+def test_logs_of_several_attempts_are_in_order_of_steps_not_of_clocks(tmp_path: Path) -> None:
+    rows = {
+        "offline-2": [(1, 5), (2, 4)],
+        "offline-1": [(1, 5), (2, 4), (3, 3)],
+    }  # the first attempt's clock is ahead
+    for name, found in rows.items():
+        log = wandb_log(*(wandb_row(_step=b"%d" % step, loss=b"%d" % loss) for step, loss in found))
+        (tmp_path / f"{name}.wandb").write_bytes(log)
+    source = Command.model_validate({"command": "x", "loss": {"wandb": "x", "key": "loss"}}).loss
+    assert read_losses(source, tmp_path, complete=True)[-1] == (3, 3.0)
+
+
+@pytest.mark.parametrize("last", ['{"val": 2, "lr"{"val": 1}\n', '{"val": 2, "l'], ids=["two in one", "cut"])
+def test_a_damaged_last_line_is_not_passed_over(tmp_path: Path, last: str) -> None:
+    source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "val"}}).loss
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"val": 3}\n' + last)
+    assert read_losses(source, file, complete=False) == ((1, 3.0),)
+    with pytest.raises(InputError, match="the last loss may be in a damaged line"):
+        read_losses(source, file, complete=True)
+    file.write_text('{"val": 3}\n{"val": 2, "lr"{\n{"val": 1}\ndone\n')  # only a point of the curve is lost
+    assert read_losses(source, file, complete=True) == ((1, 3.0), (2, 1.0))
+
+
+def test_a_process_that_cannot_be_ended_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(process: psutil.Process) -> None:
+        raise psutil.AccessDenied(process.pid)  # that of another user, as after sudo
+
+    file = write(f"{SLEEP}; : {{lr}} {{seed}}", PATTERN + "timeout_seconds = 0.1\n", ONE)
+    with monkeypatch.context() as patched, trainer(file, works=True) as run:
+        patched.setattr(processes, "GRACE_SECONDS", 0.1)
+        patched.setattr(psutil.Process, "terminate", denied)
+        patched.setattr(psutil.Process, "kill", denied)
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 0))
+    assert "cannot be ended" in run.notes[0]  # type: ignore[attr-defined]
+    for left in psutil.Process().children(recursive=True):
+        left.kill()
+
+
+def test_a_closed_terminal_stops_like_ctrl_c() -> None:
+    with stop_on_signal() as stop:
+        for _ in range(2):  # from the shell and from the system
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_on_signal() as stop:  # under nohup
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop()
+    signal.signal(signal.SIGHUP, before)

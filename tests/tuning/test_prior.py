@@ -223,6 +223,12 @@ def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(fold
         earlier_trials(folder, space(tiny, DECAY))
 
 
+def test_a_centre_with_which_the_study_did_not_begin_is_refused(folder: Path, tiny: Recipe) -> None:
+    write_recipe(tiny.replace({LR: tiny.hyperparameters.lr / 8}), folder / "centre.toml")
+    with pytest.raises(InputError, match=r"lr is 0.00125 in its centre.toml, but the study began at 0.01; remove"):
+        earlier_trials(folder, space(tiny, LR))
+
+
 def test_a_request_is_checked_in_the_space_that_the_study_searches(folder: Path, tiny: Recipe) -> None:
     """With several durations the batch is not searched."""
     given: dict[str, Any] = {"flops": None, "hours": None, "noise": None, "trials": 8}

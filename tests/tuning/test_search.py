@@ -288,11 +288,33 @@ def test_a_study_of_an_older_version_has_no_digests_and_resumes(tmp_path: Path) 
     file = tmp_path / "study.log"
     search(bowl, SPACE, trials=6, storage=file)
     older = re.sub(r'\{[^\n]*"user_attr":\{"digest"[^\n]*\n', "", file.read_text())
-    older = re.sub(r'(\{"leaven:about":.*?),"digest":"\w+"', r"\1", older)
+    older = re.sub(r'(\{"leaven:about":.*?),"digest":"\w+"', r"\1", older).replace(',"checked":true', "")
     assert "digest" not in older
     file.write_text(older)
     assert len(search(bowl, SPACE, trials=8, storage=file).trials) == 8
     assert file.read_text().count("digest") == 2
+
+
+def test_trials_of_an_older_command_need_no_digest(tmp_path: Path) -> None:
+    """One login node still has a version from before digests."""
+    file = tmp_path / "study.log"
+    search(bowl, SPACE, trials=6, storage=file)
+    *_, digest = re.findall(r'\{[^\n]*"user_attr":\{"digest"[^\n]*\n', text := file.read_text())
+    head, _, tail = text.rpartition(',"checked":true')
+    file.write_text(text.replace(digest, ""))
+    with pytest.raises(InputError, match="was changed after it had ended"):
+        search(bowl, SPACE, trials=8, storage=file)
+    file.write_text((head + tail).replace(digest, ""))
+    assert len(search(bowl, SPACE, trials=8, storage=file).trials) == 8
+
+
+def test_a_long_curve_is_thinned() -> None:
+    curve = tuple((step, abs(step - 77_777) + 0.5) for step in range(1, 100_001))
+    kept = stored_study.thinned((*curve, (100_001, math.inf)))
+    assert len(kept) <= stored_study.POINTS
+    assert (kept[0], kept[-1], min(kept, key=lambda point: point[1])) == (curve[0], curve[-1], (77_777, 0.5))
+    assert stored_study.thinned(curve[:200]) == [*curve[:200]]
+    assert stored_study.thinned(()) == []
 
 
 def test_finished_trials_are_compared_with_their_digests_once(monkeypatch: pytest.MonkeyPatch) -> None:

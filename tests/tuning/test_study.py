@@ -699,6 +699,40 @@ def test_a_study_without_its_centre_toml_goes_on(study: Callable[..., Study], tm
     assert centre.read_bytes() == before
 
 
+def test_a_damaged_centre_toml_says_to_remove_it(study: Callable[..., Study], tmp_path: Path) -> None:
+    with study():
+        pass
+    (tmp_path / "study" / "centre.toml").write_text("")
+    with pytest.raises(InputError, match="name: missing.*; if it is damaged, remove it, and this command writes it"):
+        study()
+
+
+def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], tmp_path: Path) -> None:
+    """Another command has just made it, or was killed before it wrote centre.toml."""
+    (tmp_path / "study").mkdir()
+    for name in ("x.db", "x.db-journal"):
+        (tmp_path / "study" / name).touch()
+    with study(store=f"sqlite:///{tmp_path / 'study' / 'x.db'}"):
+        pass
+    (tmp_path / "study" / "centre.toml").unlink()
+    (tmp_path / "study" / "study.json").unlink()
+    with pytest.raises(InputError, match="is not empty and contains no study"):
+        study()
+
+
+def test_a_journal_of_another_user_is_one_line(
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with study():
+        pass
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".flock")
+    with (
+        pytest.raises(InputError, match=r"journal.log.flock: you may not write it; its owner can type chmod"),
+        study(),
+    ):
+        pass
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_text_that_changes_while_a_study_runs_ends_it(study: Callable[..., Study]) -> None:
     with study() as opened:

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -184,17 +184,25 @@ def print_document(
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C or SIGTERM has arrived. A second one raises KeyboardInterrupt."""
+    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. A second one raises KeyboardInterrupt.
+
+    A closed terminal sends SIGHUP, often twice, so a second SIGHUP does nothing.
+    """
     requested = False
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
-        if requested:
+        if requested and number != hang_up:
             raise KeyboardInterrupt
         requested = True
-        errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
+        with suppress(OSError):  # the terminal is gone
+            errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    hang_up = getattr(signal, "SIGHUP", None)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hang_up is not None and signal.getsignal(hang_up) is not signal.SIG_IGN:  # ignored under nohup
+        numbers.append(hang_up)
+    before = {number: signal.signal(number, request) for number in numbers}
     try:
         yield lambda: requested
     finally:

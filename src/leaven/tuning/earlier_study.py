@@ -63,6 +63,8 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
         )
     try:
         rows = [point_of(trial, others) for trial in ended]
+    except InputError:
+        raise
     except (ValueError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise InputError(
             f"{what}: its trials cannot be compared with this {space.kind} ({error}); usual cause: a value that is 0 "
@@ -82,6 +84,12 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
         )
 
     def point_of(trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
+        for each in document.dimensions:
+            if (value := value_at(centre, each.path)) != each.centre:
+                raise InputError(
+                    f"{what}: {each.path} is {value} in its centre.toml, but the study began at {each.centre}; "
+                    "remove this file and run the leaven tune command of that study again, which writes it"
+                )
         there = recipe_at(centre, trial.octaves or {})
         since = {path: (trial.octaves or {}).get(path, 0.0) for path in (BATCH, TOKENS)}
         for path in since.keys() & searched_paths(recipe):

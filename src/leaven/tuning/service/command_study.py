@@ -11,8 +11,8 @@ With ``resume = true``, all attempts at a trial share the folder of the first on
 - Failed: two attempts failed. In a failed attempt, the command ends with another exit code, reports no readable loss,
   or takes longer than ``timeout_seconds``, or leaven itself dies.
 
-An attempt that fails while the disk is full does not count. If the start point fails before any trial has a result,
-the command itself is probably wrong, so the search ends.
+An attempt that ends while the disk is full, or while leaven stops, does not count. If the start point fails before
+any trial has a result, the command itself is probably wrong, so the search ends.
 """
 
 import math
@@ -47,6 +47,7 @@ from leaven.tuning.study_document import StudyDocument
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
 COMMAND_POLL = 0.25  # seconds between checks of a running command
+SETTLING = 0.02  # the share of a command's time that leaven waits at its end for a signal that the command had, too
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
 MOST_BYTES = 2**26  # where the pattern ``diverged`` is looked for, at the end of an output
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
@@ -126,11 +127,16 @@ class CommandTrainer:
             self._leaving.set()
             raise
         finally:
-            self._commands.end(process)
+            if left := self._commands.end(process):
+                pids = ", ".join(map(str, left))
+                self._note(
+                    f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
+                )
+        if is_full(self._folder):  # also if the command succeeded: it may have lost the end of its log
+            how = outcome if isinstance(outcome, str) else "ended"
+            self._note(f"trial {proposal.number} {how}; the disk of {self._folder} is full, so it runs again")
+            raise TrialReleased
         if isinstance(outcome, str):
-            if is_full(self._folder):
-                self._note(f"trial {proposal.number} {outcome}; the disk of {self._folder} is full, so it runs again")
-                raise TrialReleased
             raise self._failure(proposal, folder / OUTPUT, outcome)
         self._works = True
         return outcome
@@ -172,9 +178,11 @@ class CommandTrainer:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(COMMAND_POLL)
             code, look = process.poll(), time.monotonic()
+            if code is not None:  # a scheduler stops leaven and the command at once, so this may not be its own end
+                time.sleep(min(COMMAND_POLL, SETTLING * (look - began)))
+            if self._stop() or self._leaving.is_set():
+                raise TrialReleased
             if code is None:
-                if self._stop() or self._leaving.is_set():
-                    raise TrialReleased
                 if command.timeout_seconds is not None and look - began > command.timeout_seconds:
                     return f"took longer than timeout_seconds = {command.timeout_seconds:g}"
                 if look < next_look:

@@ -1,6 +1,7 @@
 """Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B
 (Weights & Biases). Files are read while a command writes them, so an incomplete last line or record is ignored."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
     else:
-        found = _of_rows(source, where)
+        found = _of_rows(source, where, complete)
     times, curve = source.tokens_per_step or 1, dict[int, float]()
     try:
         for number, (step, loss) in enumerate(found, 1):
@@ -71,7 +72,9 @@ def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
             yield int(step) if step else None, float(found["loss"])
 
 
-def _of_rows(source: LossSource, where: Path) -> Losses:
+def _of_rows(source: LossSource, where: Path, complete: bool) -> Losses:
+    if complete and source.jsonl is not None:
+        _require_last_line(source, where)
     for step, row in _rows(source, where):
         if (loss := row.get(str(source.key))) is None:  # loggers write null for a value that a step does not have
             continue
@@ -92,12 +95,28 @@ def _of_rows(source: LossSource, where: Path) -> Losses:
             ) from None
 
 
+def _require_last_line(source: LossSource, where: Path) -> None:
+    """Raise InputError if a line with the name of the loss that is no JSON object follows the last loss."""
+    name = json.dumps(source.key).encode()
+    for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
+        row = storage.json_object(line)
+        if row is None and name in line:
+            raise InputError(f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace'):.60}")
+        if row is not None and row.get(str(source.key)) is not None:
+            return
+
+
 def _rows(source: LossSource, where: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield (step, values by name) for each row that was logged."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:
-        found = (tensorboard_rows(file, str(source.key)) for file in sorted(where.rglob("*tfevents*")))
+        found = [list(tensorboard_rows(file, str(source.key))) for file in sorted(where.rglob("*tfevents*"))]
     else:
-        found = (wandb_rows(file) for file in sorted(where.rglob("*.wandb")))
-    return (row for rows in found for row in rows)
+        found = [list(wandb_rows(file)) for file in sorted(where.rglob("*.wandb"))]
+    # Not by name: it has the time by the clock of a machine, and attempts may run on different ones.
+    return (row for rows in sorted(found, key=_last_step) for row in rows)
+
+
+def _last_step(rows: list[tuple[Any, dict[str, Any]]]) -> float:
+    return max((step for step, _ in rows if isinstance(step, int | float)), default=-math.inf)

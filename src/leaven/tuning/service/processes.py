@@ -68,11 +68,13 @@ class Commands:
             process.stdin.write(b"\n")
         return process
 
-    def end(self, process: "subprocess.Popen[bytes]") -> None:
-        """End all processes of a command, and wait for their end."""
-        end([process.pid], self._token)
-        process.wait()
+    def end(self, process: "subprocess.Popen[bytes]") -> list[int]:
+        """End all processes of a command, and wait for their end. Return the ids of those that could not be ended."""
+        left = end([process.pid], self._token)
+        if not left:
+            process.wait()
         self._tell(f"-{process.pid}\n")
+        return left
 
     def _tell(self, line: str) -> None:
         assert self._guard.stdin is not None
@@ -80,31 +82,35 @@ class Commands:
             os.write(self._guard.stdin.fileno(), line.encode())  # one call, so lines of several threads do not mix
 
 
-def end(leaders: Iterable[int], token: str) -> None:
+def end(leaders: Iterable[int], token: str) -> list[int]:
     """End the commands with the process ids ``leaders``, and all processes that they started.
 
     SIGTERM comes first, so that launchers such as torchrun can end their workers. What still runs after
-    `GRACE_SECONDS` is killed. ``token`` is the token of `Commands`.
+    `GRACE_SECONDS` is killed. ``token`` is the token of `Commands`. Return the ids of processes that still run after
+    twice this time: those of another user, as after sudo, or blocked by a dead disk.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
     until = time.monotonic() + GRACE_SECONDS
     while found := [process for process in [*asked.values(), *_family(leaders, token)] if _runs(process)]:
+        if time.monotonic() > until + GRACE_SECONDS:
+            return sorted({process.pid for process in found})
         for process in found:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if time.monotonic() > until:
                     process.kill()
                 elif process.pid not in asked:
                     process.terminate()
             asked[process.pid] = process
         time.sleep(0.02)
+    return []
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
     """Return the processes of the commands ``leaders``: in their sessions, with their ``MARK``, and all children."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
             if process.pid in leaders or os.getsid(process.pid) in leaders or _mark(process) in marks:
                 found += [process, *process.children(recursive=True)]
     return found

@@ -17,7 +17,7 @@ command that starts a search also resumes it:
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
-  of the store is noticed when attempts are read. Studies of older versions have no digests and are not checked.
+  of the store is noticed when attempts are read. Attempts of older versions have no digests and are not checked.
 """
 
 import json
@@ -43,7 +43,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
-from leaven.training.outcome import Outcome, curve_of
+from leaven.training.outcome import Curve, Outcome, curve_of
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import RESULTS, Axes
@@ -63,9 +63,11 @@ OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "co
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
 LAST_BEAT = "last_beat"  # when an attempt without a result ended: the last heartbeat of a dead owner, Unix time
+CHECKED = "checked"  # whether the version that began an attempt writes a digest at its end
 DIGEST = "digest"  # of an attempt with a result (a user attribute), or of the settings (in ABOUT)
 WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
 RESTORE = "restore the store from a backup, or use another study"
+POINTS = 256  # the most points of a curve that the store keeps; a command may log 100,000
 LIVES = 2  # a trial has failed after so many attempts whose process died
 NEVER_ENDED = 1e6  # the stored loss of a diverged trial before there is any finite loss
 
@@ -126,7 +128,7 @@ class StoredStudy:
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # the name of the study in messages
-    digests: bool = False  # whether every attempt with a result must have a digest
+    digests: bool = False  # whether the settings have a digest; then every attempt has an owner
     # Caches, because reading 10,000 attempts again at each turn would take longer than a short trial: the attempts
     # that were checked, by number (an attempt that changes becomes another object); the first attempt of each job;
     # and the trials with a result by the number of their last attempt.
@@ -174,9 +176,9 @@ class StoredStudy:
             if change and attempt.number in suspects:
                 raise InputError(f"{what} was changed in its store: {change}; {RESTORE}")
             if attempt.state in WITH_RESULT:
-                known = attempt.user_attrs.get(DIGEST)
-                required = self.digests and _ours(attempt)
-                if (required or known is not None) and known != _digest_of(attempt, attempt.state, attempt.values):
+                about = attempt.user_attrs
+                has_digest = CHECKED in about or DIGEST in about
+                if has_digest and about.get(DIGEST) != _digest_of(attempt, attempt.state, attempt.values):
                     raise InputError(f"{what} was changed after it had ended; {RESTORE}")
             if not change:
                 self._checked[attempt.number] = attempt
@@ -215,6 +217,7 @@ class StoredStudy:
                 PURPOSE: request.purpose,
                 SEED: request.seed,
                 BEGAN: self.now(),
+                CHECKED: True,
                 # Two commands that have read the same attempts choose the same job, and only one of them runs the
                 # job.
                 JOB: request.job,
@@ -244,7 +247,7 @@ class StoredStudy:
     def record(self, number: int, outcome: Outcome) -> bool:
         """Write the outcome of an attempt. Return False if another command has closed the attempt."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
-        about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])], DIVERGED: outcome.diverged}
+        about |= {"curve": thinned(outcome.curve), DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
         trial_id = self._trial_id(number)
         loss, state = outcome.loss, TrialState.COMPLETE
@@ -283,6 +286,14 @@ class StoredStudy:
 
     def _trial_id(self, number: int) -> int:
         return self.store.get_trial_id_from_study_id_trial_number(self.id, number)
+
+
+def thinned(curve: Curve) -> list[tuple[int, float]]:
+    """Return at most ``POINTS`` points of a curve: the last one, the lowest one, and others at equal distances."""
+    finite = [point for point in curve if math.isfinite(point[1])]
+    kept = {*range(0, len(finite), -(-len(finite) // (POINTS - 2)) or 1), len(finite) - 1}
+    lowest = min(range(len(finite)), key=lambda index: finite[index][1], default=0)
+    return [finite[index] for index in sorted(kept | {lowest}) if index in range(len(finite))]
 
 
 def trials_of(

@@ -45,6 +45,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -172,16 +173,23 @@ class BaseStudy(ABC):
             raise InputError(f"{nearest} is a file; give a folder")
         if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
             raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
+        own = OURS
+        if str(self._where).startswith("sqlite:"):  # the database and its journals may be here
+            own = (*OURS, f"{escape(Path(str(self._where).partition('?')[0]).name)}*")
         centre = self.out / "centre.toml"
         if centre.exists():
-            if changes := self.space.changes_since(centre):
+            try:
+                changes = self.space.changes_since(centre)
+            except InputError as error:
+                raise InputError(f"{error}; if it is damaged, remove it, and this command writes it again") from None
+            if changes:
                 kind = self.space.kind
                 raise InputError(f"{self.out} has another {kind}: {describe_changes(changes)}; use another --study")
         elif (
             self.out.exists()
             and not (self.out / "journal.log").exists()
             and not self._saved_results()[0]
-            and not all(any(fnmatch(entry.name, own) for own in OURS) for entry in self.out.iterdir())
+            and not all(any(fnmatch(entry.name, name) for name in own) for entry in self.out.iterdir())
         ):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
@@ -232,6 +240,9 @@ class BaseStudy(ABC):
             raise self._store_lost(ended, ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
+            for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
+                if file.exists() and not os.access(file, os.R_OK | os.W_OK):
+                    raise InputError(f"{file}: you may not write it; its owner can type chmod g+w {file}")
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
