@@ -274,6 +274,7 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
     fault(groups[-1], "optimizer_kwargs", {"lr": "high"}, "must be a number")
     fault(model["norm"], "eps", "tiny", "not a file of torchtitan 0.3")
     fault(document["model_spec"], "model", {}, "not a file of torchtitan 0.3")
+    fault(document["model_spec"], "name", ["x"], "model_spec.name ['x']: leaven reads llama3 and qwen3")
     fault(document["model_spec"], "name", "flux", "model_spec.name flux: leaven reads llama3 and qwen3")
     with refused("--ranks 3: ", "is for 1 processes"):
         imported(tmp_path, document, ranks=3)

@@ -125,6 +125,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
+        ("--global-batch-size 8 --rampup-batch-size 2 2.5 300", "--rampup-batch-size: 2.5 is not a whole number"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: these are two activations; remove one"),
         (
@@ -435,6 +436,9 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
     assert rows["layers.1.mlp.in.weight"].init_std == 0.02
 
 
+KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
+
+
 @pytest.mark.parametrize(
     ("config", "arguments", "says"),
     [
@@ -442,6 +446,8 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
         (CONFIG, {"learning_rate": "fast"}, "learning_rate fast must be a number"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
+        (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),
+        (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr": "low"}}, "lr_scheduler_kwargs: min_lr low must be"),
         (None, {"learning_rate": 1.0}, "its folder has no config.json"),
     ],
 )

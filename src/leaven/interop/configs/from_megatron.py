@@ -279,7 +279,10 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
             draft.unknown.append(f"--rampup-batch-size {' '.join(words)}: needs START INCREMENT SAMPLES as numbers")
         elif words:
             label = f"{given.origin}: --rampup-batch-size"
-            sizes = [int(as_number(word, label)) * length for word in words]
+            numbers = [as_number(word, label) for word in words]
+            if wrong := next((word for word, each in zip(words, numbers, strict=True) if each % 1), None):
+                raise InputError(f"{label}: {wrong} is not a whole number")
+            sizes = [int(each) * length for each in numbers]
             ramp = dict(zip(("start_tokens", "increment_tokens", "over_tokens"), sizes, strict=True))
             why = "--rampup-batch-size, which Megatron-LM since April 2026 parses and ignores"
             draft.set("batch.ramp", ramp, why)

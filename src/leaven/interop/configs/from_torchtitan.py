@@ -112,7 +112,7 @@ def _flavor(given: Settings, draft: Draft) -> None:
 def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft: Draft) -> None:
     """Set the model and the settings of its parameters from the sections model_spec and optimizer."""
     name = spec.get("name") if isinstance(spec, dict) else None
-    if name not in TABLE["flavors"]:
+    if not isinstance(name, str) or name not in TABLE["flavors"]:
         raise InputError(f"{draft.origin}: model_spec.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
     try:
         model = spec["model"]

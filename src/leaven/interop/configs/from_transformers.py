@@ -151,6 +151,10 @@ def _schedule(draft: Draft, given: Settings) -> None:
     """Set decay and final lr from lr_scheduler_type and lr_scheduler_kwargs."""
     kind, options, why = given["lr_scheduler_type"], given["lr_scheduler_kwargs"], given.why("lr_scheduler_type")
     floor, peak = 0.0, draft.values["hyperparameters.lr"]
+    where = f"{draft.origin}: lr_scheduler_kwargs"
+    options = {key: value for key, value in options.items() if value is not None}
+    for key in ("min_lr", "min_lr_rate", "power", "lr_end", "min_lr_ratio", "num_decay_steps"):
+        options |= {key: as_number(options[key], f"{where}: {key}")} if key in options else {}
     match kind:
         case "cosine" | "linear" | "inverse_sqrt":
             decay = kind
@@ -158,7 +162,7 @@ def _schedule(draft: Draft, given: Settings) -> None:
             decay = "constant"
         case "cosine_with_min_lr" | "cosine_warmup_with_min_lr":
             decay = "cosine"
-            floor = options.get("min_lr_rate") or (options.get("min_lr") or 0.0) / peak
+            floor = options.get("min_lr_rate") or options.get("min_lr", 0.0) / peak
         case "polynomial" if options.get("power", 1.0) == 1.0:
             decay, floor = "linear", options.get("lr_end", 1e-7) / peak
         case "warmup_stable_decay" if options.get("decay_type") == "1-sqrt":
