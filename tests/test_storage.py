@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -275,6 +276,35 @@ def test_a_lock_excludes_and_ends_with_its_process(tmp_path: Path) -> None:
     holder.communicate()
     with storage.lock(lock, seconds=0):
         pass
+
+
+def test_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    monkeypatch.setattr(storage, "SOFT", 0.3)
+    lock = tmp_path / "lock"
+    lock.touch()  # copied from a disk with flock, where nobody holds it
+    os.utime(lock, (0, 0))
+    with pytest.warns(UserWarning, match="flock not supported"), storage.lock(lock):
+        pass
+    lock.write_text("12741\nnode17\n4592\n")  # of a process on another machine, perhaps killed
+    gone = pytest.raises(InputError, match="remove it if the process that made it is gone")
+    with pytest.warns(UserWarning, match="flock"), gone, storage.lock(lock):
+        pass
+
+
+def test_a_disk_that_cannot_flush_folders_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", of_folders)
+    storage.write_text(tmp_path / "file", "text")
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path)
+    with refused("is the root of a disk; give a new folder in it, such as"):
+        storage.require_free(tmp_path)
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import re
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ PAGE = b"<!doctype html"
 
 # A URL, whose :// becomes :/ in a path, or password= as in the login of a database. C:/ of Windows is no URL.
 _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
+
+SOFT = 10.0
+"""Seconds to wait for a lock on a disk without flock. An empty lock file that is older belongs to no process."""
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
@@ -283,6 +287,8 @@ def make_folder(path: Path) -> None:
 def require_free(path: Path) -> None:
     """Raise InputError if the path is a URL, or exists and is not an empty folder."""
     require_folder_name(path)
+    if os.path.ismount(path):
+        raise InputError(f"{path} is the root of a disk; give a new folder in it, such as {path / 'model'}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already; give another name")
 
@@ -317,12 +323,16 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to the disk, so that they survive a power cut. Does nothing on Windows."""
+    """Flush the file names in a folder to the disk, so that they survive a power cut. Does nothing on Windows, and on
+    disks that cannot flush folders, such as those that VirtualBox shares."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)
 
@@ -449,18 +459,32 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
 
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
-        InputError: if :func:`require_plain_file` refuses the path.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
+        InputError: if :func:`require_plain_file` refuses the path; or instead of TimeoutError, if the disk has no
+            flock, so that a killed process may have left the lock.
     """
-    from filelock import FileLock  # slow to import
+    from filelock import FileLock, SoftFileLock  # slow to import
 
     require_plain_file(path)
 
     held = FileLock(path, timeout=seconds)
     try:
-        held.acquire()
+        try:
+            held.acquire(timeout=0)
+        except TimeoutError:
+            if isinstance(held, SoftFileLock):  # without flock, filelock takes any file for a lock
+                with suppress(OSError):
+                    if path.stat().st_size == 0 and time.time() - path.stat().st_mtime > SOFT:  # that flock has left
+                        path.unlink()
+            held.acquire(timeout=SOFT if isinstance(held, SoftFileLock) and seconds < 0 else seconds)
     except TimeoutError:
+        if isinstance(held, SoftFileLock):
+            raise InputError(
+                f"{path} is locked, on a disk without flock; remove it if the process that made it is gone"
+            ) from None
         raise
+    except NotImplementedError:  # an older version of filelock, on a disk without flock
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path)) from None
     except OSError as error:
         if error.errno is None:
             raise

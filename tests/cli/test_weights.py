@@ -92,6 +92,17 @@ def test_the_card_of_a_recipe_with_reasons_and_several_sources() -> None:
     assert "| validation loss | not measured |" in card
 
 
+def test_the_card_leaves_out_a_validation_that_a_rewind_has_undone() -> None:
+    recipe = parse_recipe(WITH_REASONS, "mixed.toml")
+    events = [
+        {"event": "validation", "tokens": 1024, "loss": 3.0, "bits_per_byte": None},
+        {"event": "validation", "tokens": 2048, "loss": 2.0},
+        {"event": "rewind", "tokens": 3072, "to_tokens": 1536},
+    ]
+    card = model_card(recipe, WITH_REASONS, architecture="X", tokens=4096, dtype="fp32", events=events)
+    assert "| validation loss | 3.0000 nats per token" in card
+
+
 def test_sample_continues_a_text(leaven: Verb, scaled_run: Path) -> None:
     asked = ("sample", scaled_run, "def fun", "--max-tokens", "12", "--seed", "1", "--samples", "2")
     code, said, err = leaven(*asked, "--json")

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import islice
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from tests.data.test_tokens import write_corpus
 from tests.errors import refused
 
 from leaven import storage
-from leaven.data import file_tokens
+from leaven.data import file_tokens, shards
+from leaven.data.corpus import Corpus
 from leaven.data.pool import encode_in_order
 from leaven.data.shards import ShardedTokens
+from leaven.data.tokenizer import TextPiece
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.data import Data
@@ -347,6 +350,26 @@ def test_a_log_of_shards_that_does_not_fit_the_text_is_rebuilt(
     found = prepare(data, 300, tmp_path)
     assert same(found, prepared)
     assert found.notes == (f"{folder / 'shards.jsonl'} did not fit the text; it was rebuilt",)
+
+
+@pytest.mark.usefixtures("small")
+def test_shards_of_a_text_that_was_wrong_for_a_while_are_rebuilt(
+    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file was edited, or read wrongly, while it was tokenised, and its size stayed the same."""
+    right = shards._batches
+
+    def wrong(corpus: Corpus) -> Iterator[list[TextPiece]]:
+        for batch in islice(right(corpus), 8):
+            yield [piece._replace(text=piece.text.swapcase()) for piece in batch]
+        raise InputError("a file changed while it was read")
+
+    monkeypatch.setattr(shards, "_batches", wrong)
+    with pytest.raises(InputError, match="changed while"):
+        prepare(data, 300, tmp_path, processes=1)
+    monkeypatch.setattr(shards, "_batches", right)
+    assert len((folder_in(tmp_path) / "shards.jsonl").read_text().splitlines()) > 2
+    assert same(prepare(data, 300, tmp_path, processes=1), prepared)
 
 
 def nested(path: Path) -> None:

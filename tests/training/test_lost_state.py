@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from tests.training.conftest import losses
 
 from leaven import storage
+from leaven.cli.train import _exit_if_stopped_on_purpose
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
@@ -330,6 +332,75 @@ def test_a_rewind_that_saves_more_rarely_is_refused_if_checkpoints_stay_for_good
     change = {"stability.checkpoint_every_tokens": 10_240, "stability.keep_every_tokens": 5_120}
     with pytest.raises(InputError, match=r"checkpoint_every_tokens cannot be more than before"):
         ManualRewind(6_144).check(run, recipe.replace(change))
+
+
+def test_lines_are_on_the_disk_before_the_checkpoint_that_needs_no_repeat(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = list[str](), storage.sync_file
+
+    def recorded(path: Path) -> None:
+        synced.append(path.name)
+        sync(path)
+
+    monkeypatch.setattr(storage, "sync_file", recorded)
+    monkeypatch.setattr(checkpoint, "sync_file", recorded)
+    train(recipe.replace({"data.tokens": 1_024}), tokens, tmp_path / "run")
+    assert synced[0] == "events.jsonl"  # the start, before plan.json
+    last = len(synced) - 1 - synced[::-1].index("state.json")
+    before = synced[:last][-1 - synced[:last][::-1].index("state.json") :]
+    assert {"metrics.jsonl", "events.jsonl"} <= {*before}
+    assert "events.jsonl" in synced[last:]  # the finish
+
+
+def test_a_lock_file_that_is_removed_is_made_again(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+
+    def on_step(step: Step) -> None:
+        if step.step == 3:
+            (run.path / ".lock").unlink()
+        if step.step == 5:
+            with pytest.raises(InputError, match="is in use by another process"), RunFolder(run.path).locked():
+                pass
+
+    assert train(recipe.replace({"data.tokens": 2_048}), tokens, run.path, on_step=on_step).finished
+
+
+def test_events_that_cannot_be_read_at_a_save_do_not_end_a_run(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, calls = RunFolder.events_digest, list[int]()
+
+    def away_once(run: RunFolder) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise InputError("events.jsonl: cannot be read: Input/output error")
+        return digest(run)
+
+    monkeypatch.setattr(RunFolder, "events_digest", away_once)
+    assert train(recipe.replace({"data.tokens": 4_096}), tokens, tmp_path / "run").finished
+    assert len(calls) > 3
+
+
+def test_a_run_goes_on_with_its_own_tokenizer(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    """The cache is gone, and another version of tokenizers would train another one."""
+    with pytest.raises(InputError, match=r'if only the tokenizer has, write tokenizer = ".*json" in both recipes'):
+        train(recipe, replace(tokens, fingerprint="other"), run.path)
+    own = recipe.replace({"data.tokenizer": str(run.tokenizer_file)})
+    write_recipe(own, run.recipe_file)
+    assert train(own, prepare(own.data, own.model.vocab_size), run.path).finished
+
+
+def test_a_stop_of_an_earlier_torchrun_does_not_keep_this_one_from_restarting(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "attempt_0").mkdir()
+    os.utime(tmp_path / "attempt_0", (2, 2))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "0" / "error.json"))
+    with pytest.raises(typer.Exit):
+        _exit_if_stopped_on_purpose(run)
+    rewrite(run.events_file, lambda lines: [*lines[:-1], lines[-1] | {"time": 1.0}])
+    _exit_if_stopped_on_purpose(run)
 
 
 def test_a_rewind_that_only_a_later_one_knows_is_not_forgotten(run: RunFolder, recipe: Recipe) -> None:

@@ -376,6 +376,17 @@ def test_run_folders_are_rows_and_curves_of_a_size_differ_in_the_seed_alone(tmp_
         curves_of(tmp_path)
 
 
+def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
+    for text, width in (("a", 64), ("b", 128)):
+        base = proxy(**{"data.tokens": 81_920})
+        write_run(folder := tmp_path / text, transfer(base, width=width) if width > 64 else base, 2.0)
+        (folder / "events.jsonl").write_text(
+            json.dumps({"event": "start", "text": text}) + "\n" + (folder / "events.jsonl").read_text()
+        )
+    with pytest.raises(InputError, match="a and .*b were trained on different texts"):
+        transfer_of_runs(tmp_path)
+
+
 def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> None:
     """The verdict is that on a CSV file with the final validation losses and the lrs in base coordinates."""
     written: list[Row] = []

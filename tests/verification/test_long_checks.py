@@ -219,7 +219,8 @@ def test_finished_runs_wait_for_room_on_the_disk(
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     append, tries, notes = storage.append_json, list[int](), list[str]()
 
-    def full(path: Path, line: Any) -> None:
+    def full(path: Path, line: Any, *, sync: bool) -> None:
+        assert sync  # a power cut must not lose a run
         tries.append(1)
         if 2 <= len(tries) <= 4:
             raise OSError(errno.ENOSPC, "No space left on device")

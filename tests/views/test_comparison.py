@@ -81,6 +81,14 @@ def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):
     assert "the seeds differ" in seeds
 
 
+def test_another_text_under_the_same_path_gets_a_warning(runs):
+    for name in ("copied", "moved"):
+        events = runs / name / "events.jsonl"
+        events.write_text(json.dumps({"event": "start", "text": name}) + "\n" + events.read_text())
+    _, compared = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
+    assert any("the texts differ, although their paths are equal" in warning for warning in compared.warnings)
+
+
 @pytest.mark.parametrize(
     ("paths", "says"),
     [

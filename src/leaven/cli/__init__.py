@@ -97,6 +97,7 @@ _ADVICE = {
     ),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP), "check this path"),
     errno.ENAMETOOLONG: "use a shorter path",
+    errno.ENOLCK: "mount this disk with locks, or use another one",
 }
 
 

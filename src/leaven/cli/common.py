@@ -184,7 +184,7 @@ def print_document(
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. A second one raises KeyboardInterrupt.
+    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. A second one interrupts at once.
 
     A closed terminal sends SIGHUP, often twice, so a second SIGHUP does nothing.
     """

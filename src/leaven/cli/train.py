@@ -132,10 +132,13 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run's last event is a stop. torchrun restarts a command that has failed, but only the user may
-    restart such a run."""
+    """Exit if the run's last event is a stop since torchrun was started. torchrun restarts a command that has failed,
+    but only the user may restart such a run."""
+    from leaven.training.integrity import torchrun_began
+
     last = (run.events() or [{"event": None}])[-1]
-    if last["event"] == "stop":
+    at = last.get("time")
+    if last["event"] == "stop" and not (isinstance(at, int | float) and at < torchrun_began()):
         errors.print(
             f"the run in {run.path} has stopped ({last['why']}) and is not restarted automatically; to resume it, "
             "run the same command again"

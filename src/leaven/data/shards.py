@@ -39,6 +39,7 @@ BATCH_CHARACTERS = 2**22
 SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
 DIGEST = "digest"  # key of the hash of all other keys of an index; an index of an older version lacks it
+TEXT = "text"  # key of the digest of a shard's text in shards.jsonl
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
 
@@ -189,10 +190,13 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     Return the files that had to be rebuilt, each with a phrase that says what was wrong.
     """
     records: dict[int, ShardRecord] = {}
+    known: dict[int, Any] = {}  # digests of the texts of finished shards; older versions wrote none
+    texts: dict[int, Any] = {}  # the same of the corpus as it is read now
     log = folder / "shards.jsonl"
     for entry in storage.read_json_lines(log).documents:
         with suppress(KeyError, TypeError, ValueError):
-            records[operator.index(entry["shard"])] = _record(entry, encoder.dtype)
+            records[shard := operator.index(entry["shard"])] = _record(entry, encoder.dtype)
+            known[shard] = entry.get(TEXT)
     damage: dict[Path, str] = {}
     for shard, record in list(records.items()):
         if found := _damage(folder, shard, record, encoder.dtype):
@@ -207,6 +211,9 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     def missing() -> Iterator[tuple[int, PieceBatch]]:
         for number, batch in enumerate(_batches(corpus)):
             shard = number // SHARD_BATCHES
+            text = texts.setdefault(shard, blake2b(digest_size=16))
+            for piece in batch:
+                text.update(b"%d%d%d:%s" % (piece.validation, piece.last, len(piece.text), piece.text.encode()))
             if shard in records:
                 meter.advance(sum(len(piece.text.encode()) for piece in batch))
             else:
@@ -235,9 +242,12 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                         )
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
-            storage.append_json(log, {"shard": shard} | _entry(records[shard]), sync=True)
+            known[shard] = texts[shard].hexdigest()
+            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]), sync=True)
     ordered = [records[shard] for shard in sorted(records)]
-    if log_used and not _has_all(ordered, corpus):  # its counts are damaged, so write all shards again
+    # A file may have changed while a build read it that was then stopped, so that its shards have another text.
+    other = any(known[shard] not in (None, text.hexdigest()) for shard, text in texts.items())
+    if log_used and (other or not _has_all(ordered, corpus)):  # write all shards again
         log.unlink()
         return damage | {log: "did not fit the text"} | _build(folder, corpus, encoder, meter, processes)
     index = {

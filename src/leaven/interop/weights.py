@@ -221,10 +221,12 @@ def model_card(
         averaged: whether the exported weights are averages. The card then shows the loss of the averages.
         licence: the licence of the data.
     """
-    validations = (
-        each for each in events if each["event"] == "validation" and isinstance(each.get("loss"), int | float)
-    )
-    measured = [each for each in validations if isinstance(each.get("tokens"), int) and each["tokens"] <= tokens]
+    measured: list[Mapping[str, Any]] = []
+    for each in events:
+        if each["event"] == "validation" and isinstance(each.get("loss"), int | float):
+            measured += [each] if isinstance(each.get("tokens"), int) and each["tokens"] <= tokens else []
+        elif isinstance(to := each.get("to_tokens"), int):  # a rewind, which has undone later ones
+            measured = [validation for validation in measured if validation["tokens"] <= to]
     if averaged:
         means = [(each["tokens"], each["averaged_loss"]) for each in measured if "averaged_loss" in each]
         measured = [{"tokens": at, "loss": loss, "bits_per_byte": None} for at, loss in means]

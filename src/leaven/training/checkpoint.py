@@ -353,7 +353,9 @@ class CheckpointManager:
         *,
         group: ProcessGroup = SINGLE_PROCESS,
         timeout: timedelta = timedelta(minutes=30),
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
+        self._sync = sync
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
         self._group, self._exchange = group, Exchange(group, timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -406,6 +408,7 @@ class CheckpointManager:
                 if tokens_of(path) not in stay:
                     _remove(path)
 
+        self._sync()  # its steps are not trained again, so their lines must survive a power cut as well
         try:
             path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy)
         except NotSaved as error:
@@ -448,6 +451,7 @@ class Checkpoints(Callback):
             stability.keep,
             stability.keep_every_tokens,
             group=trainer.group,
+            sync=trainer.run.sync,
         )
         self._saved_step = -1
         # Of token ids there is no tokenizer, though the user may put one into the folder.
@@ -469,7 +473,8 @@ class Checkpoints(Callback):
         state[RECIPE] = saved_recipe(training.recipe)
         if self._tokenizer is not None:
             state[TOKENIZER] = self._tokenizer
-        state[EVENTS] = asdict(self.trainer.run.events_digest())
+        with suppress(InputError):  # the disk is away for a moment: the save itself says so
+            state[EVENTS] = asdict(self.trainer.run.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 

@@ -229,11 +229,13 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
     """Raise InputError if the run was started on a text with another ``fingerprint``. ``saved`` is the fingerprint in
     a checkpoint, which is used if events.jsonl has none."""
-    before = next((event["text"] for event in run.events() if "text" in event), saved or fingerprint)
-    if before != fingerprint:
+    if (run.text() or saved or fingerprint) != fingerprint:
+        own = ""
+        if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
+            own = f'; if only the tokenizer has, write tokenizer = "{run.tokenizer_file}" in both recipes'
         raise InputError(
             f"the run in {run.path} was trained on other text: the files of [data] source or the tokenizer have "
-            "changed since; use another --run"
+            f"changed since; use another --run{own}"
         )
 
 
@@ -359,6 +361,15 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
         return mark is not None and mark.read_text(encoding="utf-8") == str(run.path.absolute())
     except (OSError, ValueError):
         return False
+
+
+def torchrun_began() -> float:
+    """Return when torchrun started its first attempt, Unix time. Return 0 if this is not known."""
+    mark = _torchrun_mark()
+    try:
+        return 0.0 if mark is None else mark.with_name("attempt_0").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _torchrun_mark() -> Path | None:

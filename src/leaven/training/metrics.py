@@ -28,6 +28,7 @@ from leaven.training.line_digests import lines_digest
 from leaven.training.loop import Callback, StepResult
 
 if TYPE_CHECKING:
+    from leaven.training.run_folder import RunFolder
     from leaven.training.trainer import RunTrainer
 
 
@@ -226,7 +227,7 @@ class StepLog(Callback):
                 self._writers[name] = (
                     TensorBoard(run.path, training.tokens)
                     if name == "tensorboard"
-                    else Tracker(import_module(name), run.path, training.recipe)
+                    else Tracker(import_module(name), run, training.recipe)
                 )
 
     def close(self) -> None:
@@ -347,12 +348,15 @@ class TensorBoard:
 class Tracker:
     """Writes scalars to W&B or trackio, which have the same interface. A resumed run continues its curves."""
 
-    def __init__(self, module: Any, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, module: Any, run: "RunFolder", recipe: Recipe) -> None:
         self._module = module
-        name = folder.resolve().name
+        name = run.path.resolve().name
         known: dict[str, Any] = {"project": recipe.name, "name": name, "config": recipe.model_dump(mode="json")}
         if module.__name__ == "wandb":
-            known |= {"id": f"{recipe.name}-{name}", "dir": str(folder)}
+            # A run that an older version began keeps its id, which runs in other folders of this name have, too.
+            older = f"{recipe.name}-{name}"
+            begun = any(path.name.endswith(f"-{older}") for path in run.path.glob("wandb/*run-*"))
+            known |= {"id": older if begun else f"{older}-{run.identity}", "dir": str(run.path)}
         module.init(resume="allow", **known)
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:

@@ -134,6 +134,7 @@ class RunFolder:
         self.identity = ""  # the random identifier of the run, which is known once it has started
         self._waiting: deque[tuple[Path, bytes]] = deque()
         self._lock: os.stat_result | None = None  # the lock file, once this process holds the lock
+        self._held = ExitStack()  # the lock
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
@@ -169,9 +170,14 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Create the folder if necessary, and lock it for this process."""
-        with locked_folder(self.path, "run folder"):
-            self._lock = (self.path / LOCK).stat()
+        with self._held:
+            self._take_lock()
+            self._there = self.path.stat()
             yield
+
+    def _take_lock(self) -> None:
+        self._held.enter_context(locked_folder(self.path, "run folder"))
+        self._lock = (self.path / LOCK).stat()
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an interrupted write has left, and write the recipe file if it is missing or out of date."""
@@ -185,13 +191,22 @@ class RunFolder:
             write_recipe(current, self.recipe_file)
 
     def require_there(self) -> None:
-        """Raise InputError if the locked folder was deleted, moved or replaced by another one of the same name."""
+        """Raise InputError if the locked folder was deleted, moved or replaced by another one of the same name.
+
+        If only the lock file was removed, lock the folder again.
+        """
         if self._lock is None:
             return
         try:
             there = os.path.samestat(self._lock, (self.path / LOCK).stat())
         except (FileNotFoundError, NotADirectoryError):
             there = False
+            with suppress(OSError):
+                if os.path.samestat(self._there, self.path.stat()):
+                    self.writes = False  # until it has the lock
+                    self._held.close()
+                    self._take_lock()
+                    self.writes = there = True
         except OSError:  # a fault of the disk
             return
         if there:
@@ -297,6 +312,10 @@ class RunFolder:
                     )
         return _named_events(read)
 
+    def text(self) -> str | None:
+        """Return the fingerprint of the run's text, or None if no event has one."""
+        return next((event["text"] for event in self.read_events() if isinstance(event.get("text"), str)), None)
+
     def read_events(self) -> list[dict[str, Any]]:
         """Return the lines of events.jsonl without checking their values."""
         return _named_events(_read(self.events_file))
@@ -332,9 +351,15 @@ class RunFolder:
     def event(self, event: str, **values: Any) -> None:
         """Append a line to events.jsonl, with the time in seconds since 1970."""
         self._append(self.events_file, _json_line({"event": event, **values, "time": round(time.time(), 3)}))
-        if self.writes and event in RETURNS and self.unwritten is None:
+        if event in {*RETURNS, "start", "finish"} and self.unwritten is None:
+            self.sync()  # before the run rolls back, or plan.json says that it has begun
+
+    def sync(self) -> None:
+        """Flush events and metrics to the disk, so that a power cut does not lose them."""
+        for file in (self.events_file, self.metrics_file):
             with suppress(OSError):
-                storage.sync_file(self.events_file)  # before the run rolls back
+                if self.writes:
+                    storage.sync_file(file)
 
     def require_written(self) -> None:
         """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because

@@ -424,6 +424,10 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
                 f"{' and '.join(free)}; move one of the two runs to another folder"
             )
         found.append((scale, recipe, run))
+    texts = {text: run.path for *_, run in found if (text := run.text()) is not None}
+    if len(texts) > 1:
+        several = " and ".join(map(str, texts.values()))
+        raise InputError(f"{several} were trained on different texts; give runs on one text and with one tokenizer")
     return found
 
 

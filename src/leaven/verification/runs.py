@@ -133,7 +133,7 @@ class RunStore:
         """Write the lines of finished runs, and return True. If the disk is full, keep the rest and return False."""
         while self._unsaved:
             try:
-                storage.append_json(self.folder / LINES, self._unsaved[0])
+                storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
             except OSError as error:
                 if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
                     raise

@@ -148,5 +148,8 @@ def _warnings(runs: Sequence[RunView]) -> Iterator[str]:
     for what, value in _COMPARABLE.items():
         if any(value(run.recipe) != value(runs[0].recipe) for run in runs):
             yield f"the {what} differ, so the losses cannot be compared"
+    comparable = len({str([value(run.recipe) for value in _COMPARABLE.values()]) for run in runs}) == 1
+    if comparable and len({run.folder.text() for run in runs} - {None}) > 1:
+        yield "the texts differ, although their paths are equal, so the losses cannot be compared"
     if any(run.recipe.data.seed != runs[0].recipe.data.seed for run in runs):
         yield "the seeds differ, so the differences include the noise between seeds"
