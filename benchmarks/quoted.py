@@ -7,33 +7,36 @@ that has no calibration history and can train only models below 20 M parameters.
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
+from contextlib import chdir, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
+
+from leaven.cli import main, next_commands
+from leaven.views.terminal.console import NO_TERMINAL, console
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = tuple(DOCS / page for page in ("how-to/starters.md", "reference/overview.md", "concepts/planning.md"))
 _FENCE = re.compile(r"```\n\$ leaven ((?:new|plan) [^\n]*)\n.*?```", re.DOTALL)
-_SMALL_MACHINE = """
-from leaven.cli import main, next_commands
-next_commands.trainable_here = lambda recipe: recipe.model.params < 20_000_000
-main()
-"""
 
 
 def printed(command: str) -> str:
     """Return what a command prints in an empty folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", _SMALL_MACHINE, *shlex.split(command)],
-            env=os.environ | {"LEAVEN_CACHE": folder, "NO_COLOR": "1"},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines())
+    out = StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        chdir(folder),
+        patch.dict(os.environ, LEAVEN_CACHE=folder, NO_COLOR="1"),
+        patch.object(sys, "argv", ["leaven", *shlex.split(command)]),
+        patch.object(console, "_width", NO_TERMINAL),
+        patch.object(next_commands, "trainable_here", lambda recipe: recipe.model.params < 20_000_000),
+        redirect_stdout(out),
+        suppress(SystemExit),
+    ):
+        main()
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def renewed(page: str) -> str:

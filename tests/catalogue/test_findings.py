@@ -47,9 +47,15 @@ def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
 
 
 def severities(recipe: Recipe, corpus_tokens: int | None = None) -> dict[str, str]:
-    """Return the severity of each finding by check, without trying the suggestions."""
-    case = Case(recipe, adamw_rows(recipe), corpus_tokens)
-    return {check.name: one.severity for check in CHECKS if (one := find(check, case))}
+    """Return the severity of each finding by check, without trying the suggestions. Each recipe is checked once."""
+    key = recipe.model_dump_json(), corpus_tokens
+    if key not in _SEVERITIES:
+        case = Case(recipe, adamw_rows(recipe), corpus_tokens)
+        _SEVERITIES[key] = {check.name: one.severity for check in CHECKS if (one := find(check, case))}
+    return _SEVERITIES[key]
+
+
+_SEVERITIES: dict[tuple[str, int | None], dict[str, str]] = {}
 
 
 def assert_suggestions_fix(recipe: Recipe, one: FindingRow, corpus_tokens: int | None = None) -> None:

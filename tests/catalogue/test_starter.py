@@ -44,7 +44,7 @@ def comparable(params: float) -> list[PublishedRun]:
     ]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     params=st.floats(math.log(90e6), math.log(200e9)).map(math.exp),
     tokens_per_param=st.floats(0, math.log(300)).map(math.exp),
@@ -167,16 +167,12 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
         ({"tokens": 1_000}, "fewer than 2,000 sequences of 128 tokens; give 256 k"),
         ({"vocab": 5}, "--vocab 5: give 257"),
         ({"params": 20 * 10**6, "tokens": B, "vocab": 10**6}, "has 192 M (+862%); give --vocab "),
-        (
-            {"reference": "olmoe-1b-7b"},
-            "a mixture of experts (see --experts), but --from reads only dense models of text; give a run of similar "
-            "size: olmo-1b",
-        ),
+        ({"reference": "olmoe-1b-7b"}, "--from reads only dense models of text; give a run of similar size: olmo-1b"),
         ({"reference": "nemotron-4-15b"}, "it publishes no learning rate; give a run of similar size: "),
         ({"reference": "cerebras-gpt-1.3b-mup"}, "is for muP"),
         (
             {"reference": "llama2-70b", "tokens": 10**8},
-            "with the batch of --from llama2-70b, 4.00 M tokens; give 800 M or more",
+            "batch of --from llama2-70b, 4.00 M tokens; give 800 M or more",
         ),
     ],
 )
@@ -350,7 +346,7 @@ def test_new_experts_have_a_hugging_face_format_and_pass_the_checks(params: int,
     assert {one.severity for one in findings(recipe, adamw_rows)} <= {"note"}
 
 
-@pytest.mark.parametrize("params", [200_000_000, 1_150_000_000, 1_200_000_000, 1_500_000_000])
+@pytest.mark.parametrize("params", [200_000_000, 1_150_000_000, 1_200_000_000])
 @pytest.mark.parametrize("experts", [None, (64, 8)])
 def test_the_share_in_the_reason_is_the_one_that_ties_the_embeddings(
     params: int, experts: tuple[int, int] | None

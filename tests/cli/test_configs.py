@@ -110,14 +110,6 @@ def test_an_exported_config_is_imported_again(leaven: Verb, plain: Path, tmp_pat
     assert read_recipe(tmp_path / "printed.toml").model == read_recipe(plain).model
 
 
-def test_a_folder_is_no_script(leaven: Verb, tmp_path: Path) -> None:
-    for source, file in (("megatron", "the script or the list of flags"), ("torchtitan", "TOML or JSON file")):
-        code, _, err = leaven("import", "config", tmp_path, "--from", source)
-        assert code == 2
-        assert f"{tmp_path}: this is a folder; give" in err
-        assert file in err
-
-
 def test_losses_of_new_recipes_name_a_different_value(leaven: Verb, tmp_path: Path) -> None:
     """No target says "x: would be x"."""
     recipe = tmp_path / "new.toml"

@@ -1,8 +1,8 @@
-import os
 import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,6 @@ import leaven
 from leaven.cli import EXTRAS, usage_message
 
 
-def run(*arguments: str, **environment: str) -> str:
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
-    return done.stdout
-
-
 @pytest.fixture
 def run_verb(request: pytest.FixtureRequest) -> Verb:
     """The fixture ``leaven``, whose name the package has here."""
@@ -25,13 +19,15 @@ def run_verb(request: pytest.FixtureRequest) -> Verb:
 
 
 def test_the_version_is_printed() -> None:
-    assert run("-m", "leaven", "--version") == f"leaven {leaven.__version__}\n"
+    command = [sys.executable, "-m", "leaven", "--version"]
+    assert subprocess.check_output(command, text=True) == f"leaven {leaven.__version__}\n"
 
 
-def test_shells_complete_the_options_of_a_verb() -> None:
-    script = "import sys; sys.argv = ['leaven']; from leaven.cli import main; main()"
-    words = {"COMP_WORDS": "leaven train --rew", "COMP_CWORD": "2"}
-    assert run("-c", script, _LEAVEN_COMPLETE="complete_bash", **words).split() == ["--rewind-to"]
+def test_shells_complete_the_options_of_a_verb(run_verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"_LEAVEN_COMPLETE": "complete_bash", "COMP_WORDS": "leaven train --rew", "COMP_CWORD": "2"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+    assert run_verb()[1].split() == ["--rewind-to"]
 
 
 @pytest.mark.parametrize(
@@ -42,19 +38,14 @@ def test_shells_complete_the_options_of_a_verb() -> None:
         ("flash_attn", "pip install flash_attn"),  # imported by the user's own model
     ],
 )
-def test_a_missing_package_gives_one_line_with_what_to_type(module: str, line: str) -> None:
-    code = f"""
-import sys, leaven.cli
-def verb(*_, **__):
-    sys.modules[{module!r}] = None
-    import {module}
-leaven.cli.app = verb
-leaven.cli.main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+def test_a_missing_package_gives_one_line_with_what_to_type(
+    run_verb: Verb, monkeypatch: pytest.MonkeyPatch, module: str, line: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("leaven.cli.app", lambda **_: import_module(module))
+    code, _, err = run_verb()
     message = f"error: this command needs the package {module}, which is not installed; run: {line}"
-    assert " ".join(done.stderr.split()) == message
+    assert (code, " ".join(err.split())) == (2, message)
 
 
 def test_the_extras_named_by_messages_are_those_of_the_package() -> None:

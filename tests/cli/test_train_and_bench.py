@@ -1,6 +1,7 @@
 import errno
 import json
 import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,16 +139,15 @@ def test_a_stop_on_a_full_disk_says_where_the_run_resumes(
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(
-    leaven: Verb, tiny_file: Path, tmp_path: Path
+    leaven: Verb, scaled_run: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    assert leaven("train", tiny_file, "--run", run)[0] == 0
+    run = Path(shutil.copytree(scaled_run, tmp_path / "run"))
     events = (run / "events.jsonl").read_text()
     (run / "events.jsonl").write_text("".join(line for line in events.splitlines(True) if '"finish"' not in line))
     for path in checkpoints(run / "checkpoints"):
         (path / "model.safetensors").write_bytes(b"")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    code, _, err = leaven("train", tiny_file, "--run", run)
+    code, _, err = leaven("train", scaled_run / "recipe.toml", "--run", run)
     assert (code, err.count("error: ")) == (2, 1)
     assert "no checkpoint can be used (damaged: tokens-000000000010240, " in err.splitlines()[-1]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import yaml
-from tests.cli.conftest import Verb
+from tests.cli.conftest import Verb, document
 from tests.conftest import TINY
 
 import leaven as package
@@ -20,32 +20,16 @@ WITH_REASONS = (
 
 def test_exported_weights_are_the_start_of_a_new_recipe(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
     out, recipe = tmp_path / "out", tmp_path / "next one.toml"
-    code, said, err = leaven("export", "weights", scaled_run, "--to", "huggingface", out, "--json")
-    assert (code, err) == (0, "")
-    assert json.loads(said) == {
-        "path": str(out),
-        "architecture": "Qwen3ForCausalLM",
-        "tokens": 10_240,
-        "averaged": False,
-        "next": [f"leaven new out.toml --from-weights {out}"],
-        "schema": "leaven.export-weights/1",
-    }
+    printed = document(leaven("export", "weights", scaled_run, "--to", "huggingface", out, "--json"))
+    assert printed["schema"] == "leaven.export-weights/1"
+    assert (printed["architecture"], printed["tokens"], printed["averaged"]) == ("Qwen3ForCausalLM", 10_240, False)
+    assert printed["next"] == [f"leaven new out.toml --from-weights {out}"]
     model, _ = package.load(scaled_run)
-    code, said, _ = leaven("new", recipe, "--from-weights", out, "--tokens", "4k", "--json")
-    assert code == 0
-    printed = json.loads(said)
-    assert printed == {
-        "path": str(recipe),
-        "architecture": "Qwen3ForCausalLM",
-        "params": model.shape.params,
-        "params_active": model.shape.params,
-        "tokens": 4_000,
-        "next": [
-            f"leaven recipes check {shlex.quote(str(recipe))}",
-            f"leaven train {shlex.quote(str(recipe))} --run 'runs/next one'",
-        ],
-        "schema": "leaven.new-from-weights/1",
-    }
+    new = document(leaven("new", recipe, "--from-weights", out, "--tokens", "4k", "--json"))
+    assert (new["params"], new["params_active"], new["tokens"]) == (model.shape.params, model.shape.params, 4_000)
+    check, train = new["next"]
+    assert check == f"leaven recipes check {shlex.quote(str(recipe))}"
+    assert train == f"leaven train {shlex.quote(str(recipe))} --run 'runs/next one'"
     written = read_recipe(recipe)
     assert written.name == "next-one"
     assert written.model == model.shape

@@ -4,30 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import (
-    BloomConfig,
-    DeepseekV3Config,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
-from transformers.models.bloom.modeling_bloom import BloomForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
-from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from leaven.scaling.table import ParameterRow
 
@@ -44,64 +25,64 @@ def sizes(width: int, depth: int, heads: int | None = None) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, "hidden_size": width, **layers}
 
 
+def built(name: str, **config: Any) -> nn.Module:
+    """Return a model of a class of transformers."""
+    made = getattr(transformers, name)
+    model: nn.Module = made(made.config_class(**config))
+    return model
+
+
 def llama(width: int, depth: int, heads: int | None = None, d_ff: int | None = None, tied: bool = False) -> nn.Module:
     common = sizes(width, depth, heads)
     more = {"num_key_value_heads": common["num_attention_heads"] // 2, "tie_word_embeddings": tied}
-    return LlamaForCausalLM(LlamaConfig(**common, **more, intermediate_size=d_ff or 3 * width))
+    return built("LlamaForCausalLM", **common, **more, intermediate_size=d_ff or 3 * width)
 
 
 def qwen3(width: int, depth: int) -> nn.Module:
     # All heads together are twice the width.
     more = {"num_key_value_heads": width // 16, "intermediate_size": 3 * width, "head_dim": 16}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes(width, depth), **more))
+    return built("Qwen3ForCausalLM", **sizes(width, depth), **more)
 
 
 def gpt2(width: int, depth: int, heads: int | None = None, d_ff: int | None = None) -> nn.Module:
     shape = {"n_embd": width, "n_layer": depth, "n_head": heads or width // 8, "n_inner": d_ff, "n_positions": LENGTH}
     more = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **shape, **more))
+    return built("GPT2LMHeadModel", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **shape, **more)
 
 
 def gpt_neox(width: int, depth: int) -> nn.Module:
     more = {"intermediate_size": 4 * width, "use_parallel_residual": True}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes(width, depth), **more))
+    return built("GPTNeoXForCausalLM", **sizes(width, depth), **more)
 
 
 def bloom(width: int, depth: int) -> nn.Module:
-    return BloomForCausalLM(
-        BloomConfig(vocab_size=VOCABULARY, hidden_size=width, n_layer=depth, n_head=width // 8, seq_length=LENGTH)
-    )
+    shape = {"hidden_size": width, "n_layer": depth, "n_head": width // 8, "seq_length": LENGTH}
+    return built("BloomForCausalLM", vocab_size=VOCABULARY, **shape)
 
 
 def mixtral(width: int, depth: int, experts: int = 4, d_ff: int | None = None) -> nn.Module:
     more = {"num_key_value_heads": width // 16, "intermediate_size": d_ff or 2 * width, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes(width, depth), **more, num_local_experts=experts, **EAGER))
+    return built("MixtralForCausalLM", **sizes(width, depth), **more, num_local_experts=experts, **EAGER)
 
 
 def qwen3_moe(width: int, depth: int) -> nn.Module:
     more = {"num_key_value_heads": width // 16, "head_dim": 8, "moe_intermediate_size": width, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **sizes(width, depth), **more, num_experts=8, num_experts_per_tok=2, pad_token_id=None, **EAGER
-        )
-    )
+    more |= {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": None}
+    return built("Qwen3MoeForCausalLM", **sizes(width, depth), **more, **EAGER)
 
 
 def olmoe(width: int, depth: int) -> nn.Module:
     more = {"num_key_value_heads": width // 8, "intermediate_size": width, "num_experts": 8, "num_experts_per_tok": 2}
-    return OlmoeForCausalLM(OlmoeConfig(**sizes(width, depth), **more, eos_token_id=0, **EAGER))
+    return built("OlmoeForCausalLM", **sizes(width, depth), **more, eos_token_id=0, **EAGER)
 
 
 def deepseek_v3(width: int, depth: int, latent: int | None = None) -> nn.Module:
     """Return a model whose first layer has one MLP, and whose latents grow with the width, unless they are given."""
     more = {"num_key_value_heads": width // 8, "intermediate_size": 3 * width, "moe_intermediate_size": width}
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    heads = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 8}
+    heads = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 8, "n_group": 2, "topk_group": 1}
     latents = {"q_lora_rank": latent or width // 2, "kv_lora_rank": latent or width // 4}
-    groups = {"n_group": 2, "topk_group": 1} | EAGER
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(**sizes(width, depth), **more, **experts, **heads, **latents, **groups)
-    )
+    return built("DeepseekV3ForCausalLM", **sizes(width, depth), **more, **experts, **heads, **latents, **EAGER)
 
 
 class Block(nn.Module):
@@ -129,12 +110,7 @@ class Home(nn.Module):
 
 
 FAMILIES: dict[str, Build] = {"llama": llama, "qwen3": qwen3, "gpt2": gpt2, "gpt-neox": gpt_neox}
-MIXTURES: dict[str, Build] = {
-    "mixtral": mixtral,
-    "qwen3-moe": qwen3_moe,
-    "olmoe": olmoe,
-    "deepseek-v3": deepseek_v3,
-}
+MIXTURES: dict[str, Build] = {"mixtral": mixtral, "qwen3-moe": qwen3_moe, "olmoe": olmoe, "deepseek-v3": deepseek_v3}
 
 
 def tokens(seed: int = 0, batch: int = 4) -> torch.Tensor:

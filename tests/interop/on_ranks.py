@@ -13,10 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import leaven
 
-OPTIONS: dict[str, Any] = {
-    "hyperparameters": {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1},
-    "initialise": True,
-}
+OPTIONS: dict[str, Any] = {"hyperparameters": {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1}, "initialise": True}
 
 
 def trained(model: nn.Module, base: nn.Module) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:

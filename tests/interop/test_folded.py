@@ -36,7 +36,7 @@ def trained(build: Build) -> nn.Module:
     # The rule that multiplies logits and branches, and the attention logits of larger heads.
     found = leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, rule="completep")
     optimizer = torch.optim.AdamW(found)
-    for step in range(3):
+    for step in range(2):
         loss_of(model, tokens(step)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interop.families import VOCABULARY, gpt2, llama, logits, sizes, tokens
+from tests.interop.families import VOCABULARY, built, gpt2, llama, logits, sizes, tokens
 from torch import nn
-from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
-from transformers.models.llama.modeling_llama import LlamaModel
+from transformers import LlamaModel
 
 import leaven
 from leaven.errors import InputError
@@ -39,7 +37,7 @@ def decoder(
 def gpt_oss(width: int, depth: int) -> nn.Module:
     """Return a model whose experts have biases. It stores their matrices as (experts, fan in, fan out)."""
     more = {"intermediate_size": 2 * width, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return GptOssForCausalLM(GptOssConfig(**sizes(width, depth, 4), **more, eos_token_id=0))
+    return built("GptOssForCausalLM", **sizes(width, depth, 4), **more, eos_token_id=0)
 
 
 def headless(width: int, depth: int) -> nn.Module:
@@ -141,27 +139,18 @@ def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
     ("build", "says"),
     [
         (lambda n, d: decoder(n, d, names=("gate_2",)), "mlp.gate_2.weight .* its name does not show which matrix"),
-        (
-            lambda n, d: decoder(n, d, names=("gate",)),
-            "mlp.gate.weight .* not the fan in of .*down_proj.* a router, pass roles",
-        ),
+        (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .* a router, pass roles"),
         (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it, but has .*down_proj.*out.weight"),
         (lambda n, d: decoder(n, d, neck=True), "^neck.weight .* outside the blocks"),
         (gpt_oss, r"mlp\.experts\.gate_up_proj_bias \(.*no rule for biases of experts"),
         (headless, "no parameter computes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),
-        (
-            flat,
-            "^3.weight exists only in the base .no nn.ModuleList or nn.Sequential contains all blocks",
-        ),
+        (flat, "^3.weight exists only in the base .no nn.ModuleList or nn.Sequential contains all blocks"),
         (lambda n, d: flat(n, 2), "^1.mlp.up.weight .* as no nn.ModuleList or nn.Sequential contains all blocks"),
         (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks contains a block twice"),
         (stacked(shared), r"^blocks.0.mlp.down.weight and blocks.1.mlp.down.weight are the same parameter"),
-        (
-            stacked(lambda n, d: [nn.ModuleDict({"mlp": PreNormMLP(n)}) for _ in range(d)]),
-            r"^blocks.0.mlp.w1 \(256 x 64",
-        ),
+        (stacked(lambda n, d: [nn.ModuleDict({"mlp": PreNormMLP(n)}) for _ in range(d)]), "^blocks.0.mlp.w1 "),
     ],
 )
 def test_ambiguous_models_are_refused(build: Callable[..., nn.Module], says: str) -> None:

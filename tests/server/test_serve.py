@@ -1,5 +1,6 @@
 """Test the pages of `leaven serve`: access, updates and the planner, also in a real browser."""
 
+import html
 import http.client
 import json
 import os
@@ -24,7 +25,6 @@ from tests.views.written import proxy, write_run
 
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
-from leaven.server import app
 from leaven.server import folders as module
 from leaven.server.app import application
 from leaven.server.folders import find, row
@@ -160,14 +160,21 @@ def test_long_numbers_in_an_address_are_no_folder(port: int) -> None:
     assert get(port, f"/published?recipe={digits}/x")[0] == 200
 
 
-def test_the_planner_answers_as_leaven_plan_does(leaven: Verb, port: int, tmp_path: Path) -> None:  # noqa: F811
+def test_the_planner_answers_as_leaven_plan_does_and_prints_its_command(
+    leaven: Verb,  # noqa: F811
+    port: int,
+    tmp_path: Path,
+) -> None:
     recipe = tmp_path / "mine.toml"
     assert leaven("new", recipe, "--params", "1B", "--tokens", "20B", "--proxy", "none")[0] == 0
     plan = plan_recipe(read_recipe(recipe), "8xA100-80GB", "tp=2")
-    _, _, page = get(port, "/plan?size=1B&tokens=20B&gpus=8xA100-80GB&layout=tp%3D2")
+    _, _, page = get(port, "/plan?size=1B&tokens=20B&gpus=8+x+A100-80GB&layout=tp%3D2&price=%242")
     assert f"{plan.chosen.memory.total / 2**30:.1f} of 80 GiB" in page
     assert f"{plan.speed.mfu:.1%}" in page
-    assert "leaven plan mine.toml --gpus 8xA100-80GB --layout" in page
+    (command,) = re.findall(r"<code>(leaven new .*?)</code>", html.unescape(page))
+    new, plan_command = map(shlex.split, command.split(" && "))
+    assert new == ["leaven", "new", "mine.toml", "--params", "1B", "--tokens", "20B"]
+    assert plan_command[3:] == ["--gpus", "8 x A100-80GB", "--layout", "tp=2", "--price", "$2"]
 
 
 @pytest.mark.parametrize(
@@ -222,15 +229,14 @@ def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
         assert all(request.startswith(url) for request in browser.requests)
 
 
-def test_the_command_prints_its_address_and_ends_at_ctrl_c(roots: Path) -> None:
+def test_the_command_prints_its_address_and_ends_at_ctrl_c(leaven: Verb, roots: Path) -> None:  # noqa: F811
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         listener.listen()
-        command = [sys.executable, "-m", "leaven", "serve", str(roots), "--port", str(port)]
-        refused = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert refused.returncode == 2
-        assert f"--port {port}" in refused.stderr
+        code, _, error = leaven("serve", roots, "--port", port)
+        assert (code, f"--port {port}" in error) == (2, True)
+    command = [sys.executable, "-m", "leaven", "serve", str(roots), "--port", str(port)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     address = running.stdout.readline().split()[-1]
@@ -252,16 +258,13 @@ def test_what_cannot_be_served_is_one_line(leaven: Verb, tmp_path: Path, folder:
     assert (code, words in " ".join(error.split())) == (2, True), error
 
 
-def test_without_starlette_the_command_says_what_to_install(tmp_path: Path) -> None:
-    script = "import sys; sys.modules['starlette'] = None; from leaven.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", script, "serve", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, "pip install 'leaven[serve]'" in " ".join(done.stderr.split())) == (2, True), done.stderr
-
-
-def test_the_command_of_a_plan_can_be_typed() -> None:
-    given = {"size": "1B", "tokens": "20B", "gpus": "64 x H100-80GB", "layout": "tp=2", "price": "$2"}
-    new, plan = app._command(given).split(" && ")
-    assert shlex.split(new) == ["leaven", "new", "mine.toml", "--params", "1B", "--tokens", "20B"]
-    assert shlex.split(plan)[3:] == ["--gpus", "64 x H100-80GB", "--layout", "tp=2", "--price", "$2"]
+def test_without_starlette_the_command_says_what_to_install(
+    leaven: Verb,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("leaven.server", "leaven.cli.serve", "starlette"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    code, _, error = leaven("serve", tmp_path)
+    assert (code, "pip install 'leaven[serve]'" in " ".join(error.split())) == (2, True), error

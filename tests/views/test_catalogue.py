@@ -7,13 +7,7 @@ import pytest
 
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.catalogue.terms import read
-from leaven.views.catalogue_page import (
-    CHARTS,
-    CatalogueChart,
-    band,
-    hues_of,
-    scatter,
-)
+from leaven.views.catalogue_page import CHARTS, CatalogueChart, band, hues_of, scatter
 
 RUNS = load_runs()
 BY_KEY = {quantity.key: quantity for quantity in CHARTS}

@@ -88,7 +88,7 @@ def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
     assert points.change(beta, 1.0) == "2×"
     said = "2× squares the beta"
     assert said not in words(study_page(study))  # no beta among the first 31 values
-    assert said in words(folder_page(studied.write(tmp_path / "study", studied.study(count=60))))
+    assert said in words(folder_page(studied.write(tmp_path / "study", studied.study(60, 24))))
 
 
 def test_idle_values_are_called_not_worth_tuning(study):

@@ -71,15 +71,20 @@ def test_the_first_pattern_of_every_name_gives_its_lr_and_decay(tiny: Recipe, tm
             assert (*optimizer["betas"], optimizer["eps"]) == pytest.approx((row.beta1, row.beta2, row.eps))
 
 
-def test_prepare_writes_the_initial_weights(
-    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_prepare_draws_and_writes_the_initial_weights(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The written model computes what a model of leaven with these weights, unfolded, computes."""
-    recipe = transferred(tiny.replace({"hyperparameters.grad_clip": 0.0, "model.norm_eps": 1e-5}))
+    changes = {"hyperparameters.grad_clip": 0.0, "model.norm_eps": 1e-5, "data.seed": 7}
+    recipe = transferred(tiny.replace(changes))
     written(recipe, tmp_path / "out")
     monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "start")])
-    runpy.run_path(str(tmp_path / "out" / "prepare.py"), run_name="__main__")
+    script = runpy.run_path(str(tmp_path / "out" / "prepare.py"), run_name="__main__")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    torch.manual_seed(7)
+    fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
+    script["prepare"](fresh, tmp_path / "out" / "parameters.json")
+    assert all(map(torch.equal, fresh.parameters(), model.parameters()))
     table, factors, state = parameter_table(recipe), folding(recipe.model, parameter_table(recipe)), {}
     named = dict(model.named_parameters())
     for name, (row,) in rows_of(recipe, "qwen3").items():
@@ -127,30 +132,10 @@ def test_the_layout_is_written_or_said(tiny: Recipe) -> None:
     assert "zero 1 is written as 2" in notes
     assert "dp_replicate 4 is written as 1" in notes
     document, notes = exported(dp=2, zero=1, pp=2, schedule="zero-bubble")
-    assert document["distributed"]["pipeline"] == {
-        "pp_schedule": "1F1B",
-        "pp_microbatch_size": 1,
-        "dtype": "float32",
-    }
+    assert document["distributed"]["pipeline"] == {"pp_schedule": "1F1B", "pp_microbatch_size": 1, "dtype": "float32"}
     assert "zero-bubble is written as 1F1B" in notes
     steps = document["step_scheduler"]
     assert steps["local_batch_size"] * 2 == steps["global_batch_size"]
-
-
-@pytest.mark.parametrize("seed", [0, 7])
-def test_the_initial_weights_follow_the_seed_of_the_recipe(
-    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    written(tiny.replace({"data.seed": seed}), tmp_path / "out")
-    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "start")])
-    runpy.run_path(str(tmp_path / "out" / "prepare.py"), run_name="__main__")
-    assert json.loads((tmp_path / "out" / "parameters.json").read_text())["seed"] == seed
-    torch.manual_seed(seed)
-    fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
-    prepare = runpy.run_path(str(tmp_path / "out" / "prepare.py"))["prepare"]
-    prepare(fresh, tmp_path / "out" / "parameters.json")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
-    assert all(map(torch.equal, fresh.parameters(), saved.parameters()))
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "wsd", "inverse_sqrt", "constant"])

@@ -109,14 +109,8 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--num-experts 8 --moe-expert-capacity-factor 1", "leaven does not have experts that drop tokens"),
         (f"{EXPERTS} --moe-layer-freq 2", "supports only layers without experts before all others, such as"),
         (f"{EXPERTS} --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
-        (
-            f"{EXPERTS} --moe-router-load-balancing-type sinkhorn",
-            "sinkhorn: leaven reads seq_aux_loss, aux_loss, global_aux_loss",
-        ),
-        (
-            f"{EXPERTS} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2",
-            "--expert-model-parallel-size 8 needs 16 processes or a multiple of that; add --ranks N",
-        ),
+        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "sinkhorn: leaven reads seq_aux_loss,"),
+        (f"{EXPERTS} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2", "needs 16 processes"),
         ("--multi-latent-attention", "leaven does not have multi-latent attention"),
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
         ("--lr nan", "--lr nan must be a finite number"),
@@ -128,10 +122,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--global-batch-size 8 --rampup-batch-size 2 2.5 300", "--rampup-batch-size: 2.5 is not a whole number"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: these are two activations; remove one"),
-        (
-            "--ffn-hidden-size $FFN",
-            "--ffn-hidden-size is $FFN, which is unknown until the script runs; write the number",
-        ),
+        ("--ffn-hidden-size $FFN", "$FFN, which is unknown until the script runs; write the number"),
         ("--save 'x", "cannot be split into words"),
         ("--window-size 8", "--window-size 8: leaven reads LEFT,0"),
         ("--window-size 8,8", "--window-size 8,8: leaven reads LEFT,0"),

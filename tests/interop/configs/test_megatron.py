@@ -1,6 +1,7 @@
 """Export to Megatron: its flags, their types, and the values that it computes from them."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,8 +75,10 @@ SIGMOID = {"number": 4, "active": 2, "d_expert": 32, "router": "sigmoid"}
 WSD = {"schedule.decay": "wsd", "precision.compute": "fp16", "data.documents": "isolated"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("more", [{}, PER_MODULE, LAYOUT, INTERLEAVED, WSD])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [*((family, {}) for family in FAMILIES), *product(("qwen3", "gpt2"), (PER_MODULE, LAYOUT, INTERLEAVED, WSD))],
+)
 def test_flags_and_types_are_megatrons(tiny: Recipe, family: str, more: dict[str, Any]) -> None:
     recipe = tiny.replace(FAMILIES[family] | {"model.n_layers": 4} | more)
     flags = flags_of(recipe)
