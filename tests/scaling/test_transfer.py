@@ -70,7 +70,6 @@ def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
     recipe = recipe.replace({"average": {"half_life_tokens": 500, "last": 0.9}})
     big = transfer(recipe, batch_tokens=1024, tokens=40_960)
     assert big.average == Average(half_life_tokens=2_000, last=0.9)
-    assert big.batch.ramp is not None
     assert big.batch.ramp == Ramp(start_tokens=256, increment_tokens=256, over_tokens=8_000)
     assert big.stability.checkpoint_every_tokens == 4_000
     small = transfer(recipe, batch_tokens=32)

@@ -53,7 +53,6 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
         case "list":
             state.write_bytes(b"[1, 2]")
     found, damaged = read_checkpoint(tmp_path)
-    assert found is not None
     assert found.progress.step == 1
     assert damaged == [newest]
 
@@ -109,7 +108,6 @@ def test_undone_checkpoints_are_ignored(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
     found, damaged = read_checkpoint(tmp_path, (back,))
-    assert found is not None
     assert (found.progress.step, damaged) == (2, [])
     write_checkpoint(tmp_path, checkpoint(3, (back,)))  # in the place of the undone one
     found = whole_checkpoint(tmp_path, rewinds=(back,))
@@ -234,6 +232,5 @@ def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:
 def test_tensors_stay_readable_when_the_checkpoint_is_removed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(1))
     found, _ = read_checkpoint(tmp_path)
-    assert found is not None
     shutil.rmtree(path)
     assert torch.equal(found.model["w"], checkpoint(1).model["w"])

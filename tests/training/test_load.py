@@ -106,7 +106,6 @@ def test_a_run_starts_from_weights_and_is_resumed(
     recipe = adopted.replace({"stability.checkpoint_every_tokens": 1_024, "hyperparameters.lr": 1e-3})
     whole = train(recipe, tokens, tmp_path / "whole")
     before = training.evaluate()
-    assert whole.loss is not None
     assert whole.loss < before + 0.05
     lines = iter(range(5))
     train(recipe, tokens, tmp_path / "parts", stop=lambda: next(lines, None) is None)
@@ -126,8 +125,6 @@ def test_routers_of_a_new_run_start_with_the_biases_of_its_weights(
     adopted = recipe_from(read_huggingface(tmp_path / "exported"), "adopted", source=tiny.data.source)
     assert adopted.data.tokens == 20 * tiny.replace({"model.experts": experts}).model.params_active
     training = Training(adopted.replace({"batch.tokens": 256}), tokens, device="cpu")
-    assert training.load_balance is not None
-    assert run.router_bias_LE is not None
     assert torch.equal(training.load_balance.bias_LE, run.router_bias_LE)
     inputs = torch.from_numpy(training.validation[:, :-1])
     torch.testing.assert_close(training.model(inputs), run.model(inputs), rtol=0, atol=1e-5)
@@ -152,7 +149,6 @@ def test_the_averaged_weights_are_validated_and_exported(tiny: Recipe, tokens: T
     assert f"| validation loss | {summary.averaged_loss:.4f} nats per token |" in card
     assert "averaged over steps" in card
     half = train(tiny.replace({"average": {"last": 0.05}}), tokens, tmp_path / "late")
-    assert half.averaged_loss is not None
     with pytest.raises(InputError, match="at 9,216 tokens the average has not begun; it begins after 9,728"):
         load_run(tmp_path / "late", 9_216, averaged=True)
 

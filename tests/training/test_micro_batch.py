@@ -185,10 +185,7 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
     assert [timing.micro_batch for timing in choice.timings] == [1, 2]
     assert choice.too_large == (4, 8)
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 1, "cpu")))
-    with pytest.raises(
-        InputError,
-        match="with a micro-batch of 1, but only .* GiB may be used on cpu .80% of .* GiB free",
-    ):
+    with pytest.raises(InputError, match="with a micro-batch of 1, but only .* GiB may be used on cpu .80% of .*"):
         train(tiny, tokens, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -70,7 +70,6 @@ def test_the_loss_varies_by_less_than_the_noise_between_seeds(run_once: Callable
 
 def ended(recipe: Recipe, tokens: TokenSet, folder: Path, **options: Any) -> tuple[TrainDocument, float, RunFolder]:
     summary = train(recipe, tokens, folder, **options)
-    assert summary.loss is not None
     run = RunFolder(folder)
     assert [line["step"] for line in run.metrics()] == list(range(1, 161))  # each step once, also after rollbacks
     return summary, summary.loss, run

@@ -38,7 +38,6 @@ def test_a_run_learns_and_writes_its_folder(tiny: Recipe, tokens: TokenSet, tmp_
     assert set(lines[0]) == {*lines[1], "run"}
     assert summary.finished
     assert (summary.tokens, summary.steps, summary.rollbacks) == (10_240, 40, 0)
-    assert summary.loss is not None
     assert summary.loss < lines[0]["loss"] - 1.0
     assert summary.bits_per_byte == pytest.approx(summary.loss / math.log(2) * _targets_a_byte(tiny, tokens))
     peak = max(line["lr"] for line in lines)
@@ -117,7 +116,6 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     assert (document["finished"], document["loss"]) == (False, None)
     assert "saved; run the same command again to resume" in errors
     found, damaged = read_checkpoint(tmp_path / "run" / "checkpoints")
-    assert found is not None
     assert found.progress.step == len(losses(tmp_path / "run"))
     assert not damaged
 

@@ -107,7 +107,6 @@ def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Writ
     assert [trial.octaves for trial in study.trials] == [trial.params for trial in found.trials]
     assert [trial.loss for trial in study.trials] == [trial.loss for trial in found.trials]
     assert study.octaves == found.params
-    assert study.best is not None
     assert study.best.loss == found.loss < study.trials[0].loss - 0.5  # type: ignore[operator]
     best = command_space(Path("study/best.toml"))  # a command file that starts at the best values
     assert best.centre == space.values(study.octaves)
@@ -574,7 +573,6 @@ def test_an_earlier_study_informs_the_next(write: Write) -> None:
         from_study=Path("first"),
     ) as study:  # fmt: skip
         earlier = study.space.earlier
-    assert earlier is not None
     first = [trial.octaves for trial in document("first").trials]
     assert [point[0] for point in earlier.points] == pytest.approx([x["lr"] - 2 for x in first], abs=1e-4)  # type: ignore[index]
 
@@ -778,9 +776,7 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
         record = tag + bytes([len(record) & 127 | 128, len(record) >> 7 & 127 | 128, len(record) >> 14]) + record
     header = struct.pack("<IHB", zlib.crc32(b"\1" + record), len(record), 1)
     (tmp_path / "deep.wandb").write_bytes(b":W&B" + bytes(3) + header + record)
-    with pytest.raises(
-        InputError, match=r"deep.wandb is damaged at byte 7: the record .* \(a value is nested too deep"
-    ):
+    with pytest.raises(InputError, match=r"deep.wandb is damaged at byte 7: the record .* \(a value is nested"):
         list(wandb_rows(tmp_path / "deep.wandb"))
 
 
@@ -906,7 +902,6 @@ def test_the_best_command_has_its_environment_and_its_folder(write: Write) -> No
     study = document()
     assert study.best_command in printed
     ran = subprocess.run(study.best_command, shell=True, capture_output=True, text=True, check=True)
-    assert study.best is not None
     first, second = ran.stdout.splitlines()
     assert float(second.split()[-1]) == study.best.loss
     assert first == f"{second.split()[-1]} it's 0; {{x}}"

@@ -151,7 +151,6 @@ def test_a_batch_is_whole_sequences_and_its_ramp_moves_with_it(octaves: float) -
     assert batch.tokens == round(16 * 2**octaves) * 32
     assert there.data == RECIPE.data
     assert there.schedule == RECIPE.schedule
-    assert ramp is not None
     assert ramp.over_tokens == 4_096
     # A quarter of the batch, up to the rounding of three increments to sequences.
     assert abs(ramp.start_tokens - batch.tokens / 4) <= 3 * 32

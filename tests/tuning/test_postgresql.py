@@ -117,9 +117,7 @@ def test_a_database_that_stays_away(server: Server) -> None:
     study = store.create_new_study([StudyDirection.MINIMIZE], "s")
     server.stop()
     try:
-        with pytest.raises(
-            StoreGone, match="postgresql://leaven@/away has been unreachable for 0 seconds .*No such file"
-        ) as gone:
+        with pytest.raises(StoreGone, match="postgresql://leaven@/away has been unreachable for 0 seconds") as gone:
             store.get_all_trials(study)
         with pytest.raises(InputError, match="postgresql://leaven@/away cannot be opened: .*No such file"):
             open_store(url)

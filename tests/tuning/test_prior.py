@@ -145,7 +145,6 @@ def test_expectations_are_distances_from_the_values_as_trained(tiny: Recipe) -> 
     assert doubled[BATCH] == pytest.approx(first[BATCH])
     informed = space(tiny, f"{LR},{BATCH}").with_laws()
     for each in informed.dimensions:
-        assert each.expected is not None
         assert each.low <= each.expected[0] <= each.high
         assert each.expected[1] >= each.scale / 2
 
@@ -249,13 +248,11 @@ def test_a_study_keeps_its_knowledge(folder: Path, tiny: Recipe, tmp_path: Path)
     # The noise of the earlier study is used, so that no run measures it.
     assert not [trial for trial in state.trials if trial.purpose == "noise"]
     assert state.noise_floor == 0.02
-    assert state.informed is not None
     assert opened.out.joinpath("best.toml").read_text().count("the search used what laws") == state.informed
     # It resumes without the option, also if the earlier study is gone; but knowledge cannot be added later.
     (folder / "study.json").unlink()
     with study(None) as opened:
         again = opened.run(8, 1)
-    assert opened.space.earlier is not None
     assert len(opened.space.axes.knowledge) == len(DIFFERENCES)
     assert again.trials[:6] == state.trials
     informed = space(short, LR).knowing({LR: (0.5, 0.5)}, None)

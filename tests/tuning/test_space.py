@@ -329,7 +329,6 @@ def test_a_tuning_table_is_written_and_overridden(deep: Recipe, tmp_path: Path) 
     path.write_text(render(recipe))
     assert '"hyperparameters.lr" = 2' in path.read_text()
     changed = read_recipe(path, ["tuning.octaves.hyperparameters.lr=[-1, 0.5]", "tuning.space=global"])
-    assert changed.tuning is not None
     assert changed.tuning.octaves["hyperparameters.lr"] == (-1, 0.5)
     assert changed.tuning.space == "global"
 
@@ -357,7 +356,6 @@ def test_muon_has_values_of_its_own(tiny: Recipe) -> None:
     assert [path for path in space(shared, "global").paths if "muon" in path] == [f"{own}momentum"]
     assert ends(shared, f"{own}momentum") == pytest.approx([0.999, 0.5])
     faster = recipe_at(shared, {f"{own}momentum": 1.0, "hyperparameters.lr": 1.0}).hyperparameters
-    assert faster.muon is not None
     assert (faster.muon.momentum, faster.of_matrices("lr")) == (pytest.approx(0.95**2), pytest.approx(0.02))
     apart = shared.replace({"hyperparameters.muon": {"lr": 0.02, "match": "spectral"}})
     assert {f"{own}lr", f"{own}momentum"} < set(space(apart, "per-module").paths)

@@ -264,7 +264,6 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     hold = "from leaven import storage; from pathlib import Path; import sys, time\n"
     hold += "with storage.lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", hold, f"{path}.flock"], stdout=subprocess.PIPE)
-    assert other.stdout is not None
     other.stdout.readline()
     waits = threading.Thread(target=store.create_new_trial, args=(study,))
     waits.start()

@@ -161,7 +161,6 @@ def test_a_killed_command_of_two_on_one_folder_loses_no_trial(
         state = same.run(trials, 1)
         accounted(state.trials, trials)
         assert same.run(trials, 1).summary(BEST) == state.summary(BEST)
-    assert state.best is not None
     low, high = state.best.interval
     assert low < state.best.loss < high
 
@@ -231,7 +230,6 @@ def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
             os.kill(worker, signal.SIGKILL)
             until(lambda: not alive(worker))
         found, _ = read_checkpoint(kept)
-        assert found is not None
         seen.append(found.progress)
         if len(seen) == 1:
             write_checkpoint(kept, Checkpoint(**vars(found) | {"progress": replace(found.progress, seconds=1e6)}))
@@ -283,7 +281,6 @@ def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Callable
         assert best is not None
         state = opened.run(MANY, 1, screen=Screen(asked.append), stop=lambda: len(asked) > 1)
     assert len(state.trials) < MANY
-    assert state.best is not None
     assert (state.best.number, state.best.loss) == (best.number, best.loss)
     assert json.loads((tmp_path / "study" / "study.json").read_text())["best"]["loss"] == best.loss
 
@@ -317,7 +314,6 @@ def test_study_json_has_no_infinities(study: Callable[..., Study], tmp_path: Pat
     document = json.loads((tmp_path / "study" / "study.json").read_text(), parse_constant=refuse)
     assert document["best"]["interval"] == [None, None]
     best = read_study(tmp_path / "study").best
-    assert best is not None
     assert best.interval == (-math.inf, math.inf)
 
 
@@ -336,14 +332,12 @@ def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable
     assert first.octaves == {LR: 0.0, "hyperparameters.init_std": 0.0}
     assert first.curve
     assert first.worker
-    assert state.best is not None
     at_best = [trial for trial in state.trials if trial.octaves == state.octaves]
     # If the start is the answer, all of its runs count.
     counted = [t for t in at_best if t.purpose == "rerun" or not any(state.octaves.values())]
     assert state.best.loss == pytest.approx(sum(t.loss or 0 for t in counted) / len(counted))
     low, high = state.best.interval
     assert low < state.best.loss < high
-    assert state.noise_floor is not None
     assert state.noise_floor > 0
     assert state.radius is not None
     assert {each.path for each in state.coordinates} == set(state.space)
@@ -469,9 +463,7 @@ def test_every_worker_that_trains_on_a_gpu_has_one(
         CliRunner().invoke(app, [*verb, "--workers", workers])
     CliRunner().invoke(app, verb)
     assert given == [(), ("0", "1"), tuple("01234567"), ()]
-    with pytest.raises(
-        InputError, match="^--workers 9: 8 GPUs here, .* needs 1 of its own; give --workers 8 or fewer$"
-    ):
+    with pytest.raises(InputError, match="^--workers 9: 8 GPUs here, .* needs 1 of its own; give --workers 8"):
         CliRunner().invoke(app, [*verb[:-1], str(tmp_path / "other"), "--workers", "9"], catch_exceptions=False)
     assert not (tmp_path / "other").exists()
 

@@ -370,9 +370,7 @@ def test_run_folders_are_rows_and_curves_of_a_size_differ_in_the_seed_alone(tmp_
         write_run(tmp_path / f"{lr}", proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr}), 2.0)
     with pytest.raises(InputError, match="one size only, width 64; a check of transfer compares two or more"):
         transfer_of_runs(tmp_path)
-    with pytest.raises(
-        InputError, match=r"hyperparameters\.lr is 0\.001 in .*0\.001 and 0\.002 in .*0\.002, but runs of"
-    ):
+    with pytest.raises(InputError, match=r"hyperparameters\.lr is 0\.001 in .*0\.001 and 0\.002 in .*0\.002"):
         curves_of(tmp_path)
 
 
@@ -396,9 +394,7 @@ def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> Non
     assert document.rows[0].slope == pytest.approx(-1, abs=0.01)
     assert document.settings["left out"] == ["width 64, lr 0.016", "width 128, lr 0.016"]
     assert transfer_of_runs(tmp_path / "runs", "hyperparameters.lr").rows[0].slope == document.rows[0].slope
-    with pytest.raises(
-        InputError, match=r"hyperparameters\.lr is 0\.0005 in .* in hyperparameters\.init_std and data\.seed"
-    ):
+    with pytest.raises(InputError, match=r"hyperparameters\.lr is 0\.0005 in .* in hyperparameters\.init_std"):
         transfer_of_runs(tmp_path / "runs", "init_std")
     with pytest.raises(InputError, match=r"hyperparameters\.lr is .* only in beta and data\.seed; move"):
         transfer_of_runs(tmp_path / "runs", "beta")
@@ -429,9 +425,7 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "tb")
     with SummaryWriter(tmp_path / "tb" / "width64" / "lr=1_seed-1") as writer:
         writer.add_scalar("val/loss", 3.0, 10)
-    with pytest.raises(
-        InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove the shorter run, or if it"
-    ):
+    with pytest.raises(InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove"):
         transfer_of_runs(tmp_path / "tb", loss="val/loss")
     shutil.rmtree(tmp_path / "tb" / "width64" / "lr=1_seed-1")
     curves = curves_of(tmp_path / "tb", loss="val/loss")
