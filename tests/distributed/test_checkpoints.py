@@ -73,9 +73,8 @@ def test_any_split_is_read_in_any_other(data: st.DataObject) -> None:
         optimizer = {f"exp_avg.{name}": -piece for name, (piece, _) in mine.items()}
         places = {name: place for name, (_, place) in mine.items()}
         places |= {f"exp_avg.{name}": place for name, place in places.items()}
-        return write_checkpoint(
-            folder, Checkpoint(Progress(1, 256), model, optimizer, places=places), Exchange(group)
-        )
+        saved = Checkpoint(Progress(1, 256), model, optimizer, places=places)
+        return write_checkpoint(folder, saved, Exchange(group))
 
     wanted = {name: data.draw(cuttings(tuple(tensor.shape), 4)) for name, tensor in TENSORS.items()}
 

@@ -31,7 +31,7 @@ from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.training.metrics import Step
 from leaven.training.trainer import train
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "9"))
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,

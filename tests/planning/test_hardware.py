@@ -168,7 +168,9 @@ bench = "nccl-tests, all_reduce, 8 GB"
 network = { gb_s = 12.5, source = "bench" }
 
 [Z9-64GB]
-    assert {(each.text, each.confidence) for each in mine.sources} == {(str(folder / "accelerators.toml"), "yours")}
+peak = { fp16 = 400, fp8 = 800 }
+memory = { gib = 64, tb_s = 2 }
+board = { power_w = 500 }
 link = { gb_s = 300, node = 16 }
 network = { gb_s = 25 }
 """
@@ -182,9 +184,7 @@ def test_a_user_adds_accelerators_and_corrects_groups(tmp_path: Path, monkeypatc
     mine = parse_cluster("32xz9").accelerator
     assert (mine.name, mine.peak_tflops, mine.power_w, mine.node_size) == ("Z9-64GB", 400, 500, 16)
     assert mine.matmul_flops == pytest.approx(320e12)
-    assert {(source.text, source.confidence) for source in mine.sources} == {
-        (str(folder / "accelerators.toml"), "yours")
-    }
+    assert {(each.text, each.confidence) for each in mine.sources} == {(str(folder / "accelerators.toml"), "yours")}
     corrected = find_accelerator("H100")
     assert (corrected.network_gb_s, corrected.link_gb_s, corrected.matmul_flops) == (12.5, 450, 794.5e12)
     network = next(source for source in corrected.sources if source.group == "network")

@@ -94,11 +94,7 @@ Change = Callable[[Recipe], Recipe]
 @pytest.mark.parametrize(
     ("changes", "processes", "said"),
     [
-        (
-            {"batch.micro_batch": 8},
-            1,
-            r"at least two micro-batches per step, and a rank's 8 .* batch.micro_batch=4",
-        ),
+        ({"batch.micro_batch": 8}, 1, r"two micro-batches per step, and a rank's 8 .* batch.micro_batch=4"),
         ({"layout.pp": 2}, 2, r"a pipeline \(pp = 2\)"),
         ({"layout.dp": 2}, 2, r"--set layout.zero=2 --set layout.dp_replicate=1"),
     ],

@@ -174,10 +174,8 @@ def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
 
 
 def confirmed_with(losses: dict[tuple[float, ...], dict[int, float]]) -> tuple[list[StudyTrial], ChosenPoint]:
-    """Return three seeds at the start with the runs of other points, and their confirmation.
-
-    Seeds 1 and 2 choose, seeds 3 and 4 confirm.
-    """
+    """Return three seeds at the start with the runs of other points, and their confirmation. Seeds 1 and 2 choose,
+    seeds 3 and 4 confirm."""
     runs = [(0.0, seed, 3.0) for seed in range(3)]
     runs += [(x[0], seed, loss) for x, by_seed in losses.items() for seed, loss in by_seed.items()]
     trials = [
@@ -230,9 +228,8 @@ def test_a_likely_gain_needs_to_be_above_the_noise_in_two_fresh_runs(
 
 def test_if_the_only_finalist_diverges_the_next_best_point_is_the_answer() -> None:
     trials, _ = confirmed_with({LUCKY: {1: 2.8}})
-    trials = [
-        dataclasses.replace(run, state="diverged", loss=math.inf) if run.purpose == "rerun" else run for run in trials
-    ]
+    diverged = {"state": "diverged", "loss": math.inf}
+    trials = [dataclasses.replace(run, **diverged) if run.purpose == "rerun" else run for run in trials]
     trials.append(trial(9, BETTER, 2.9))
     found = choose(trials, PATHS, 0.02)
     assert (found.point, found.fresh, found.gain) == (BETTER, 0, None)

@@ -39,9 +39,7 @@ class Server:
             user = pwd.getpwnam("postgres")
             os.chown(folder, user.pw_uid, user.pw_gid)
             self._as = ["--reuid", str(user.pw_uid), "--regid", str(user.pw_gid), "--clear-groups"]
-        self._run(
-            "initdb", "-D", "data", "-U", "leaven", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"
-        ).wait()
+        self._run("initdb", "-D", "data", "-U", "leaven", "-A", "trust", "-E", "UTF8", "--no-locale", "-N").wait()
         self.start()
 
     def _run(self, program: str, *options: str) -> "subprocess.Popen[bytes]":

@@ -137,10 +137,9 @@ def test_a_trial_that_another_process_ended_is_not_taken_for_a_retry() -> None:
         if inner.get_trial(trial).state is TrialState.RUNNING:
             inner.set_trial_state_values(trial, TrialState.FAIL)
 
+    store = open_store(breaking(inner, before=True), waited=other)
     with pytest.raises(UpdateFinishedTrialError):
-        open_store(breaking(inner, before=True), waited=other).set_trial_state_values(
-            trial, TrialState.COMPLETE, [1.0]
-        )
+        store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0])
 
 
 def test_many_commands_create_a_store_at_once(where: str) -> None:

@@ -353,18 +353,9 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
     init = "hyperparameters.init_std"
     around, best = space(short, f"{LR},{init}"), Best(3, 2.0, (1.9, 2.1), 2, 2)
     coordinates = [Coordinate(path, x, (x, x), 0.1, 0.5, worth=True) for path, x in ((LR, 1.0), (init, -1.0))]
-    state = StudyDocument(
-        best=best,
-        octaves={LR: 1.0, init: -1.0},
-        fewest=best,
-        fewest_octaves={LR: 1.0, init: 0.0},
-        coordinates=tuple(coordinates),
-        dimensions=around.dimensions,
-        name="tiny",
-        method="random",
-        space=around.paths,
-        trials=(),
-    )
+    numbers = {"dimensions": around.dimensions, "coordinates": tuple(coordinates), "space": around.paths}
+    points = {"octaves": {LR: 1.0, init: -1.0}, "fewest_octaves": {LR: 1.0, init: 0.0}, "best": best, "fewest": best}
+    state = StudyDocument(name="tiny", method="random", trials=(), **points, **numbers)
     write_results(tmp_path, around, state)
     written = [read_recipe(tmp_path / f"{name}.toml") for name in ("best", "fewest")]
     start = short.hyperparameters
@@ -392,7 +383,7 @@ def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: P
 @pytest.mark.usefixtures("in_this_process")
 def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[..., Study], tmp_path: Path) -> None:
     with study("trust-region", noise=0.5) as opened:
-        state = opened.run(12, 1)
+        state = opened.run(6, 1)
     assert {trial.purpose for trial in state.trials} == {"search"}  # no gain can be above so much noise
     assert state.best is not None
     assert not any(state.octaves.values())
@@ -434,14 +425,12 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
         (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
         (["--flops", "1e3"], r"--flops 1000 is too small, because one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
-        (["--method", "grid", "--space", "global", "--trials", "60"], "9 hyperparameters has at least 2\\^9"),
     ],
 )
 def test_bad_options_write_nothing(options: list[str], said: str, tiny_file: Path, tmp_path: Path) -> None:
+    words = ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *options]
     with pytest.raises(InputError, match=said):
-        CliRunner().invoke(
-            app, ["tune", str(tiny_file), "--study", str(tmp_path / "study"), *options], catch_exceptions=False
-        )
+        CliRunner().invoke(app, words, catch_exceptions=False)
     assert not (tmp_path / "study").exists()
 
 
@@ -552,9 +541,8 @@ def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSe
     open_store(f"sqlite:///{tmp_path}/blank.db").remove_session()  # a database without studies
     optuna.create_study(study_name="leaven", storage=open_store(tmp_path / "leaven" / "journal.log"))
     write_recipe(short, tmp_path / "ended" / "centre.toml")
-    (tmp_path / "ended" / "study.json").write_text(
-        json.dumps({"trials": [{"number": n, "state": "complete"} for n in range(2)]})
-    )
+    ended = {"trials": [{"number": n, "state": "complete"} for n in range(2)]}
+    (tmp_path / "ended" / "study.json").write_text(json.dumps(ended))
     before = tree(tmp_path)
     for said, asked in REFUSED:
         with pytest.raises(InputError, match=said) as refused, of(**asked):
@@ -750,10 +738,8 @@ def test_trials_go_on_while_results_cannot_be_written(
     best = tmp_path / "study" / "best.toml"
     best.unlink()
     best.symlink_to("/dev/zero")
-    with (
-        study() as opened,
-        pytest.raises(StoreGone, match=r"best.toml: this is a link to /dev/zero.*the trials are in"),
-    ):
+    stays = pytest.raises(StoreGone, match=r"best.toml: this is a link to /dev/zero.*the trials are in")
+    with study() as opened, stays:
         opened.run(3, 1)
 
 
