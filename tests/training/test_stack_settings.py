@@ -139,7 +139,7 @@ def test_every_setting_is_honoured_or_refused_or_no_part_of_a_trial() -> None:
 
 @pytest.fixture
 def short(tiny: Recipe) -> Recipe:
-    return tiny.replace({"data.tokens": 1_100, "schedule.warmup_tokens": 512})
+    return tiny.replace({"data.tokens": 2_000, "schedule.warmup_tokens": 512})
 
 
 @pytest.fixture(scope="module")
