@@ -73,8 +73,9 @@ def test_any_split_is_read_in_any_other(data: st.DataObject) -> None:
         optimizer = {f"exp_avg.{name}": -piece for name, (piece, _) in mine.items()}
         places = {name: place for name, (_, place) in mine.items()}
         places |= {f"exp_avg.{name}": place for name, place in places.items()}
-        saved = Checkpoint(Progress(1, 256), model, optimizer, places=places)
-        return write_checkpoint(folder, saved, Exchange(group))
+        return write_checkpoint(
+            folder, Checkpoint(Progress(1, 256), model, optimizer, places=places), Exchange(group)
+        )
 
     wanted = {name: data.draw(cuttings(tuple(tensor.shape), 4)) for name, tensor in TENSORS.items()}
 
@@ -254,6 +255,7 @@ def test_all_processes_skip_a_damaged_checkpoint(tmp_path: Path, damage: str) ->
 
     def body(group: ProcessGroup) -> None:
         found, damaged = read_checkpoint(tmp_path, group=group)
+        assert found is not None
         assert found.progress.step == 1
         same(found.model["w"], rows(1, 0, 1).model["w"])
         assert damaged == [newest]

@@ -23,9 +23,18 @@ from leaven.verification.memory import LIMITS, arrangement, compare, ranks_to_ch
 pytestmark = pytest.mark.xdist_group("ranks")  # the worker that has imported torch for its processes
 
 SMALL: dict[str, Any] = {
-    **{"model.vocab_size": 1024, "model.n_layers": 4, "model.d_model": 256, "model.n_heads": 4},
-    **{"model.n_kv_heads": 4, "model.d_head": 64, "model.d_ff": 704, "model.seq_len": 256},
-    **{"batch.tokens": 256 * 64, "data.tokens": 256 * 64 * 8, "batch.micro_batch": 2, "precision.compute": "bf16"},
+    "model.vocab_size": 1024,
+    "model.n_layers": 4,
+    "model.d_model": 256,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 4,
+    "model.d_head": 64,
+    "model.d_ff": 704,
+    "model.seq_len": 256,
+    "batch.tokens": 256 * 64,
+    "data.tokens": 256 * 64 * 8,
+    "batch.micro_batch": 2,
+    "precision.compute": "bf16",
 }
 
 
@@ -138,18 +147,21 @@ def test_the_planner_predicts_the_dry_run(layout: str, model: dict[str, Any], ti
 def test_a_dry_run_finds_the_memory_of_real_experts(ranks: Pool, tiny: Recipe) -> None:
     """Every expert is active, so their real load is even, as in a dry run."""
     experts = EXPERTS | {"active": 8, "balance": "none", "dense_layers": 0}
-    small = SMALL | {"model.n_layers": 1, "model.experts": experts}
-    recipe = rehearsal(with_layout(tiny.replace(small), "dp=2,ep=2"))
+    recipe = rehearsal(
+        with_layout(tiny.replace(SMALL | {"model.n_layers": 1, "model.experts": experts}), "dp=2,ep=2")
+    )
     real, dry = ranks(2, taken, recipe)[1], fresh(recipe, 1, "cpu")
     assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
     assert dry.peak.total() == pytest.approx(real.peak.total(), rel=LIMITS["peak"])
 
 
-BUFFERS = "buffers of gradients are counted together with activations that are freed by then"
 OUTSIDE = {
     "pp=4,schedule=zero-bubble": (8, "what the second half of a backward pass needs is not counted"),
-    "pp=2,schedule=interleaved,stages_per_rank=2": (4, "activations in transit to a last stage are not counted"),
-    "dp=2,tp=2,pp=2,zero=3": (4, BUFFERS),
+    "pp=2,schedule=interleaved,stages_per_rank=2": (
+        4,
+        "activations in transit to a small last stage are not counted",
+    ),
+    "dp=2,tp=2,pp=2,zero=3": (4, "buffers of gradients are counted together with activations that are freed by then"),
 }
 
 

@@ -162,7 +162,15 @@ def test_the_error_names_the_process_that_hangs(two: Recipe, tokens: TokenSet, r
 
 
 def torchrun(recipe: Path, folder: Path, processes: int, *options: str) -> list[str]:
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--monitor-interval=0.1", *options]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+        "--monitor-interval",
+        "0.1",
+        *options,
+    ]
     return [sys.executable, *launch, "-m", "leaven", "train", str(recipe), "--run-folder", str(folder)]
 
 

@@ -19,9 +19,17 @@ from leaven.scaling.table import parameter_table
 
 # Llama 3 70B (Grattafiori et al. 2024, arXiv 2407.21783, table 3) with 24 of its 80 layers.
 LLAMA_70B = {
-    **{"model.n_layers": 24, "model.d_model": 8192, "model.n_heads": 64, "model.n_kv_heads": 8, "model.d_head": 128},
-    **{"model.d_ff": 28_672, "model.vocab_size": 128_256, "model.seq_len": 8192},
-    **{"batch.tokens": 2048 * 8192, "batch.micro_batch": 1, "data.tokens": 15 * 10**12},
+    "model.n_layers": 24,
+    "model.d_model": 8192,
+    "model.n_heads": 64,
+    "model.n_kv_heads": 8,
+    "model.d_head": 128,
+    "model.d_ff": 28_672,
+    "model.vocab_size": 128_256,
+    "model.seq_len": 8192,
+    "batch.tokens": 2048 * 8192,
+    "batch.micro_batch": 1,
+    "data.tokens": 15 * 10**12,
 }
 LAYOUTS = {
     "512 ranks": {"tp": 8, "pp": 8, "dp": 8, "zero": 1},

@@ -34,13 +34,19 @@ def squared_norm(training: Training, windows: torch.Tensor) -> float:
     return squared
 
 
-@pytest.mark.parametrize("layout", [{"layout.zero": 3}, {"layout.zero": 2, "layout.tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"layout.zero": 3}, {"layout.zero": 2, "layout.tp": 2}],
+    ids=["zero 3", "zero 2, tp 2"],
+)
 def test_ranks_measure_the_same_noise_scale_as_one_device(ranks: Pool, tiny: Recipe, layout: dict[str, int]) -> None:
     plain = tiny.replace({"batch.micro_batch": 2, "model.n_kv_heads": 2, "layout.dp": 2, **layout})
     tokens = prepare(plain.data, plain.model.vocab_size)
     found = ranks(plain.layout.ranks, steps, plain.replace({KEY: 256}), tokens, 1)
     with dtype_of("float64"):
-        alone = Training(plain.replace({"layout.dp": 1, "layout.tp": 1, "layout.zero": 0}), tokens)
+        alone = Training(
+            plain.replace({f"layout.{key}": value for key, value in {"dp": 1, "tp": 1, "zero": 0}.items()}), tokens
+        )
         windows = torch.from_numpy(alone.stream.batch(0, 8))
         # Each rank has four sequences: 0 to 3 and 4 to 7. Two of each are the first micro-batch.
         small, big = squared_norm(alone, windows[[0, 1, 4, 5]]), squared_norm(alone, windows)

@@ -96,6 +96,7 @@ def schedules_built(recipe: Recipe) -> list[int]:
     pretend(0, sizes.ranks)
     group = ProcessGroup.arranged(0, sizes, torch.device("cpu"))
     model = sharded(recipe, group, torch.device("meta"))
+    assert model._pipeline is not None
     taken = sorted({model.schedulable(count) for count in range(1, 41)})
     for count in taken:
         model._pipeline._schedule_for(count, torch.Size((1, recipe.model.seq_len)))

@@ -110,8 +110,12 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
             return call
 
         RunFolder.event = written  # type: ignore[method-assign]
-        owners = {"clear": CheckpointManager, "restore": Training, "follow": Training}
-        owners |= {"truncate_metrics": RunFolder}
+        owners = {
+            "clear": CheckpointManager,
+            "restore": Training,
+            "follow": Training,
+            "truncate_metrics": RunFolder,
+        }
         if where in owners:
             setattr(owners[where], where, deadly(getattr(owners[where], where)))
         train(RECIPE, TEXT, folder)

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import planted
-from tests.training.planted import STEP, in_order, text
+from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.data.tokens import TokenSet
 from leaven.documents.runs import TrainDocument
@@ -27,13 +26,7 @@ from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.trainer import train
 
 NOISE = 0.01  # nats
-SHARD, SCRAP = text(82, 12), text(82, 3)  # garbage for twelve steps, and for three
-SHORT = {"data__tokens": 112 * STEP, "stability__checkpoint_every_tokens": 16 * STEP}
-
-
-def recipe(**changes: object) -> Recipe:
-    """Return the planted recipe with 112 steps."""
-    return planted.recipe(**SHORT | changes)
+SHARD, SCRAP = text(130, 12), text(130, 3)  # garbage for twelve steps, and for three
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +70,9 @@ def test_the_loss_varies_by_less_than_the_noise_between_seeds(run_once: Callable
 
 def ended(recipe: Recipe, tokens: TokenSet, folder: Path, **options: Any) -> tuple[TrainDocument, float, RunFolder]:
     summary = train(recipe, tokens, folder, **options)
+    assert summary.loss is not None
     run = RunFolder(folder)
-    assert [line["step"] for line in run.metrics()] == list(range(1, 113))  # each step once, also after rollbacks
+    assert [line["step"] for line in run.metrics()] == list(range(1, 161))  # each step once, also after rollbacks
     return summary, summary.loss, run
 
 
@@ -94,13 +88,13 @@ def test_a_rollback_skips_a_shard_of_garbage(calm: float, run_once: Callable[...
     loss, run = run_once(SHARD)
     assert abs(loss - calm) < NOISE
     first, second = rollbacks(run)
-    assert (first["onset"], first["step"], first["attempt"]) == (83, 85, 1)
-    assert first["to_tokens"] == first["skip_from"] == 82 * STEP
+    assert (first["onset"], first["step"], first["attempt"]) == (131, 133, 1)
+    assert first["to_tokens"] == first["skip_from"] == 130 * STEP
     assert first["numbers"]["loss"]["value"] > first["numbers"]["loss"]["median"] + 3
     assert second["attempt"] == 2
     # Skipped: the garbage, and what the attempts added before and after it.
-    assert second["skip_from"] < 82 * STEP < 94 * STEP < second["skip_to"]
-    assert max(line["loss"] for line in run.metrics()[70:]) < 2
+    assert second["skip_from"] < 130 * STEP < 142 * STEP < second["skip_to"]
+    assert max(line["loss"] for line in run.metrics()[100:]) < 2
 
 
 def test_without_the_guard_garbage_costs_more_than_noise(tmp_path: Path, calm: float) -> None:
@@ -114,7 +108,7 @@ def test_rollbacks_do_not_depend_on_stops_or_damaged_checkpoints(
 ) -> None:
     loss, whole = run_once(SHARD)
     run = RunFolder(tmp_path / "run")
-    train(recipe(), SHARD, run.path, stop=lambda: len(run.metrics()) >= 81)
+    train(recipe(), SHARD, run.path, stop=lambda: len(run.metrics()) >= 129)
     newest = checkpoints(run.checkpoints)[-1]
     (newest / "model.safetensors").write_bytes(b"")
     assert ended(recipe(), SHARD, run.path)[1] == loss
@@ -126,10 +120,10 @@ def test_rollbacks_do_not_depend_on_stops_or_damaged_checkpoints(
 def test_a_stop_during_an_anomaly_does_not_change_the_rollback(tmp_path: Path) -> None:
     """A checkpoint is due every four steps, and one is kept. The checkpoint of the stop lies between the last one
     that was due and the start of the anomaly."""
-    few = recipe(stability__checkpoint_every_tokens=4 * STEP, stability__keep=1, data__tokens=92 * STEP)
+    few = recipe(stability__checkpoint_every_tokens=4 * STEP, stability__keep=1, data__tokens=140 * STEP)
     whole, run = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
     train(few, SHARD, whole.path)
-    train(few, SHARD, run.path, stop=lambda: len(run.metrics()) >= 82)
+    train(few, SHARD, run.path, stop=lambda: len(run.metrics()) >= 130)
     train(few, SHARD, run.path)
     assert rollbacks(whole)
     assert rollbacks(run) == rollbacks(whole)
@@ -166,32 +160,32 @@ def once(first: int, steps: int, factor: float) -> Callable[[Training], float]:
 
 
 def test_a_rollback_undoes_a_jump_of_the_lr(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_lr(monkeypatch, once(72, 20, 30.0))
+    with_lr(monkeypatch, once(120, 20, 30.0))
     summary, loss, run = ended(recipe(), text(), tmp_path / "run")
     assert abs(loss - calm) < NOISE
     assert summary.rollbacks == 1
-    assert rollbacks(run)[0]["onset"] == 72
+    assert rollbacks(run)[0]["onset"] == 120
     assert "update norm" in rollbacks(run)[0]["why"]
 
 
 def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_lr(monkeypatch, lambda training: 30.0 if training.progress.step >= 66 else 1.0)
+    with_lr(monkeypatch, lambda training: 30.0 if training.progress.step >= 100 else 1.0)
     with pytest.raises(Diverged, match="2 rollbacks did not help"):
         train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     assert [event["attempt"] for event in rollbacks(run)] == [1, 2]
     assert run.events()[-1]["event"] == "stop"
     # The last good checkpoint is there, and the same command has the same result.
-    assert tokens_of(checkpoints(run.checkpoints)[0]) <= 66 * STEP
+    assert tokens_of(checkpoints(run.checkpoints)[0]) <= 100 * STEP
     with pytest.raises(Diverged, match="2 rollbacks did not help"):
         train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
 
 
 def test_a_rollback_undoes_a_nan_weight(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight becomes nan, as after a memory fault. The loss is nan from this step on, and no step is applied."""
-    broken = once(67, 1, 2.0)
+    broken = once(101, 1, 2.0)
     issue = Training.issue
 
     def breaking(self: Training) -> Callable[[], Step]:
@@ -202,7 +196,7 @@ def test_a_rollback_undoes_a_nan_weight(tmp_path: Path, calm: float, monkeypatch
 
     monkeypatch.setattr(Training, "issue", breaking)
     _, loss, run = ended(recipe(), text(), tmp_path / "run")
-    assert [(event["onset"], event["step"]) for event in rollbacks(run)] == [(67, 67)]
+    assert [(event["onset"], event["step"]) for event in rollbacks(run)] == [(101, 101)]
     assert "loss nan" in rollbacks(run)[0]["why"]
     assert abs(loss - calm) < NOISE
 
@@ -212,16 +206,16 @@ def test_a_lower_lr_after_a_rollback_rises_back(tmp_path: Path, run_once: Callab
     _, _, run = ended(lower, SCRAP, tmp_path / "run")
     usual = run_once(SCRAP)[1]
     factors = [a["lr"] / b["lr"] for a, b in zip(run.metrics(), usual.metrics(), strict=True)]
-    assert factors[:82] == [1.0] * 82
-    assert factors[82:92] == pytest.approx([0.25 + 0.075 * n for n in range(1, 11)])
-    assert factors[92:] == [1.0] * 20
+    assert factors[:130] == [1.0] * 130
+    assert factors[130:140] == pytest.approx([0.25 + 0.075 * n for n in range(1, 11)])
+    assert factors[140:] == [1.0] * 20
 
 
 def test_skip_leaves_the_garbage_out_step_by_step(tmp_path: Path, calm: float) -> None:
     summary, loss, run = ended(recipe(stability__on_spike="skip"), SHARD, tmp_path / "run")
     assert summary.rollbacks == 0
     left_out = [event["step"] for event in events(run, "skip")]
-    assert set(range(83, 95)) <= set(left_out)
+    assert set(range(131, 143)) <= set(left_out)
     assert len(left_out) < 20
     assert [line["step"] for line in run.metrics() if line["skipped"]] == left_out
     assert all(run.metrics()[step - 1]["update_norm"] == 0 for step in left_out)
@@ -238,8 +232,8 @@ def test_a_rollback_without_a_whole_checkpoint_changes_nothing(tmp_path: Path) -
     run = RunFolder(tmp_path / "run")
 
     def on_step(step: Step) -> None:
-        if step.step == 85:  # the anomaly is detected here
-            while [tokens_of(path) for path in checkpoints(run.checkpoints)] != [64 * STEP, 80 * STEP]:
+        if step.step == 133:  # the anomaly is detected here
+            while [tokens_of(path) for path in checkpoints(run.checkpoints)] != [112 * STEP, 128 * STEP]:
                 time.sleep(0.01)  # the last one is being written
             for path in checkpoints(run.checkpoints):
                 (path / "model.safetensors").write_bytes(b"")
@@ -247,21 +241,21 @@ def test_a_rollback_without_a_whole_checkpoint_changes_nothing(tmp_path: Path) -
     with pytest.raises(InputError, match=r"no checkpoint can be used \(damaged: tokens-"):
         train(recipe(), SHARD, run.path, on_step=on_step)
     assert not events(run, "rollback")
-    assert len(run.metrics()) == 85
-    assert [tokens_of(path) for path in checkpoints(run.checkpoints)] == [64 * STEP, 80 * STEP]
+    assert len(run.metrics()) == 133
+    assert [tokens_of(path) for path in checkpoints(run.checkpoints)] == [112 * STEP, 128 * STEP]
 
 
 def test_suspicious_checkpoints_do_not_displace_the_last_good_one(
     tmp_path: Path, run_once: Callable[..., Result]
 ) -> None:
-    """A checkpoint is due every step, and one is kept. Those of steps 83 and 84 are written before the anomaly is
-    detected at 85."""
+    """A checkpoint is due every step, and one is kept. Those of steps 131 and 132 are written before the anomaly is
+    detected at 133."""
     each = recipe(stability__checkpoint_every_tokens=STEP, stability__keep=1)
     _, loss, run = ended(each, SCRAP, tmp_path / "run")
     kinds = {"checkpoint": "saved", "rollback": "back"}
     order = [(kinds[event["event"]], event["step"]) for event in run.events() if event["event"] in kinds]
-    at = order.index(("back", 85))
-    assert order[at - 2 : at + 2] == [("saved", 83), ("saved", 84), ("back", 85), ("saved", 83)]
+    at = order.index(("back", 133))
+    assert order[at - 2 : at + 2] == [("saved", 131), ("saved", 132), ("back", 133), ("saved", 131)]
     assert loss == run_once(SCRAP)[0]  # no matter from which checkpoint
 
 
@@ -289,7 +283,7 @@ def fill(ballast: Path) -> None:
 
 
 def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[..., Result]) -> None:
-    """The file system is full from step 40 to step 72. The test needs the right to mount one."""
+    """The file system is full from step 40 to step 120. The test needs the right to mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -301,7 +295,7 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[...,
         def on_step(step: Step) -> None:
             if step.step == 40:
                 fill(ballast)
-            if step.step == 72:
+            if step.step == 120:
                 ballast.unlink()
 
         def on_event(event: str, values: dict[str, Any]) -> None:
@@ -311,7 +305,7 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[...,
         assert loss == run_once(text())[0]
         failed = [step for event, step in reported if event == "checkpoint_failed"]
         assert failed[0] == 48
-        assert failed[-1] in {48, 64}
+        assert failed[-1] in {96, 112}
         assert [event["step"] for event in events(run, "checkpoint_failed")] == failed  # written when there was room
         assert [event["event"] for event in run.events()] == [event for event, _ in reported if event != "unwritten"]
         assert len([event for event, _ in reported if event == "unwritten"]) == 1

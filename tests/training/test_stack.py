@@ -38,11 +38,6 @@ def short(tiny: Recipe) -> Recipe:
 
 
 @pytest.fixture
-def brief(short: Recipe) -> Recipe:
-    return short.replace({"data.tokens": 1_300})
-
-
-@pytest.fixture
 def tokens(tiny: Recipe) -> TokenSet:
     return prepare(tiny.data, tiny.model.vocab_size)
 
@@ -96,7 +91,7 @@ def test_a_stack_trains_again_from_the_start(short: Recipe, tokens: TokenSet) ->
     others = [short.replace({LR: lr}) for lr in (0.001, 0.02)]
     first = stacked.train([short])
     assert first not in stacked.train(others)
-    longer = [recipe.replace({"data.tokens": 4_600}) for recipe in others]
+    longer = [recipe.replace({"data.tokens": 6_000}) for recipe in others]
     assert stacked.train(longer) == pytest.approx([train_trial(recipe).loss for recipe in longer], abs=5e-6)
     assert stacked.train([short]) == pytest.approx(first)
     for other, size in ((short, 1), (short.replace({"model.d_ff": 48}), 2)):
@@ -122,14 +117,19 @@ def test_a_killed_stack_resumes_from_its_checkpoint(
         train_stack(recipes, 3, checkpoint=tmp_path, checkpoint_seconds=0)
     stack._kept.clear()  # as in another process
     steps.clear()
-    again = train_stack(recipes, 3, checkpoint=tmp_path, checkpoint_seconds=0)
-    for found, expected in zip(again, whole, strict=True):
+    for found, expected in zip(
+        train_stack(recipes, 3, checkpoint=tmp_path, checkpoint_seconds=0), whole, strict=True
+    ):
         assert (found.loss, found.tokens, found.curve) == (expected.loss, expected.tokens, expected.curve)
     assert steps[0] == 10
     steps.clear()
     monkeypatch.setattr(TrialStack, "advance", advance)
-    others = train_stack([recipes[1], recipes[0], recipes[2]], 3, checkpoint=tmp_path)
-    assert [found.loss for found in others] == [whole[1].loss, whole[0].loss, whole[2].loss]
+    others = [recipes[1], recipes[0], recipes[2]]
+    assert [found.loss for found in train_stack(others, 3, checkpoint=tmp_path)] == [
+        whole[1].loss,
+        whole[0].loss,
+        whole[2].loss,
+    ]
 
 
 def test_a_checkpoint_is_resumed_by_a_stack_of_its_size_only(
@@ -149,14 +149,14 @@ def test_a_checkpoint_is_resumed_by_a_stack_of_its_size_only(
     alike(train_stack([short], 3, checkpoint=tmp_path)[0], train_trial(short, checkpoint=tmp_path))
 
 
-def test_a_process_trains_stacks_that_differ_in_more_than_their_shape(brief: Recipe, tmp_path: Path) -> None:
+def test_a_process_trains_stacks_that_differ_in_more_than_their_shape(short: Recipe, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("\n\n".join(f"line {i} of another text" for i in range(2_000)))
-    names = (brief.data.source, str(tmp_path / "other.txt"))
+    names = (short.data.source, str(tmp_path / "other.txt"))
     scaled = {"scaling.rule": "mup", "scaling.base": {"width": 8, "depth": 2, "d_head": 4}}
-    scaled["scaling.base"] |= {"batch_tokens": 256, "tokens": 1_300}  # type: ignore[operator]
+    scaled["scaling.base"] |= {"batch_tokens": 256, "tokens": 4_000}  # type: ignore[operator]
     for weights in ((3.0, 1.0), (1.0, 3.0)):
         sources = [{"source": name, "weight": weight} for name, weight in zip(names, weights, strict=True)]
-        mixed = brief.replace({"data.source": sources})
+        mixed = short.replace({"data.source": sources})
         for recipe in (mixed, mixed.replace(scaled)):
             alike(train_stack([recipe], 2)[0], train_trial(recipe))
 
@@ -232,20 +232,20 @@ def of_stacks(recipe: Recipe, tokens: TokenSet, folder: Path, **more: Any) -> St
     return Study(folder, recipe, space(recipe, LR), "trust-region", tokens, stack=4, **more)
 
 
-def test_a_study_trains_stacks(brief: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int]) -> None:
-    with of_stacks(brief, tokens, tmp_path / "study") as opened:
+def test_a_study_trains_stacks(short: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int]) -> None:
+    with of_stacks(short, tokens, tmp_path / "study") as opened:
         state = opened.run(15, 1, stop_at_noise=False)
     assert sum(stacks) == len(state.trials) == 15
     assert stacks[:3] == [4, 4, 4]
     assert [trial.seed for trial in state.trials if trial.purpose == "noise"] == [1]
     assert len({trial.number for trial in state.trials}) == 15
     for trial in state.trials[:3]:
-        recipe = brief.replace({LR: trial.values[LR], "data.seed": brief.data.seed + trial.seed})
+        recipe = short.replace({LR: trial.values[LR], "data.seed": short.data.seed + trial.seed})
         assert trial.loss == pytest.approx(train_trial(recipe).loss, abs=5e-5)
 
 
 def test_trials_of_a_stack_whose_process_dies_are_one_stack_again(
-    brief: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch
+    short: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, given = recipe_study.WorkerPool, list[tuple[list[Recipe], list[str]]]()
 
@@ -262,7 +262,7 @@ def test_trials_of_a_stack_whose_process_dies_are_one_stack_again(
             return future
 
     monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
-    with of_stacks(brief, tokens, tmp_path / "study") as opened:
+    with of_stacks(short, tokens, tmp_path / "study") as opened:
         state = opened.run(4, 1)
     assert stacks == [4]
     assert given[0][0] == given[1][0]
@@ -272,19 +272,19 @@ def test_trials_of_a_stack_whose_process_dies_are_one_stack_again(
 
 
 def test_a_stopped_stack_returns_its_trials(
-    brief: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int]
+    short: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int]
 ) -> None:
     stop = iter([False] * 3)
-    with of_stacks(brief, tokens, tmp_path / "study") as opened:
+    with of_stacks(short, tokens, tmp_path / "study") as opened:
         state = opened.run(8, 1, stop=lambda: next(stop, True))
     assert {trial.state for trial in state.trials} <= {"waiting", "complete"}
-    with of_stacks(brief, tokens, tmp_path / "study") as opened:
+    with of_stacks(short, tokens, tmp_path / "study") as opened:
         assert {trial.state for trial in opened.run(8, 1).trials} == {"complete"}
     assert max(stacks) <= 4
 
 
 def test_a_point_that_is_no_recipe_is_left_out_of_its_stack(
-    brief: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch
+    short: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe_at = recipe_study.recipe_at
 
@@ -294,7 +294,7 @@ def test_a_point_that_is_no_recipe_is_left_out_of_its_stack(
         return recipe_at(recipe, point, seed)
 
     monkeypatch.setattr(recipe_study, "recipe_at", only_some)
-    with of_stacks(brief, tokens, tmp_path / "study") as opened:
+    with of_stacks(short, tokens, tmp_path / "study") as opened:
         state = opened.run(4, 1)
     assert [trial.state for trial in state.trials] == ["complete", "diverged", "complete", "complete"]
     assert stacks == [3]

@@ -46,8 +46,12 @@ def family(
     **more: bool,
 ) -> PlantedModels:
     """Return the models of proxy.toml with a vocabulary of 256 and sequences of 32 tokens, changed by ``fault``."""
-    small = [*overrides, "model.vocab_size=256", "model.seq_len=32"]
-    small += [f"model.tied_embeddings={str(tied_embeddings).lower()}"]
+    small = [
+        *overrides,
+        "model.vocab_size=256",
+        "model.seq_len=32",
+        f"model.tied_embeddings={str(tied_embeddings).lower()}",
+    ]
     recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
     recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), start)
     return PlantedModels(recipe, synthetic(256, 32, 8), fault=fault, **more)

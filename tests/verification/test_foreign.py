@@ -131,9 +131,12 @@ SIZES = ("--widths", "32,64,128", "--depths", "2,4", "--seeds", "1", "--source",
 def test_a_module_with_another_name_at_another_depth_is_refused(here: Path, leaven: Verb, check: str) -> None:
     code, _, err = leaven("check", check, "their_model:flat", *SIZES)
     assert code == 2
-    assert "the smallest model has a parameter 3, but the model of width 32 and depth 4 does not; put the" in err
-    # models of one depth have the same names
-    code, out, _ = leaven("check", check, "their_model:flat", *SIZES, "--depths", "2")
+    assert (
+        "the smallest model has a parameter 3, but the model of width 32 and depth 4 does not; put the blocks" in err
+    )
+    code, out, _ = leaven(
+        "check", check, "their_model:flat", *SIZES, "--depths", "2"
+    )  # models of one depth have the same names
     assert (code in {0, 1}, "1.up" in out) == (True, True)
 
 

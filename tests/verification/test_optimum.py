@@ -12,8 +12,12 @@ LRS = [2.0**octave for octave in range(-10, -3)]
 
 def parabola(best_octave: float, noise: float = 0.0, seed: int = 0) -> LossGrid:
     random = np.random.default_rng(seed)
-    best = {lr: 3.0 + 0.05 * (np.log2(lr) - best_octave) ** 2 for lr in LRS}
-    return LossGrid.of({lr: [loss + random.normal(0, noise) for _ in range(3)] for lr, loss in best.items()})
+    return LossGrid.of(
+        {
+            lr: [3.0 + 0.05 * (np.log2(lr) - best_octave) ** 2 + random.normal(0, noise) for _ in range(3)]
+            for lr in LRS
+        }
+    )
 
 
 def test_shift_and_regret_of_two_parabolas():
@@ -54,11 +58,18 @@ def test_intervals_of_few_runs_cover_the_truth(monkeypatch: pytest.MonkeyPatch):
         covered = 0
         for number in range(100):
             random = np.random.default_rng(number)
-
-            def drawn(lr: float, random: np.random.Generator = random) -> float:
-                return 0.05 * (np.log2(lr) + 6.8) ** 2 + random.normal(0, 0.01)
-
-            grids = [LossGrid.of({lr: [drawn(lr) for _ in range(1 + (lr in repeated))] for lr in LRS}) for _ in "ab"]
+            grids = [
+                LossGrid.of(
+                    {
+                        lr: [
+                            0.05 * (np.log2(lr) + 6.8) ** 2 + random.normal(0, 0.01)
+                            for _ in range(1 + (lr in repeated))
+                        ]
+                        for lr in LRS
+                    }
+                )
+                for _ in range(2)
+            ]
             octaves, _ = shift(*grids)
             covered += octaves.low <= 0 <= octaves.high
         assert covered >= least, covered
@@ -66,8 +77,12 @@ def test_intervals_of_few_runs_cover_the_truth(monkeypatch: pytest.MonkeyPatch):
 
 def test_means_of_unequal_runs_do_not_contain_the_effects_of_seeds():
     """The reference is a least-squares fit with a column for each value and for all seeds but the first."""
-    runs = {1.0: {"a": 3.0, "b": 3.5, "c": 3.1}, 2.0: {"a": 2.5, "c": 2.7}, 4.0: {"b": 3.6}}
-    runs |= {8.0: {"a": 3.9, "b": 4.2}}
+    runs = {
+        1.0: {"a": 3.0, "b": 3.5, "c": 3.1},
+        2.0: {"a": 2.5, "c": 2.7},
+        4.0: {"b": 3.6},
+        8.0: {"a": 3.9, "b": 4.2},
+    }
     cells = [(value, seed, loss) for value, of in runs.items() for seed, loss in of.items()]
     columns = [
         [float(value == each) for each in runs] + [float(seed == each) for each in "bc"] for value, seed, _ in cells

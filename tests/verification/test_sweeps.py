@@ -45,6 +45,7 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
     assert found.note == "the rule's exponent is OUTSIDE the 95% interval"
     assert not verdict.passed  # at tokens x4, the lr by the rule is 0.6 octaves too low, which costs 0.018 nats
     changes = measured_exponent(verdict, tmp_path)
+    assert changes is not None
     low, high = changes["scaling.token_exponent_interval"]  # type: ignore[misc]
     assert low < 0.2 < high
     # For each doubling of the tokens, the lr is 0.3 octaves too low under the rule, and 0.2 too high if unchanged.
