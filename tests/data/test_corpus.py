@@ -115,9 +115,8 @@ def test_every_format_is_read_document_by_document(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / ".txt").write_text("no name")
     (tmp_path / "empty.jsonl").write_text("")
-    lines = [
-        json.dumps({"text": text, "id": 1}) for text in ("zwölf", "\ud800half", "line\u2028separator", None, " ")
-    ]
+    texts = ("zwölf", "\ud800half", "line\u2028separator", None, " ")
+    lines = [json.dumps({"text": text, "id": 1}) for text in texts]
     (tmp_path / "b.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n') + gzip.compress(b'{"text": "four"}'))
     (tmp_path / "d.jsonl.zst").write_bytes(zstandard(b'{"text": "five"}\n{"text": "six"}\n'))
@@ -272,9 +271,7 @@ def test_a_file_that_changes_or_vanishes_while_it_is_read_is_named(tmp_path: Pat
     with pytest.raises(InputError, match=r"b\.txt changed while it was read: its text is different"):
         list(corpus.documents())
     (tmp_path / "b.txt").unlink()
-    with pytest.raises(
-        InputError, match=r"b\.txt changed .*: it cannot be read to its end \(No such file or directory\)"
-    ):
+    with pytest.raises(InputError, match=r"b\.txt changed .*: it cannot be read to its end \(No such file"):
         list(corpus.documents())
 
 

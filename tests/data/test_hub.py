@@ -36,9 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "files").mkdir()
     whole.to_parquet(root / "files" / "train-00000.parquet")
     small.to_parquet(root / "files" / "test-00000.parquet")
-    datasets.concatenate_datasets([whole.select(range(5)), whole.select(range(5, len(TEXTS)))]).save_to_disk(
-        root / "pieces"
-    )
+    pieces = [whole.select(range(5)), whole.select(range(5, len(TEXTS)))]
+    datasets.concatenate_datasets(pieces).save_to_disk(root / "pieces")
     return root
 
 
@@ -55,9 +54,8 @@ def opened(source: str, text: str = "text") -> Corpus:
 def test_a_data_set_in_a_folder_is_read_row_by_row(folder: Path, name: str) -> None:
     found = {document.key: document.text for document in opened(f"hf://{folder}/{name}").documents()}
     # A key is the split and the row, whichever file it is in.
-    assert found == {
-        f"train:{number}": text for number, text in enumerate(TEXTS, start=1) if text is not None and text.strip()
-    }
+    texts = [(f"train:{number}", text) for number, text in enumerate(TEXTS, start=1)]
+    assert found == {key: text for key, text in texts if text and text.strip()}
 
 
 @pytest.mark.parametrize("name", ["splits", "files"])
@@ -78,11 +76,7 @@ def test_a_data_set_is_tokenised_once(folder: Path, tmp_path: Path, monkeypatch:
 def test_bad_data_sets_are_refused_in_one_line(folder: Path) -> None:
     for source, text, message in (
         (f"hf://{folder}/none", "text", "none' cannot be opened: Couldn't find any data file"),
-        (
-            f"hf://{folder}/splits?split=dev",
-            "text",
-            "the data set has no split dev, only train, test; check the name and",
-        ),
+        (f"hf://{folder}/splits?split=dev", "text", "the data set has no split dev, only train, test; check the"),
         (f"hf://{folder}/files?split=dev", "text", "cannot be opened: Unknown split"),
         (f"hf://{folder}/files?config=big", "text", "cannot be opened: BuilderConfig 'big' not found"),
         (f"hf://{folder}/saved?split=test", "text", "split= does not apply to a folder written by save_to_disk; rem"),

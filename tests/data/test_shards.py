@@ -185,15 +185,11 @@ def without_blocks(entry: dict[str, Any]) -> None:
     del entry["blocks"]
 
 
-def short_blocks(entry: dict[str, Any]) -> None:
-    entry["blocks"]["train"] = "00"
-
-
-def no_hexadecimal(entry: dict[str, Any]) -> None:
-    entry["blocks"]["train"] = "g" * len(entry["blocks"]["train"])
-
-
-BLOCKS_HARM = [without_blocks, short_blocks, no_hexadecimal]
+BLOCKS_HARM: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no blocks": without_blocks,
+    "short": lambda entry: entry["blocks"].update(train="00"),
+    "no hexadecimal": lambda entry: entry["blocks"].update(train="g" * len(entry["blocks"]["train"])),
+}
 
 
 def change_entries(folder: Path, change: Callable[[dict[str, Any]], None], *names: str) -> None:
@@ -230,7 +226,7 @@ def test_shards_of_an_older_version_get_checksums_of_blocks(data: Data, prepared
 @pytest.mark.parametrize("names", [["index.json"], ["index.json", "shards.jsonl"]])
 @pytest.mark.parametrize("change", BLOCKS_HARM)
 def test_a_shard_that_rots_beside_damaged_checksums_is_rebuilt(
-    data: Data, prepared: TokenSet, tmp_path: Path, change: Callable[[dict[str, Any]], None], names: list[str]
+    data: Data, prepared: TokenSet, tmp_path: Path, change: str, names: list[str]
 ) -> None:
     prepare(data, 300, tmp_path)
     folder = folder_in(tmp_path)
@@ -238,7 +234,7 @@ def test_a_shard_that_rots_beside_damaged_checksums_is_rebuilt(
     stamp = damaged.stat()
     flipped(damaged)
     os.utime(damaged, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    change_entries(folder, change, *names)
+    change_entries(folder, BLOCKS_HARM[change], *names)
     assert same(prepare(data, 300, tmp_path), prepared)
 
 
@@ -291,46 +287,26 @@ def test_a_read_only_cache_of_an_older_version_is_used(
         prepare(data, 300, tmp_path)
 
 
-def no_shards(index: dict[str, Any]) -> None:
-    index["shards"] = []
-
-
-def no_first_shard(index: dict[str, Any]) -> None:
-    del index["shards"][0]
-
-
-def fewer_documents(index: dict[str, Any]) -> None:
-    index["shards"][0]["train"]["documents"] -= 1
-
-
-def no_record(index: dict[str, Any]) -> None:
-    index["shards"][0] = 5
-
-
-def odd_fingerprint(index: dict[str, Any]) -> None:
-    index["fingerprint"] = 5
-
-
-def other_fingerprint(index: dict[str, Any]) -> None:
-    index["fingerprint"] = "0" * 32
-
-
-def other_digest(index: dict[str, Any]) -> None:
-    index["digest"] = 5
-
-
-HARM = [no_shards, no_first_shard, fewer_documents, no_record, odd_fingerprint, other_fingerprint, other_digest]
+HARM: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no shards": lambda index: index.update(shards=[]),
+    "no first shard": lambda index: index["shards"].pop(0),
+    "fewer documents": lambda index: index["shards"][0]["train"].update(documents=1),
+    "no record": lambda index: index.update(shards=[5, *index["shards"][1:]]),
+    "odd fingerprint": lambda index: index.update(fingerprint=5),
+    "other fingerprint": lambda index: index.update(fingerprint="0" * 32),
+    "other digest": lambda index: index.update(digest=5),
+}
 
 
 @pytest.mark.parametrize("harm", HARM)
 def test_an_index_that_does_not_fit_the_text_is_rebuilt(
-    data: Data, prepared: TokenSet, tmp_path: Path, harm: Callable[[dict[str, Any]], None]
+    data: Data, prepared: TokenSet, tmp_path: Path, harm: str
 ) -> None:
     prepare(data, 300, tmp_path)
     path = folder_in(tmp_path) / "index.json"
     index = json.loads(path.read_text())
     damaged = json.loads(path.read_text())
-    harm(damaged)
+    HARM[harm](damaged)
     path.write_text(json.dumps(damaged))
     assert same(prepare(data, 300, tmp_path), prepared)
     assert json.loads(path.read_text()) == index
@@ -427,10 +403,7 @@ def test_a_full_disk_keeps_finished_shards(
         patch.setattr("os.fsync", full)
         with pytest.raises(InputError) as caught:
             prepare(data, 300, tmp_path)
-    assert str(caught.value) == (
-        f"the cache folder {tmp_path} cannot be used (No space left on device); "
-        "set LEAVEN_CACHE to a folder that can be written and locked and has enough space"
-    )
+    assert str(caught.value).startswith(f"the cache folder {tmp_path} cannot be used (No space left on device); set")
     folder = folder_in(tmp_path)
     assert not list(folder.glob(".*.tmp"))
     kept = {path: path.stat().st_ino for path in folder.glob("train-*.bin")}
@@ -502,7 +475,7 @@ def finished(cache: Path) -> dict[Path, int]:
 STOPS = ["reading", "tokenizer", "before a rename", "after a rename", "before the journal", "half an index"]
 
 
-COMMON = {"before a rename", "after the index"}  # moments in every `make test`; all in `make kills`
+COMMON = {"before a rename"}  # a moment in every `make test`; all in `make kills`
 
 
 @pytest.mark.parametrize(
@@ -531,7 +504,6 @@ def test_random_kills_lose_no_finished_shard(data: Data, prepared: TokenSet, tmp
     kept: dict[Path, int] = {}
     for _ in range(4):
         process = start(data, tmp_path, processes=2)
-        assert process.stdout is not None
         process.stdout.readline()
         time.sleep(chance.uniform(0, 1))
         os.kill(process.pid, signal.SIGKILL)

@@ -20,7 +20,6 @@ def test_the_bytes_of_all_tokens_add_up_to_the_text(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_text(TEXT * 3 + f"{number} <|endoftext|>\n", encoding="utf-8")
     tokens = prepare(Data(source=f"{tmp_path}/*.txt", tokens=1), 300)
     counts = bytes_by_token(tokens.tokenizer_path)
-    assert counts is not None
     for split, n_bytes in ((tokens.train, tokens.train_bytes), (tokens.validation, tokens.validation_bytes)):
         assert counts[split[:]].sum() == n_bytes
     assert counts[tokens.end_of_text] == 0
@@ -42,7 +41,6 @@ def test_sentencepiece_tokens(tmp_path: Path, rare: bool) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     text = "big bigé  gib" + (" 東京" if rare else "")
     counts = bytes_by_token(tmp_path / "tokenizer.json")
-    assert counts is not None
     assert counts[made.encode(text).ids].sum() == len(text.encode()) + 1
 
 
@@ -54,7 +52,6 @@ def test_bits_per_byte_of_a_uniform_guess(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     trained.save(str(path))
     factor = bits_per_byte_factor(path, np.array([[2, 2], [0, 3]]))
-    assert factor is not None
     assert math.log(4) * factor == pytest.approx(2 * 4 / 5)
     assert bits_per_byte_factor(path, np.array([[3]])) is None
     trained.decoder = tokenizers.decoders.WordPiece()

@@ -141,19 +141,11 @@ def test_a_long_document_is_encoded_in_pieces(tmp_path: Path, monkeypatch: pytes
     assert (found.train[:] == found.end_of_text).sum() == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "short\n\n words",
-        "a" * 4096,
-        "é" * 4097,
-        "a" * 300_000,
-        " " * 10_000,
-        "x " * 9_000 + "b" * 9_000 + "\n" * 9_001 + "c",
-    ],
-    ids=lambda text: f"{len(text)} characters",
-)
+TEXTS = ["", "short\n\n words", "a" * 4096, "é" * 4097, "a" * 300_000, " " * 10_000]
+TEXTS += ["x " * 9_000 + "b" * 9_000 + "\n" * 9_001 + "c"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: f"{len(text)} characters")
 def test_only_very_long_words_and_gaps_are_cut(text: str) -> None:
     found = list(pieces(TextDocument("key", text, validation=False)))
     assert "".join(piece.text for piece in found) == text
@@ -194,16 +186,9 @@ def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
     yield str(folder), 300, "(Is a directory); give bpe, the path"
     yield str(folder / "broken.json"), 300, "is not a tokenizer.json"
     yield str(folder / "binary.json"), 300, "cannot be read"
-    yield (
-        str(word_tokenizer(folder / "big.json", 1_500)),
-        1_024,
-        "1,500 tokens, more than vocab_size 1,024; set",
-    )
-    yield (
-        str(word_tokenizer(folder / "endless.json", 9, "[END]")),
-        300,
-        "has no end-of-text token; add one of",
-    )
+    big, endless = word_tokenizer(folder / "big.json", 1_500), word_tokenizer(folder / "endless.json", 9, "[END]")
+    yield str(big), 1_024, "1,500 tokens, more than vocab_size 1,024; set"
+    yield str(endless), 300, "has no end-of-text token; add one of"
 
 
 def test_bad_tokenizers_are_refused_before_anything_is_written(source: str, tmp_path: Path) -> None:

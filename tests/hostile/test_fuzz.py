@@ -31,7 +31,7 @@ from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.training.metrics import Step
 from leaven.training.trainer import train
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "9"))
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -42,46 +42,10 @@ fewer = settings(fuzz, max_examples=-(-EXAMPLES // 3))  # of commands that train
 NESTED: Any = []
 for _ in range(40):
     NESTED = [NESTED]
-NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    3,
-    7,
-    10**9,
-    10**12,
-    2**31,
-    2**63 - 1,
-    2**63,
-    -(2**63),
-    10**30,
-    0.0,
-    -0.0,
-    0.5,
-    1e-320,
-    1e-30,
-    1e30,
-    1e308,
-    -1e308,
-]
-TEXTS = [
-    "",
-    " ",
-    "\x1b[31m",
-    "\x00",
-    "../../../etc/passwd",
-    "/dev/zero",
-    "a" * 3000,
-    "\u202e",
-    "hf://x",
-    "*",
-    "nan",
-    "=",
-    ".",
-    "true",
-    "é\n",
-]
+NUMBERS: list[float] = [0, 1, -1, 2, 3, 7, 10**9, 10**12, 2**31, 2**63 - 1, 2**63, -(2**63), 10**30]
+NUMBERS += [0.0, -0.0, 0.5, 1e-320, 1e-30, 1e30, 1e308, -1e308]
+TEXTS = ["", " ", "\x1b[31m", "\x00", "../../../etc/passwd", "/dev/zero", "a" * 3000, "\u202e", "hf://x", "*"]
+TEXTS += ["nan", "=", ".", "true", "é\n"]
 values = st.one_of(
     st.sampled_from([None, True, False, float("nan"), float("inf"), [], {}, [[]], {"a": 1}, NESTED, [0] * 3000]),
     st.sampled_from(NUMBERS),
@@ -193,25 +157,8 @@ RECIPE_VERBS = [
     "show R --json",
 ]
 KEYS = (
-    "d_attention",
-    "window",
-    "global_every",
-    "experts",
-    "ramp",
-    "stages",
-    "depth",
-    "modules",
-    "muon",
-    "optimizer",
-    "base",
-    "scaling",
-    "start",
-    "layout",
-    "average",
-    "tuning",
-    "stability",
-    "precision",
-    "norm_placement",
+    *("d_attention", "window", "global_every", "experts", "ramp", "stages", "depth", "modules", "muon", "optimizer"),
+    *("base", "scaling", "start", "layout", "average", "tuning", "stability", "precision", "norm_placement"),
     "rotary_fraction",
 )
 
@@ -237,12 +184,8 @@ def test_damaged_recipes(data: st.DataObject, place: Path, tiny_text: str) -> No
 def test_set(data: st.DataObject, place: Path, tiny_text: str) -> None:
     (place / "R").write_text(tiny_text)
     document = tomllib.loads(tiny_text)
-    known = [".".join(map(str, path)) for path in paths(document)] + [
-        "hyperparameters.modules.mlp.out.lr",
-        "layout.dp",
-        "batch.ramp",
-        "scaling.rule",
-    ]
+    known = [".".join(map(str, path)) for path in paths(document)]
+    known += ["hyperparameters.modules.mlp.out.lr", "layout.dp", "batch.ramp", "scaling.rule"]
     text = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=20)
     changes = []
     for _ in range(data.draw(st.integers(1, 3))):
@@ -307,13 +250,8 @@ def test_damaged_run_folders(data: st.DataObject, place: Path, scaled_run: Path)
     copied(scaled_run, place / "RUN")
     shutil.rmtree(place / "out", ignore_errors=True)
     damage_folder(place / "RUN", data)
-    verbs = [
-        "report RUN -o page.html",
-        "report RUN -o page.html",
-        "sample RUN Once --max-tokens 2",
-        "export weights RUN out",
-        "train RUN/recipe.toml --run RUN",
-    ]
+    verbs = ["report RUN -o page.html"] * 2 + ["sample RUN Once --max-tokens 2", "export weights RUN out"]
+    verbs += ["train RUN/recipe.toml --run RUN"]
     attempt(place, data.draw(st.sampled_from(verbs)))
 
 
@@ -325,13 +263,9 @@ def test_damaged_study_folders(data: st.DataObject, place: Path, finished_study:
     attempt(place, "report STUDY -o page.html")
 
 
-SMALL = {
-    "data.tokens": 2_560,
-    "schedule.warmup_tokens": 512,
-    "stability.checkpoint_every_tokens": 1_024,
-    "evaluation.tokens": 256,
-}
-"""A run of ten steps."""
+# A run of ten steps.
+SMALL = {"data.tokens": 2_560, "schedule.warmup_tokens": 512, "evaluation.tokens": 256}
+SMALL |= {"stability.checkpoint_every_tokens": 1_024}
 SAYS = re.compile("damage|missing|chang|lost|gone|remov|not whole")
 
 

@@ -79,11 +79,7 @@ def contents(folder: Path) -> dict[str, Any]:
             found[str(path.relative_to(folder))] = at.st_mode
             continue
         small = stat.S_ISREG(at.st_mode) and at.st_size < 10**6
-        found[str(path.relative_to(folder))] = (
-            at.st_mode,
-            at.st_size,
-            path.read_bytes() if small else at.st_mtime_ns,
-        )
+        found[str(path.relative_to(folder))] = at.st_mode, at.st_size, path.read_bytes() if small else at.st_mtime_ns
     return found
 
 

@@ -12,17 +12,9 @@ from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
+NAMES = "megatron megatron-2021 megatron-deepspeed-fp16 megatron-deepspeed-bf16 nanotron torchtitan llm-foundry"
 MEGATRON, MEGATRON_2021, MEGATRON_FP16, MEGATRON_BF16, NANOTRON, TORCHTITAN, LLM_FOUNDRY = (
-    TRAINING_CODES[name]
-    for name in (
-        "megatron",
-        "megatron-2021",
-        "megatron-deepspeed-fp16",
-        "megatron-deepspeed-bf16",
-        "nanotron",
-        "torchtitan",
-        "llm-foundry",
-    )
+    TRAINING_CODES[name] for name in NAMES.split()
 )
 
 
@@ -52,36 +44,14 @@ def bloom(n_layers: int = 72, heads: int = 64) -> ModelShape:
     return gpt(n_layers, 14_336, heads, vocab=250_880)
 
 
-LLAMA_8B = ModelShape(
-    n_layers=32,
-    d_model=4096,
-    n_heads=32,
-    n_kv_heads=8,
-    d_head=128,
-    d_ff=14_336,
-    vocab_size=128_256,
-    seq_len=8192,
-)
-LLAMA_405B = ModelShape(
-    n_layers=126,
-    d_model=16_384,
-    n_heads=128,
-    n_kv_heads=8,
-    d_head=128,
-    d_ff=53_248,
-    vocab_size=128_256,
-    seq_len=8192,
-)
-SMALL = ModelShape(
-    n_layers=12,
-    d_model=768,
-    n_heads=12,
-    n_kv_heads=12,
-    d_head=64,
-    d_ff=2048,
-    vocab_size=32_768,
-    seq_len=1024,
-)
+def llama(n_layers: int, width: int, heads: int, kv_heads: int, d_ff: int, vocab: int, seq_len: int) -> ModelShape:
+    sizes = {"n_heads": heads, "n_kv_heads": kv_heads, "d_head": width // heads, "vocab_size": vocab}
+    return ModelShape(n_layers=n_layers, d_model=width, d_ff=d_ff, seq_len=seq_len, **sizes)
+
+
+LLAMA_8B = llama(32, 4096, 32, 8, 14_336, 128_256, 8192)
+LLAMA_405B = llama(126, 16_384, 128, 8, 53_248, 128_256, 8192)
+SMALL = llama(12, 768, 12, 12, 2048, 32_768, 1024)
 
 
 def plan(model: Any, batch: int | Batch, gpus: str, layout: str | None = None, **job: Any) -> ClusterPlan:
@@ -93,20 +63,10 @@ def plan(model: Any, batch: int | Batch, gpus: str, layout: str | None = None, *
 def record(number: int = 1, **changes: Any) -> CalibrationRecord:
     """A line of the calibration history: a run on an H100 that took 1.5 times what was predicted."""
     values: dict[str, Any] = {
-        "by": "run",
-        "device": "NVIDIA H100 80GB HBM3",
-        "accelerator": "H100-SXM-80GB",
-        "compute": "bf16",
-        "model": SMALL,
-        "layout": Layout(),
-        "batch_tokens": 8192,
-        "micro_batch": 8,
-        "grad_accumulation": 1,
+        "by": "run", "device": "NVIDIA H100 80GB HBM3", "accelerator": "H100-SXM-80GB", "compute": "bf16",
+        "model": SMALL, "layout": Layout(), "batch_tokens": 8192, "micro_batch": 8, "grad_accumulation": 1,
         "predicted": StepCost(step_seconds=1.0, memory_gib=10.0),
         "measured": StepCost(step_seconds=1.5, memory_gib=12.0),
-        "steps": 50,
-        "torch": "2.13.0",
-        "leaven": "0.1.0",
-        "seconds": float(number),
-    }
+        "steps": 50, "torch": "2.13.0", "leaven": "0.1.0", "seconds": float(number),
+    }  # fmt: skip
     return CalibrationRecord.model_validate(values | changes)

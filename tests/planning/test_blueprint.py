@@ -22,7 +22,6 @@ ACTIVE = {
 
 
 def table(run: PublishedRun) -> Blueprint:
-    assert run.data is not None
     return published_blueprint(run.arch, run.data.seq_len or 2048)
 
 
@@ -47,7 +46,6 @@ def test_layerwise_widths_are_those_of_the_released_model() -> None:
 @pytest.mark.parametrize("run", [run for run in COUNTED.values() if model_shape(run)], ids=lambda run: run.id)
 def test_what_leaven_builds_has_one_table_from_either_side(run: PublishedRun) -> None:
     shape = model_shape(run)
-    assert shape is not None
     assert blueprint(shape) == table(run)
 
 

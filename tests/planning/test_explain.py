@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tests.planning.shapes import LLAMA_8B, LLAMA_405B, plan
+from tests.planning.shapes import LLAMA_8B, plan
 
 from leaven.documents.planning import Explanation
 from leaven.planning.arrangement import Arrangement
@@ -27,7 +27,6 @@ def test_an_explained_layout_is_compared_part_by_part(llama: ClusterPlan) -> Non
     found = explained(llama, "tp=8")
     tp8 = [one for one in llama.exploration.choices if one.arrangement.layout.tp == 8]
     fastest = min(tp8, key=lambda one: one.time.step)
-    assert found.layout is not None
     assert found.layout["tp"] == 8
     assert found.step_seconds == pytest.approx(fastest.time.step, rel=0.01)  # times within 1% are equal
     assert found.line.startswith(f"{found.step_seconds / llama.chosen.time.step - 1:+.1%} time, ")
@@ -41,10 +40,7 @@ def test_an_explained_layout_is_compared_part_by_part(llama: ClusterPlan) -> Non
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (
-            "mbs=3",
-            "split evenly over dp 64 x micro-batch 3; a batch of .* tokens or micro-batch 1, 2, 4 or 8 would work",
-        ),
+        ("mbs=3", "split evenly over dp 64 x micro-batch 3; a batch of .* tokens or micro-batch 1, 2, 4 or 8 would"),
         ("dp=3", "64 GPUs are not divisible by 3"),
         ("ep=2", "no experts to distribute"),
         ("cp=3", "seq_len 8192 is not divisible by 2 x 3"),
@@ -65,7 +61,7 @@ def test_the_choice_itself_and_what_is_not_searched(llama: ClusterPlan) -> None:
 
 
 def test_the_not_lines_name_neighbours_and_are_true() -> None:
-    found = plan(LLAMA_405B, 2048 * 8192, "1024xH100-80GB")
+    found = plan(LLAMA_8B, 512 * 8192, "64xH100-80GB")
     assert not_lines(found.exploration, found.chosen)
     own = {key: str(getattr(found.chosen.arrangement.layout, key)) for key in ("tp", "pp", "zero", "recompute")}
     for line in not_lines(found.exploration, found.chosen):

@@ -47,7 +47,6 @@ def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         total = re.search(r"MemTotal:\s+(\d+) kB", meminfo.read_text())
-        assert total is not None
         assert cluster.accelerator.memory_gib == pytest.approx(int(total[1]) / 2**20, abs=0.06)
     assert {source.confidence for source in cluster.accelerator.sources} == {"guess"}
     assert cluster.accelerator.peak("bf16") == cluster.accelerator.peak("fp32")
@@ -60,10 +59,7 @@ def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
             (text, "is not a cluster; write for example 64xH100-80GB")
             for text in ("64", "H100x8", "-8xH100", "8x8x8xH100", "0xH100", "8x0xH100", "2xcpu")
         ),
-        (
-            "8xabacus",
-            r"no accelerator 'abacus' in the table; the nearest are [^,]*(, [^,]+){2} \(leaven hardware lists",
-        ),
+        ("8xabacus", r"no accelerator 'abacus' in the table; the nearest are [^,]*(, [^,]+){2} \(leaven hardware"),
     ],
 )
 def test_bad_clusters_are_refused_with_an_example(text: str, message: str) -> None:
@@ -122,7 +118,6 @@ def test_a_driver_s_name_is_known_or_none(driver: str, name: str | None) -> None
 )
 def test_the_peak_is_that_of_its_multiprocessors(name: str, flops_a_clock: float, ghz: float) -> None:
     found = find_accelerator(name)
-    assert found.multiprocessors is not None
     assert found.peak_tflops == pytest.approx(found.multiprocessors * flops_a_clock * ghz / 1e3, rel=0.04)
 
 
@@ -189,9 +184,7 @@ def test_a_user_adds_accelerators_and_corrects_groups(tmp_path: Path, monkeypatc
     mine = parse_cluster("32xz9").accelerator
     assert (mine.name, mine.peak_tflops, mine.power_w, mine.node_size) == ("Z9-64GB", 400, 500, 16)
     assert mine.matmul_flops == pytest.approx(320e12)
-    assert {(source.text, source.confidence) for source in mine.sources} == {
-        (str(folder / "accelerators.toml"), "yours")
-    }
+    assert {(each.text, each.confidence) for each in mine.sources} == {(str(folder / "accelerators.toml"), "yours")}
     corrected = find_accelerator("H100")
     assert (corrected.network_gb_s, corrected.link_gb_s, corrected.matmul_flops) == (12.5, 450, 794.5e12)
     network = next(source for source in corrected.sources if source.group == "network")
@@ -243,13 +236,8 @@ def test_cost_of_64_boards_of_700_w_for_a_fortnight() -> None:
 
 
 def test_prices_are_parsed() -> None:
-    prices = {
-        "2.5": (2.5, ""),
-        " € 2.20 ": (2.2, "€"),
-        "2.2 EUR": (2.2, "EUR"),
-        "US$ 2.2": (2.2, "US$"),
-        ".9": (0.9, ""),
-    }
+    prices = {"2.5": (2.5, ""), " € 2.20 ": (2.2, "€"), "2.2 EUR": (2.2, "EUR"), "US$ 2.2": (2.2, "US$")}
+    prices |= {".9": (0.9, "")}
     for text, (amount, currency) in prices.items():
         assert parse_price(text) == Price(amount=amount, currency=currency)
     for text in ("", "free", "-2", "2,5", "nan"):

@@ -52,12 +52,7 @@ def test_every_batch_is_within_the_multiple_of_the_noise_scale(tiny: Recipe) -> 
     fit = noise(512)
     for multiple in (0.75, 1.0):
         found = noise_ramp(tiny, fit, multiple)
-        assert [stage["tokens"] for stage in found.stages] == [
-            32,
-            64,
-            128,
-            256,
-        ]  # 32 is below 3/4 of the first noise scale, 51
+        assert [stage["tokens"] for stage in found.stages] == [32, 64, 128, 256]  # 3/4 of the first noise scale: 38
         at_limit = [stage["from_tokens"] for stage in found.stages[1:]]
         assert at_limit == [math.ceil(10_240 * (size / (multiple * 512)) ** 2) for size in (64, 128, 256)]
         (setting,) = found.set

@@ -68,7 +68,6 @@ def test_the_cost_of_a_ramp_is_the_sum_of_its_steps() -> None:
     batch, tokens = Batch(tokens=512 * 1024, ramp=ramp), 10**9
     job = Job(SMALL, batch, parse_cluster("8xH100"))
     own = plan_ramp(job, how, tokens).own
-    assert own is not None
     throughput, schedule = RampThroughput(job, how), BatchSchedule(batch.sizes)
     consumed, seconds, steps = 0, 0.0, 0
     while consumed < 10**8:
@@ -91,7 +90,6 @@ def test_a_plan_counts_the_recipes_own_ramp(tiny: Recipe) -> None:
     ramped = plan_recipe(tiny.replace(changes | {"batch.ramp": ramp}), "2xH100", "dp=2")
     own = ramped.document().ramp.own
     assert flat.document().ramp.own is None
-    assert own is not None
     # up to the last step of each run, which goes beyond the run's end
     assert abs(ramped.seconds - flat.seconds - own.extra_hours * 3600) < flat.chosen.time.step
     assert ramped.seconds > flat.seconds

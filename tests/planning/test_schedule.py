@@ -75,12 +75,8 @@ def test_the_order_is_the_one_that_torch_runs(schedule: str, v: int, p: int, m: 
     made = getattr(schedules, names[schedule])(stages[0] if alone else stages, n_microbatches=m, loss_fn=Mock())
     if made.__dict__.get("pipeline_order") is None:
         pytest.skip("this torch does not say in what order it runs the schedule")
-    words = {
-        "FORWARD": "forward",
-        "FULL_BACKWARD": "backward",
-        "BACKWARD_INPUT": "input",
-        "BACKWARD_WEIGHT": "weight",
-    }
+    words = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input"}
+    words |= {"BACKWARD_WEIGHT": "weight"}
     layout = Layout(pp=p, schedule=schedule, stages_per_rank=v)
     for rank in range(p):
         theirs = [

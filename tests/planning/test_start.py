@@ -18,13 +18,7 @@ from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import warnings
 from leaven.scaling.transfer import transfer_like
 
-SIZES = [
-    ("125M", "2.5B"),
-    ("350M", "7B"),
-    ("1B", "20B"),
-    ("8B", "15T"),
-    ("405B", "15T"),
-]
+SIZES = [("125M", "2.5B"), ("350M", "7B"), ("1B", "20B"), ("8B", "15T"), ("405B", "15T")]
 
 
 def new(params: str, tokens: str, proxy: int | None = None) -> StarterRecipes:
@@ -117,10 +111,8 @@ def test_proxy_and_target_are_one_recipe_at_two_scales(
     proposed = started.tuning.proxy
     assert proposed
     assert proposed.shape.params >= SMALLEST
-    flops, run_flops = (
-        proposed.trials * proposed.shape.params * proposed.tokens,
-        target.model.params * target.data.tokens,
-    )
+    flops = proposed.trials * proposed.shape.params * proposed.tokens
+    run_flops = target.model.params * target.data.tokens
     assert flops <= SHARE * run_flops * 1.001
     assert proposed.cost == pytest.approx(flops / run_flops)
 
@@ -164,9 +156,7 @@ def test_a_proxy_of_a_given_size() -> None:
     assert started.proxy
     assert started.proxy.model.params == pytest.approx(1e8, rel=0.2)
     assert new("1B", "20B", proxy=0).proxy is None
-    with pytest.raises(
-        InputError, match=r"--proxy 900 M: no proxy of this model has that size; the nearest possible: 498 M"
-    ):
+    with pytest.raises(InputError, match=r"--proxy 900 M: no proxy .* has that size; the nearest possible: 498 M"):
         new("1B", "20B", proxy=900_000_000)
 
 

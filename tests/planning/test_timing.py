@@ -42,16 +42,9 @@ from leaven.recipe.shape import ModelShape
 
 # 1e15 FLOP/s, 1e12 B/s of memory, 100 and 10 GB/s of links, 4 a node, 100 processors
 ROUND = Accelerator(
-    "round",
-    peaks=(("bf16", 1000),),
-    memory_gib=80,
-    memory_tb_s=1,
-    link_gb_s=100,
-    network_gb_s=10,
-    node_size=4,
-    multiprocessors=100,
-    matmuls=(("bf16", 1000),),
-)
+    "round", peaks=(("bf16", 1000),), memory_gib=80, memory_tb_s=1, link_gb_s=100, network_gb_s=10, node_size=4,
+    multiprocessors=100, matmuls=(("bf16", 1000),),
+)  # fmt: skip
 BUSY = replace(ROUND, memory_tb_s=1e6)  # nothing waits for memory
 
 
@@ -179,9 +172,8 @@ def test_context_ranks_share_a_sequence_and_hide_the_ring_behind_attention() -> 
     slow = replace(find_accelerator("H100"), link_gb_s=1)
     exposed = block_time(shape, Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode()).all_reduce
     keys = 2 * 131_072 / 4 * 8 * (128 + 128)  # of a rank, in bytes: three of them pass, forward and backward
-    attention = operators(Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode(), shape)[
-        "attention"
-    ].forward
+    slowly = operators(Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode(), shape)
+    attention = slowly["attention"].forward
     assert exposed == pytest.approx(2 * (3 * keys / (1e9 * LINK_SHARE) + 3 * LINK_LATENCY - attention))
 
 
@@ -340,11 +332,8 @@ def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zer
 
 
 def test_replicas_exchange_units_once_a_step_with_the_last_backward_pass() -> None:
-    layout, shape, fast = (
-        Layout(dp=16, zero=2, dp_replicate=4),
-        gpt(4, 1024, 8, seq_len=64),
-        replace(ROUND, link_gb_s=1e6),
-    )
+    layout, shape = Layout(dp=16, zero=2, dp_replicate=4), gpt(4, 1024, 8, seq_len=64)
+    fast = replace(ROUND, link_gb_s=1e6)
 
     def exchanged(m: int, cluster: Cluster) -> float:
         return step_time(shape, Arrangement(layout, 1, m), cluster, LEAVEN_BF16).data_parallel

@@ -46,7 +46,7 @@ def trained(recipe: Recipe, steps: int, dtype: torch.dtype = torch.float32) -> t
 def test_every_rule_at_its_base_is_plain_adamw_to_the_last_bit(tiny: Recipe, rule: str) -> None:
     """The reference is torch's AdamW with one lr, and a model without multipliers."""
     recipe = transfer(tiny.replace({"scaling.rule": rule, "scaling.alpha": 0.7}))  # the base pinned where it is
-    ours, losses = trained(recipe, steps=5)
+    ours, losses = trained(recipe, steps=3)
     hp = recipe.hyperparameters
     plain = Transformer(recipe.model)
     plain.load_state_dict(build_model(recipe.model, parameter_table(recipe), 0).state_dict())
@@ -59,7 +59,7 @@ def test_every_rule_at_its_base_is_plain_adamw_to_the_last_bit(tiny: Recipe, rul
         eps=hp.eps,
         fused=True,
     )
-    for windows, expected in zip(batches(recipe, 5), losses, strict=True):
+    for windows, expected in zip(batches(recipe, 3), losses, strict=True):
         adamw.zero_grad()
         loss = loss_of(plain, windows)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -100,9 +100,9 @@ def test_the_forms_of_table_3_and_table_8_train_alike_if_eps_and_decay_move_too(
     """
     recipe = tiny.replace({"hyperparameters.eps": 1e-3, "hyperparameters.weight_decay": 1.0})
     wide = transfer(recipe, width=64, depth=4, tokens=40_960)
-    table_3, losses_3 = trained(wide, 8, torch.float64)
+    table_3, losses_3 = trained(wide, 4, torch.float64)
     monkeypatch.setattr("leaven.scaling.table.RULES", {"complete-d-p": with_unembedding(**cells)})
-    table_8, losses_8 = trained(wide, 8, torch.float64)
+    table_8, losses_8 = trained(wide, 4, torch.float64)
     assert (losses_8 == pytest.approx(losses_3, rel=1e-9)) is same
     close = dict(table_8.named_parameters())
     for name, parameter in table_3.named_parameters():
@@ -119,8 +119,8 @@ def test_a_norm_behind_a_branch_undoes_the_scale_of_its_matrices(tiny: Recipe, p
     plain = tiny.replace(changes | {"hyperparameters.eps": 1e-3, "hyperparameters.weight_decay": 1.0})
     c = 4.0
     scaled = {"init_std": c, "lr": c, "eps": 1 / c, "weight_decay": 1 / c}
-    _, losses = trained(plain, 6, torch.float64)
-    _, others = trained(plain.replace({"hyperparameters.modules": {module: scaled}}), 6, torch.float64)
+    _, losses = trained(plain, 3, torch.float64)
+    _, others = trained(plain.replace({"hyperparameters.modules": {module: scaled}}), 3, torch.float64)
     assert (others == pytest.approx(losses, rel=1e-9)) is (placement != "pre")
     alone = plain.replace({"hyperparameters.modules": {module: {"init_std": c}}})
-    assert trained(alone, 6, torch.float64)[1] != pytest.approx(losses, rel=1e-6)
+    assert trained(alone, 3, torch.float64)[1] != pytest.approx(losses, rel=1e-6)

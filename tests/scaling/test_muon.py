@@ -58,10 +58,8 @@ def test_the_standard_rule_changes_nothing(tiny: Recipe) -> None:
 
 def test_the_rest_has_the_values_of_adamw(tiny: Recipe) -> None:
     changes = {"hyperparameters.modules": {"mlp.out": {"lr": 2.0, "beta1": 2.0}, "embedding": {"lr": 3.0}}}
-    table, plain = (
-        parameter_table(with_muon(tiny, **SPECTRAL).replace(changes)),
-        parameter_table(tiny.replace(changes)),
-    )
+    table = parameter_table(with_muon(tiny, **SPECTRAL).replace(changes))
+    plain = parameter_table(tiny.replace(changes))
     for row, other in zip(table.rows, plain.rows, strict=True):
         if row.role is not Role.HIDDEN_WEIGHT:
             assert row == other
@@ -80,19 +78,16 @@ def test_a_recipe_with_muon_is_written_and_read(tiny: Recipe, tiny_text: str) ->
     assert tiny.replace({"hyperparameters.optimizer": "muon"}) == with_muon(tiny)  # also with the same hash
 
 
+MUON = {"hyperparameters.optimizer": "muon"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hyperparameters.muon": {"momentum": 0.9}}, r'no effect with optimizer = "adamw".*hyperparameters\.muon='),
-        ({"hyperparameters.optimizer": "muon", "hyperparameters.muon": {"match": "spectral"}}, r"muon\.lr: missing"),
-        (
-            {"hyperparameters.optimizer": "muon", "hyperparameters.muon": {"lr": 20.0}},
-            r"muon\.lr x muon\.weight_decay = 2 erases",
-        ),
-        (
-            {"hyperparameters.optimizer": "muon", "hyperparameters.modules": {"mlp.in": {"eps": 2.0}}},
-            r"Muon updates mlp\.in, and has no eps",
-        ),
+        (MUON | {"hyperparameters.muon": {"match": "spectral"}}, r"muon\.lr: missing"),
+        (MUON | {"hyperparameters.muon": {"lr": 20.0}}, r"muon\.lr x muon\.weight_decay = 2 erases"),
+        (MUON | {"hyperparameters.modules": {"mlp.in": {"eps": 2.0}}}, r"Muon updates mlp\.in, and has no eps"),
     ],
 )
 def test_values_without_effect_are_refused(tiny: Recipe, changes: dict[str, Any], message: str) -> None:

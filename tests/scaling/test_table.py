@@ -64,9 +64,8 @@ def test_every_quantity_is_rule_times_module_times_depth(tiny: Recipe) -> None:
         name = f"layers.{layer}.mlp.out.weight"
         at_depth = 1.5 ** (layer / 3)
         for quantity, factor in types.items():
-            before, after = (
-                getattr(table[name], "multiplier" if quantity == "residual" else quantity) for table in (plain, full)
-            )
+            of = "multiplier" if quantity == "residual" else quantity
+            before, after = getattr(plain[name], of), getattr(full[name], of)
             if quantity.startswith("beta"):  # the half-life is divided
                 before, after = math.log(before), math.log(after)
             assert after / before == pytest.approx(factor * at_depth), quantity
@@ -82,9 +81,8 @@ def test_gains_and_biases_are_decayed_if_requested_with_multipliers_by_module(ti
     big = transfer(tiny.replace(layered), width=32, depth=4, tokens=40_960)
     vectors = {row.module for row in parameter_table(big).rows if not row.role.is_matrix}
     assert {"norm.mlp", "norm.final", "biases"} <= vectors
-    changed = big.replace(
-        {"hyperparameters.modules": {"norm.mlp": {"weight_decay": 3.0}, "biases": {"weight_decay": 0.0}}}
-    )
+    decays = {"norm.mlp": {"weight_decay": 3.0}, "biases": {"weight_decay": 0.0}}
+    changed = big.replace({"hyperparameters.modules": decays})
     decay = {row.module: row.weight_decay for row in parameter_table(changed).rows}
     assert decay["norm.final"] == pytest.approx(0.1 * math.sqrt(1 / 4))  # Table 1: Rest, and the token column
     assert decay["norm.mlp"] == pytest.approx(3 * decay["norm.final"])
@@ -98,11 +96,7 @@ def test_gains_and_biases_are_decayed_if_requested_with_multipliers_by_module(ti
         ("biases", "weight_decay", "biases is not decayed"),
         ("norm.query", "init_std", "norm.query has no init_std"),
         ("biases", "init_std", "biases has no init_std"),
-        (
-            "embedding",
-            "residual",
-            "embedding has no residual multiplier; only the last matrices of branches have one: attention.out and",
-        ),
+        ("embedding", "residual", "embedding has no residual multiplier; only the last matrices of branches have"),
     ],
 )
 def test_a_multiplier_without_effect_is_refused(tiny: Recipe, module: str, quantity: str, says: str) -> None:

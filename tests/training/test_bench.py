@@ -35,7 +35,6 @@ def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> Non
     ]
     for share, start in ((0.05, 16), (0.4, 192), (0.9, 2_048)):
         chosen = choose(rows, share, tiny.model.seq_len)
-        assert chosen is not None
         assert chosen.micro_batch == 2
         assert (chosen.ramp_start.global_batch, chosen.ramp_start.batch_tokens) == (start, start * 32)
     assert choose(rows, 0.4, 32).ramp_start.share_of_peak == pytest.approx(73 / 150)  # type: ignore[union-attr]

@@ -53,7 +53,6 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
         case "list":
             state.write_bytes(b"[1, 2]")
     found, damaged = read_checkpoint(tmp_path)
-    assert found is not None
     assert found.progress.step == 1
     assert damaged == [newest]
 
@@ -109,7 +108,6 @@ def test_undone_checkpoints_are_ignored(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
     found, damaged = read_checkpoint(tmp_path, (back,))
-    assert found is not None
     assert (found.progress.step, damaged) == (2, [])
     write_checkpoint(tmp_path, checkpoint(3, (back,)))  # in the place of the undone one
     found = whole_checkpoint(tmp_path, rewinds=(back,))
@@ -180,10 +178,7 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ma
         write_checkpoint(tmp_path, checkpoint(step))
     (tmp_path / ".tokens-000000000000999.0badcafe-1.tmp").mkdir()  # of a run that was killed
     manager.clear(256, damaged=[checkpoints(tmp_path)[-1]])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "damaged-tokens-000000000000768",
-        "tokens-000000000000256",
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {f"damaged-tokens-{768:015}", f"tokens-{256:015}"}
 
 
 def test_a_kill_while_a_checkpoint_is_removed_leaves_no_damaged_one(
@@ -234,6 +229,5 @@ def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:
 def test_tensors_stay_readable_when_the_checkpoint_is_removed(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(1))
     found, _ = read_checkpoint(tmp_path)
-    assert found is not None
     shutil.rmtree(path)
     assert torch.equal(found.model["w"], checkpoint(1).model["w"])

@@ -46,7 +46,8 @@ def test_a_tracker_gets_every_step_also_after_a_stop(
 ) -> None:
     calls = tracker(tmp_path, monkeypatch, name)
     folder = tmp_path / "run"
-    train(tiny, tokens, folder, log_to=[name], stop=lambda: len(RunFolder(folder).metrics()) >= 10)
+    tiny = tiny.replace({"data.tokens": 2_560})
+    train(tiny, tokens, folder, log_to=[name], stop=lambda: len(RunFolder(folder).metrics()) >= 4)
     train(tiny, tokens, folder, log_to=[name])
     monkeypatch.delitem(sys.modules, name)
     said = [json.loads(line) for line in calls.read_text().splitlines()]
@@ -59,7 +60,7 @@ def test_a_tracker_gets_every_step_also_after_a_stop(
     logged = [(call[1], call[2]) for call in said if call[0] == "log"]
     lines = RunFolder(folder).metrics()
     steps = [(step, values) for step, values in logged if "train/loss" in values]
-    assert [step for step, _ in steps] == [line["step"] for line in lines] == list(range(1, 41))
+    assert [step for step, _ in steps] == [line["step"] for line in lines] == list(range(1, 11))
     for (_, values), line in zip(steps, lines, strict=True):
         assert values["tokens"] == line["tokens"]
         for key in ("loss", "lr", "grad_norm", "tflops", "mfu", "memory_gib"):
@@ -108,12 +109,12 @@ def test_a_failing_tracker_does_not_stop_the_run(
 
 
 def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    recipe = tiny.replace({"stability.checkpoint_every_tokens": 2_560})
-    train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"], stop=lambda: len(losses(tmp_path / "run")) >= 13)
+    recipe = tiny.replace({"data.tokens": 5_120, "stability.checkpoint_every_tokens": 1_280})
+    train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"], stop=lambda: len(losses(tmp_path / "run")) >= 8)
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     shutil.rmtree(newest)  # as after a crash: three steps are repeated
     train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"])
-    assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [256 * n for n in range(1, 41)]
+    assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [256 * n for n in range(1, 21)]
 
 
 def test_writers_by_name() -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from leaven.data.tokens import prepare
-from leaven.distributed.process_group import join_process_group
+from leaven.distributed.process_group import ProcessGroup, join_process_group
 from leaven.errors import InputError
 from leaven.model import kernels, transformer
 from leaven.recipe.layout import Layout
@@ -79,11 +79,8 @@ def test_what_mps_lacks_is_refused_by_name(tiny: Recipe, monkeypatch: pytest.Mon
         Training(tiny.replace({"precision.compute": "bf16"}), tokens, "mps")
     with pytest.raises(InputError, match=r"^\[layout\] compile"):
         Training(tiny.replace({"layout.compile": True}), tokens, "mps")
-    with (
-        pytest.raises(InputError, match=r"^\[layout\] 2 processes cannot use mps"),
-        join_process_group(Layout(dp=2), mps),
-    ):
-        pass
+    with pytest.raises(InputError, match=r"^\[layout\] 2 processes cannot use mps"):
+        join_process_group(Layout(dp=2), mps).__enter__()
     require_device(tiny, mps)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True)
     require_device(tiny.replace({"precision.compute": "bf16"}), mps)
@@ -120,25 +117,28 @@ def test_a_run_on_mps_makes_no_float64_tensor(
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     for module in (kernels, optimizer):
         monkeypatch.setattr(module, "wide", lambda device: torch.float32)
-    mode, positions_of = NoFloat64(), transformer.Positions.__init__
+    mode = NoFloat64()
 
-    def on_the_host(*arguments: Any) -> None:
-        mode.on_the_host = True
-        positions_of(*arguments)
-        mode.on_the_host = False
+    def on_the_host(owner: type, name: str) -> None:
+        plain: Callable[..., Any] = getattr(owner, name)
 
-    monkeypatch.setattr(transformer.Positions, "__init__", on_the_host)
+        def call(*arguments: Any) -> Any:
+            mode.on_the_host = True
+            made = plain(*arguments)
+            mode.on_the_host = False
+            return made
+
+        monkeypatch.setattr(owner, name, call)
+
+    on_the_host(transformer.Positions, "__init__")
+    on_the_host(ProcessGroup, "all_gather")
     with mode:
         assert train(recipe, tokens, tmp_path / "run").loss < 7
 
 
 @pytest.mark.parametrize(
     ("device", "compute", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA H100 80GB HBM3", "fp32", None),
-        ("cpu", "bf16", None),
-    ],
+    [("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA H100 80GB HBM3", "fp32", None), ("cpu", "bf16", None)],
 )
 def test_peaks_by_device_name(device: str, compute: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "device_name", lambda _: device)

@@ -159,7 +159,5 @@ def test_a_rewind_that_cannot_be_trained_writes_nothing(run: RunFolder, harm: st
 
 def test_a_rewind_without_a_checkpoint_is_refused(finished: Path) -> None:
     there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]
-    with pytest.raises(
-        InputError, match=r"no undamaged checkpoint at or before this count; there are checkpoints at .* tokens"
-    ):
+    with pytest.raises(InputError, match=r"no undamaged checkpoint at or before this count; there are checkpoints"):
         check(RUN, finished, ManualRewind(min(there) - 1))

@@ -37,18 +37,13 @@ def test_a_batch_is_cut_evenly_into_as_few_forwards_as_fit(sequences: int, micro
 
 
 @pytest.mark.parametrize(
-    ("how", "batches"),
-    [
-        ({}, [256] * 8),
-        (RAMP, [96, 96, 96, 128, 160, 160, 192, 224]),
-    ],
-    ids=["static", "ramp"],
+    ("how", "batches"), [({}, [256] * 3), (RAMP, [96, 96, 96, 128, 160, 160, 192, 224])], ids=["static", "ramp"]
 )
 def test_losses_and_gradients_are_those_of_the_whole_batch_for_any_micro_batch(
     tiny: Recipe, tokens: TokenSet, how: dict[str, Any], batches: list[int]
 ) -> None:
     """All in float64. Each loss and gradient norm is compared with one plain forward pass over the batch. The weights
-    after eight steps are compared between micro-batches. Micro-batches of 3 and 5 divide neither 8 sequences nor most
+    at the end are compared between micro-batches. Micro-batches of 3 and 5 divide neither 8 sequences nor most
     batches of the ramp."""
     stream, ends = Stream(tokens.train, 32, 0), {}
     for size in (1, 3, 5, 8):
@@ -185,10 +180,7 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
     assert [timing.micro_batch for timing in choice.timings] == [1, 2]
     assert choice.too_large == (4, 8)
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 1, "cpu")))
-    with pytest.raises(
-        InputError,
-        match="with a micro-batch of 1, but only .* GiB may be used on cpu .80% of .* GiB free",
-    ):
+    with pytest.raises(InputError, match="with a micro-batch of 1, but only .* GiB may be used on cpu .80% of .*"):
         train(tiny, tokens, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

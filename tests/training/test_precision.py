@@ -1,5 +1,4 @@
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,6 @@ def test_half_precision_follows_fp32(dtype: str, tiny: Recipe, tokens: TokenSet)
 
 def test_an_overflow_skips_the_step_and_halves_the_scale(tiny: Recipe, tokens: TokenSet) -> None:
     training = Training(compute(tiny, "fp16"), tokens)
-    assert training.loss_scale is not None
     training.step()
     training.loss_scale.value.fill_(2.0**40)
     before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
@@ -76,13 +74,9 @@ def test_a_nan_loss_does_not_change_the_parameters(dtype: str, tiny: Recipe, tok
 def test_a_step_is_issued_without_waiting_for_the_device(
     dtype: str, mode: str, tiny: Recipe, tokens: TokenSet
 ) -> None:
-    changes: dict[str, Any] = {
-        "hyperparameters.grad_clip": {"limit": 1.0, "mode": mode},
-        "data.documents": "isolated",
-    }
-    training = Training(
-        compute(tiny.replace(changes | {"batch.micro_batch": 4, "model.dropout": 0.1}), dtype), tokens
-    )
+    changes = {"hyperparameters.grad_clip": {"limit": 1.0, "mode": mode}, "data.documents": "isolated"}
+    changes |= {"batch.micro_batch": 4, "model.dropout": 0.1}
+    training = Training(compute(tiny.replace(changes), dtype), tokens)
     for _ in range(2):
         training.issue()()
     torch.cuda.set_sync_debug_mode("error")

@@ -135,7 +135,6 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
     )
     calls: list[tuple[int, int]] = []
     found = measure(recipe, "cpu", on_step=lambda done, total: calls.append((done, total)))
-    assert found is not None
     assert calls == [(n + 1, UNTIMED_STEPS + TIMED_STEPS) for n in range(UNTIMED_STEPS + TIMED_STEPS)]
     assert found.layers == (2,)
     assert found.matmul_tflops == 0.1
@@ -143,7 +142,6 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
     assert (record.by, record.accelerator, record.model) == ("measurement", "cpu", tiny.model)
     assert (record.layout.ranks, record.layout.zero, record.layout.recompute) == (1, 0, "full")
     assert (record.batch_tokens, record.micro_batch, record.grad_accumulation) == (64, 1, 2)  # a rank's share
-    assert record.measured is not None
     assert record.measured.step_seconds > 0
     assert record.predicted is not None
     assert history() == [record]
@@ -163,10 +161,8 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
     monkeypatch.setattr(profiling, "_measure_steps", steps)
     found = measure(tiny.replace({"model.n_layers": 12}), "cpu")
     assert taken == [12, 3, 6]
-    assert found is not None
     assert found.layers == (3, 6)
     assert found.record.model.n_layers == 12
-    assert found.record.measured is not None
     assert found.record.measured.step_seconds == pytest.approx(38)
     assert found.record.measured.memory_gib == pytest.approx(7)
 
@@ -175,13 +171,11 @@ def test_a_slow_or_large_model_is_cut_before_it_is_tried(tiny: Recipe, monkeypat
     deep = tiny.replace({"model.n_layers": 12})
     monkeypatch.setattr(profiling, "best_matmul", lambda *arguments: 1.0)  # FLOP/s
     found = measure(deep, "cpu")
-    assert found is not None
     assert found.layers == (1, 2)
     monkeypatch.setattr(profiling, "best_matmul", lambda *arguments: 1e11)
     room = profiling.needed_memory(deep.replace({"model.n_layers": 5}), 8, "cpu") + 4 * deep.model.params / 2
     monkeypatch.setattr(profiling, "free_memory", lambda device: room / profiling.SHARE["cpu"])
     found = measure(deep, "cpu")
-    assert found is not None
     assert found.layers in {(2, 4), (2, 5), (3, 6)}
     monkeypatch.setattr(profiling, "free_memory", lambda device: 100)
     with pytest.raises(InputError, match=r"not even 2 layers of this model fit .* use a smaller model or a shorter"):

@@ -68,7 +68,6 @@ def test_a_few_outliers_are_an_anomaly_and_one_is_not() -> None:
     assert not first_anomaly(guard, (step(n, loss=3.0, grad=0.5, update=2.0, lr=1e-3) for n in range(202, 210)))
     assert guard.since is None
     anomaly = first_anomaly(guard, (step(n, loss=9.0, grad=0.5, update=2.0, lr=1e-3) for n in range(210, 220)))
-    assert anomaly is not None
     assert (anomaly.onset, anomaly.step) == (210, 212)
     assert "loss" in anomaly.why
     assert anomaly.numbers["loss"]["value"] == 9.0
@@ -79,7 +78,6 @@ def test_an_update_norm_that_doubles_is_an_anomaly() -> None:
     guard = SpikeDetector()
     assert not first_anomaly(guard, (step(n, lr=n * 1e-5) for n in range(1, CALM + 60)))  # it grows with the lr alone
     anomaly = first_anomaly(guard, (step(n, update=0.4, lr=n * 1e-5) for n in range(CALM + 60, CALM + 100)))
-    assert anomaly is not None
     assert anomaly.onset == CALM + 60
     # ln 2 is 6.9 of the floor's deviations, 2.9 above the allowance: nine steps to the limit.
     assert anomaly.step == CALM + 60 + 8
@@ -93,7 +91,6 @@ def test_a_loss_or_gradient_that_is_not_finite_is_an_anomaly_at_once(odd: dict[s
     assert not first_anomaly(guard, noisy(200))
     guard.observe(step(201, loss=30.0))
     anomaly = guard.observe(step(202, **odd, skipped=True))
-    assert anomaly is not None
     assert anomaly.onset == 201  # it was suspicious before
 
 
@@ -103,7 +100,6 @@ def test_an_update_that_is_not_finite_is_an_anomaly_at_once(skipping: bool) -> N
         guard = SpikeDetector(skipping)
         assert not first_anomaly(guard, noisy(200))
         anomaly = guard.observe(step(201, update=odd, lr=1e-3))
-        assert anomaly is not None
         assert (anomaly.onset, anomaly.step) == (201, 201)
         assert all(math.isfinite(value) for value in guard.watches["update_norm"].values)
 
@@ -143,5 +139,4 @@ def test_too_many_skipped_steps_are_an_anomaly() -> None:
     assert not first_anomaly(guard, noisy(150))
     gone = (step(n, loss=9.0, skipped=True) for n in range(151, 300))
     anomaly = first_anomaly(guard, gone)
-    assert anomaly is not None
     assert (anomaly.onset, anomaly.step) == (151, 150 + PATIENCE)

@@ -38,16 +38,14 @@ def test_a_run_learns_and_writes_its_folder(tiny: Recipe, tokens: TokenSet, tmp_
     assert set(lines[0]) == {*lines[1], "run"}
     assert summary.finished
     assert (summary.tokens, summary.steps, summary.rollbacks) == (10_240, 40, 0)
-    assert summary.loss is not None
     assert summary.loss < lines[0]["loss"] - 1.0
     assert summary.bits_per_byte == pytest.approx(summary.loss / math.log(2) * _targets_a_byte(tiny, tokens))
     peak = max(line["lr"] for line in lines)
     assert peak == pytest.approx(0.01)
     assert lines[-1]["lr"] == pytest.approx(0.001)
     assert {event["event"] for event in run.events()} >= {"start", "validation", "checkpoint", "finish"}
-    assert scalars(tmp_path / "run")["train/loss"] == [
-        (line["tokens"], pytest.approx(line["loss"])) for line in lines
-    ]
+    losses_of_lines = [(line["tokens"], pytest.approx(line["loss"])) for line in lines]
+    assert scalars(tmp_path / "run")["train/loss"] == losses_of_lines
     assert train(tiny, tokens, tmp_path / "run") == summary  # finished: a second call only returns the result
 
 
@@ -67,7 +65,7 @@ STATEFUL = KEPT_STATE | {
     "hyperparameters.z_loss": 1e-3,
     "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 2_000, "rule": "scaled"},
     "scaling.base": {"width": 8, "depth": 1, "batch_tokens": 128, "tokens": 5_120, "d_head": 4},
-    "data.tokens": 5_120,
+    "data.tokens": 4_096,
 }
 MUON = {"hyperparameters.optimizer": "muon", "hyperparameters.muon": {"match": "spectral", "lr": 0.05}}
 EXPERTS: dict[str, Any] = {"number": 4, "active": 2, "d_expert": 16, "router": "sigmoid", "balance": "bias"}
@@ -82,7 +80,7 @@ def test_a_run_stopped_twice_has_the_same_bits(
     monkeypatch.setattr(optimizer, "FIRST_SCALE", 2.0**30)
     recipe, parts = tiny.replace(STATEFUL | more), RunFolder(tmp_path / "parts")
     whole = train(recipe, tokens, tmp_path / "whole")
-    for last in (5, 15):
+    for last in (5, 13):
         stopped = train(recipe, tokens, parts.path, stop=lambda last=last: len(parts.metrics()) >= last)
         assert not stopped.finished
         assert stopped.loss is None
@@ -90,9 +88,8 @@ def test_a_run_stopped_twice_has_the_same_bits(
     resumed = train(recipe, tokens, parts.path)
     exact = ["step", "loss", "grad_norm", "update_norm", "loss_scale", "noise_scale", "z_loss", "batch_tokens"]
     exact += ["max_load", "balance_loss"] if recipe.model.experts else []
-    lines = [
-        [[line[key] for key in exact] for line in RunFolder(tmp_path / run).metrics()] for run in ("whole", "parts")
-    ]
+    runs = (RunFolder(tmp_path / run).metrics() for run in ("whole", "parts"))
+    lines = [[[line[key] for key in exact] for line in run] for run in runs]
     assert lines[0] == lines[1]
     assert (resumed.loss, resumed.noise_scale) == (whole.loss, whole.noise_scale)
     assert whole.noise_scale
@@ -117,7 +114,6 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     assert (document["finished"], document["loss"]) == (False, None)
     assert "saved; run the same command again to resume" in errors
     found, damaged = read_checkpoint(tmp_path / "run" / "checkpoints")
-    assert found is not None
     assert found.progress.step == len(losses(tmp_path / "run"))
     assert not damaged
 
@@ -161,13 +157,9 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
     stranger.mkdir()
     (stranger / "precious.txt").write_text("do not touch")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    faster = short.replace({"hyperparameters.lr": 0.02})
     for recipe, text, run, says in (
-        (
-            short.replace({"hyperparameters.lr": 0.02}),
-            tokens,
-            folder.path,
-            "hyperparameters.lr was 0.01, is now 0.02",
-        ),
+        (faster, tokens, folder.path, "hyperparameters.lr was 0.01, is now 0.02"),
         (short, replace(tokens, fingerprint="other"), folder.path, "was trained on other text"),
         (short, tokens, stranger, r"is not empty and holds no recipe.toml"),
     ):
@@ -184,6 +176,7 @@ def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
 ) -> None:
     """Another order of summation changes the last bits. With ``auto``, the run keeps its first micro-batch. A changed
     micro-batch is recorded."""
+    tiny = tiny.replace({"data.tokens": 2_560})
     two, folder, reported = tiny.replace({"batch.micro_batch": 2}), tmp_path / "run", []
     train(two, tokens, folder, stop=lambda: len(losses(folder)) >= 3)
     train(tiny, tokens, folder, stop=lambda: len(losses(folder)) >= 6)  # auto

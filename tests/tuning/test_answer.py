@@ -124,13 +124,11 @@ def test_the_best_is_chosen_and_measured_by_fresh_seeds() -> None:
     trials = study([OPTIMUM, lucky])
     trials += [trial(100, lucky, 2.0)]  # a low loss with the seed of the search
     found = answer(trials, DIMENSIONS, 0.02)
-    assert found.best is not None
     assert (found.best.loss, found.best.number) == (pytest.approx(3.0), 63)
     # Runs that chose it between two points do not measure it. Two more runs do.
     assert (found.best.fresh, found.best.interval, found.gain) == (0, (-math.inf, math.inf), None)
     confirmed = [trial(70 + k, OPTIMUM, 3.01, purpose="rerun", confirms=True, seed=k) for k in (3, 4)]
     best = answer([*trials, *confirmed], DIMENSIONS, 0.02).best
-    assert best is not None
     assert (best.fresh, best.loss) == (2, pytest.approx(3.01))
     assert best.interval == pytest.approx((3.01 - 1.96 * 0.02 / 2**0.5, 3.01 + 1.96 * 0.02 / 2**0.5), rel=1e-3)
     # The gain is over the start's runs with the same seeds.
@@ -176,10 +174,8 @@ def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
 
 
 def confirmed_with(losses: dict[tuple[float, ...], dict[int, float]]) -> tuple[list[StudyTrial], ChosenPoint]:
-    """Return three seeds at the start with the runs of other points, and their confirmation.
-
-    Seeds 1 and 2 choose, seeds 3 and 4 confirm.
-    """
+    """Return three seeds at the start with the runs of other points, and their confirmation. Seeds 1 and 2 choose,
+    seeds 3 and 4 confirm."""
     runs = [(0.0, seed, 3.0) for seed in range(3)]
     runs += [(x[0], seed, loss) for x, by_seed in losses.items() for seed, loss in by_seed.items()]
     trials = [
@@ -227,23 +223,19 @@ def test_a_likely_gain_needs_to_be_above_the_noise_in_two_fresh_runs(
 ) -> None:
     trials, _ = confirmed_with({LUCKY: fresh})
     found = choose(trials, PATHS, 0.02, {START: 0.0, LUCKY: -predicted})
-    assert found is not None
     assert found.point == answer
 
 
 def test_if_the_only_finalist_diverges_the_next_best_point_is_the_answer() -> None:
     trials, _ = confirmed_with({LUCKY: {1: 2.8}})
-    trials = [
-        dataclasses.replace(run, state="diverged", loss=math.inf) if run.purpose == "rerun" else run for run in trials
-    ]
+    diverged = {"state": "diverged", "loss": math.inf}
+    trials = [dataclasses.replace(run, **diverged) if run.purpose == "rerun" else run for run in trials]
     trials.append(trial(9, BETTER, 2.9))
     found = choose(trials, PATHS, 0.02)
-    assert found is not None
     assert (found.point, found.fresh, found.gain) == (BETTER, 0, None)
     # Two finalists that diverge show that it is not safe there.
     trials.append(dataclasses.replace(trial(10, [3.0, 0, 0, 0], 2.9, seed=1, purpose="rerun"), state="diverged"))
     found = choose(trials, PATHS, 0.02)
-    assert found is not None
     assert found.point == START
 
 
@@ -253,7 +245,6 @@ def test_a_run_that_chose_is_not_fresh() -> None:
     trials[1] = dataclasses.replace(trials[1], state="diverged", loss=math.inf)
     trials.append(trial(9, BETTER, 2.9))
     found = choose(trials, PATHS, 0.02)
-    assert found is not None
     assert (found.point, found.losses, found.fresh) == (BETTER, (2.9,), 0)
 
 
@@ -261,8 +252,6 @@ def test_the_fewest_changes_are_measured() -> None:
     near = [1.0, -0.5, 0.0, 0.0]  # costs 0.0675
     trials = study([OPTIMUM, near], 0.0)
     found = answer(trials, DIMENSIONS, 0.1)
-    assert found.best is not None
-    assert found.fewest is not None
     assert found.fewer == found.fewest_octaves == dict(zip(PATHS, near, strict=True))
     assert found.fewest.loss - found.best.loss == pytest.approx(0.0675)
     assert found.fewest_cost == pytest.approx(0.0675, abs=0.01)

@@ -259,14 +259,8 @@ def test_hours_of_a_run_are_by_the_clock_of_its_own_machine() -> None:
     axes = Axes({"a": (0.0, 1.0)})
     stored = stored_study.StoredStudy(store, study, axes, None)
     owner = {"owner": STRANGER, "began": 100.0, "job": "search:0"}
-    study.add_trial(
-        create_trial(
-            state=TrialState.RUNNING,
-            params={"a": 0.5},
-            distributions={"a": FloatDistribution(0, 1)},
-            user_attrs=owner,
-        )
-    )
+    drawn = {"params": {"a": 0.5}, "distributions": {"a": FloatDistribution(0, 1)}}
+    study.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=owner, **drawn))
     store.set_study_system_attr(stored.id, f"beat:{STRANGER}", 160.0)
     plan = SearchPlan(axes, "random", 0, Budget(hours=1.0), None, True)
     seen = []

@@ -103,9 +103,8 @@ def test_a_value_moves_by_its_distance_and_nothing_else_moves(dimension, data: s
     else:
         assert now / dimension.centre == pytest.approx(2**octaves)
     others = {path: 0.0 for path in AROUND.paths if path != dimension.path}
-    assert values(recipe_at(RECIPE, {dimension.path: octaves}), others) == {
-        path: AROUND.centre[path] for path in others
-    }
+    there = values(recipe_at(RECIPE, {dimension.path: octaves}), others)
+    assert there == {path: AROUND.centre[path] for path in others}
 
 
 @pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "eps", "residual"])
@@ -151,7 +150,6 @@ def test_a_batch_is_whole_sequences_and_its_ramp_moves_with_it(octaves: float) -
     assert batch.tokens == round(16 * 2**octaves) * 32
     assert there.data == RECIPE.data
     assert there.schedule == RECIPE.schedule
-    assert ramp is not None
     assert ramp.over_tokens == 4_096
     # A quarter of the batch, up to the rounding of three increments to sequences.
     assert abs(ramp.start_tokens - batch.tokens / 4) <= 3 * 32
@@ -175,6 +173,5 @@ def test_the_rule_moves_lr_and_betas_with_the_batch() -> None:
         assert row.lr == pytest.approx(2 * before[row.name].lr), row.name
         assert math.log(row.beta2) == pytest.approx(4 * math.log(before[row.name].beta2))
     common = plain.replace({"scaling.rule": "standard"})
-    assert column(parameter_table(recipe_at(common, {"batch.tokens": 2.0})), "lr") == column(
-        parameter_table(common), "lr"
-    )
+    faster = parameter_table(recipe_at(common, {"batch.tokens": 2.0}))
+    assert column(faster, "lr") == column(parameter_table(common), "lr")

@@ -39,9 +39,7 @@ class Server:
             user = pwd.getpwnam("postgres")
             os.chown(folder, user.pw_uid, user.pw_gid)
             self._as = ["--reuid", str(user.pw_uid), "--regid", str(user.pw_gid), "--clear-groups"]
-        self._run(
-            "initdb", "-D", "data", "-U", "leaven", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync"
-        ).wait()
+        self._run("initdb", "-D", "data", "-U", "leaven", "-A", "trust", "-E", "UTF8", "--no-locale", "-N").wait()
         self.start()
 
     def _run(self, program: str, *options: str) -> "subprocess.Popen[bytes]":
@@ -117,9 +115,7 @@ def test_a_database_that_stays_away(server: Server) -> None:
     study = store.create_new_study([StudyDirection.MINIMIZE], "s")
     server.stop()
     try:
-        with pytest.raises(
-            StoreGone, match="postgresql://leaven@/away has been unreachable for 0 seconds .*No such file"
-        ) as gone:
+        with pytest.raises(StoreGone, match="postgresql://leaven@/away has been unreachable for 0 seconds") as gone:
             store.get_all_trials(study)
         with pytest.raises(InputError, match="postgresql://leaven@/away cannot be opened: .*No such file"):
             open_store(url)

@@ -81,14 +81,12 @@ def regrets(knowledge: Callable[[int], dict[str, object]]) -> float:
     found = []
     for seed in range(8):
         truth = made_up("bowl", 4, seed)
-        best = search(
-            lambda x, truth=truth: truth(np.array(list(x.values()))),  # type: ignore[misc]
-            {name: (-3, 3) for name in "abcd"},
-            trials=8,
-            seed=seed,
-            noise=0.0,
-            **knowledge(seed),  # type: ignore[arg-type]
-        )
+
+        def objective(x: dict[str, float], truth: Callable[[np.ndarray], float] = truth) -> float:
+            return truth(np.array(list(x.values())))
+
+        space = {name: (-3, 3) for name in "abcd"}
+        best = search(objective, space, trials=8, seed=seed, noise=0.0, **knowledge(seed))  # type: ignore[arg-type]
         found.append(min(truth(np.array(list(best.params.values()))), 1.0))
     return float(np.mean(found))
 
@@ -145,7 +143,6 @@ def test_expectations_are_distances_from_the_values_as_trained(tiny: Recipe) -> 
     assert doubled[BATCH] == pytest.approx(first[BATCH])
     informed = space(tiny, f"{LR},{BATCH}").with_laws()
     for each in informed.dimensions:
-        assert each.expected is not None
         assert each.low <= each.expected[0] <= each.high
         assert each.expected[1] >= each.scale / 2
 
@@ -160,15 +157,8 @@ def folder(tiny: Recipe, tmp_path: Path) -> Path:
         StudyTrial(number, "complete", 3.0 + number, {}, 1.0, 1.0, octaves={LR: x, BATCH: y})
         for number, (x, y) in enumerate([(0.0, 0.0), (1.0, 0.0), (-1.0, 1.0), (0.5, -0.5), (2.0, 0.0)])
     )
-    document = StudyDocument(
-        name="earlier",
-        method="trust-region",
-        space=searched.paths,
-        dimensions=searched.dimensions,
-        trials=trials,
-        noise_floor=0.02,
-        noise_runs=4,
-    )
+    searched_for = {"space": searched.paths, "dimensions": searched.dimensions, "trials": trials}
+    document = StudyDocument(name="earlier", method="trust-region", noise_floor=0.02, noise_runs=4, **searched_for)
     (where / "study.json").write_text(document.model_dump_json())
     write_recipe(tiny, where / "centre.toml")
     return where
@@ -255,13 +245,11 @@ def test_a_study_keeps_its_knowledge(folder: Path, tiny: Recipe, tmp_path: Path)
     # The noise of the earlier study is used, so that no run measures it.
     assert not [trial for trial in state.trials if trial.purpose == "noise"]
     assert state.noise_floor == 0.02
-    assert state.informed is not None
     assert opened.out.joinpath("best.toml").read_text().count("the search used what laws") == state.informed
     # It resumes without the option, also if the earlier study is gone; but knowledge cannot be added later.
     (folder / "study.json").unlink()
     with study(None) as opened:
         again = opened.run(8, 1)
-    assert opened.space.earlier is not None
     assert len(opened.space.axes.knowledge) == len(DIFFERENCES)
     assert again.trials[:6] == state.trials
     informed = space(short, LR).knowing({LR: (0.5, 0.5)}, None)

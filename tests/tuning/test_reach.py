@@ -82,12 +82,8 @@ def test_the_box_grows_only_where_the_best_points_are_at_its_end() -> None:
 def chosen(octaves: dict[str, float]) -> float:
     """wsd and adam are best, and the lr an octave up."""
     decay, optimizer = (octaves[name] for name in ("schedule.decay", "hyperparameters.optimizer"))
-    return (
-        3.0
-        + {0: 0.1, 1: 0.2, 2: 0.0}[round(decay)]
-        + 0.1 * (optimizer == 0)
-        + 0.1 * (octaves["hyperparameters.lr"] - 1) ** 2
-    )
+    values = {0: 0.1, 1: 0.2, 2: 0.0}[round(decay)] + 0.1 * (optimizer == 0)
+    return 3.0 + values + 0.1 * (octaves["hyperparameters.lr"] - 1) ** 2
 
 
 @pytest.mark.parametrize("method", [pytest.param("gp", marks=pytest.mark.slow), *(m for m in METHODS if m != "gp")])

@@ -137,10 +137,9 @@ def test_a_trial_that_another_process_ended_is_not_taken_for_a_retry() -> None:
         if inner.get_trial(trial).state is TrialState.RUNNING:
             inner.set_trial_state_values(trial, TrialState.FAIL)
 
+    store = open_store(breaking(inner, before=True), waited=other)
     with pytest.raises(UpdateFinishedTrialError):
-        open_store(breaking(inner, before=True), waited=other).set_trial_state_values(
-            trial, TrialState.COMPLETE, [1.0]
-        )
+        store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0])
 
 
 def test_many_commands_create_a_store_at_once(where: str) -> None:
@@ -264,7 +263,6 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     hold = "from leaven import storage; from pathlib import Path; import sys, time\n"
     hold += "with storage.lock(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", hold, f"{path}.flock"], stdout=subprocess.PIPE)
-    assert other.stdout is not None
     other.stdout.readline()
     waits = threading.Thread(target=store.create_new_trial, args=(study,))
     waits.start()

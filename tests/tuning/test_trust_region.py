@@ -5,13 +5,7 @@ import pytest
 
 from leaven.tuning.algorithm import surrogate
 from leaven.tuning.algorithm.noise import interval_of_mean, pooled, t95
-from leaven.tuning.algorithm.trust_region import (
-    RISK,
-    TRUST,
-    Axes,
-    Region,
-    region,
-)
+from leaven.tuning.algorithm.trust_region import RISK, TRUST, Axes, Region, region
 
 rng = np.random.default_rng(0)
 OPTIMUM = np.array([1.0, -0.5, 0.3, 0.0])
@@ -129,9 +123,8 @@ def test_divergence_is_attributed_to_what_only_diverged_trials_have() -> None:
     assert found.risk(shortened) <= 0.2
     assert 0 < shortened[2] < 1.2
     assert shortened[0] == pytest.approx(0.5, abs=0.45)
-    np.testing.assert_array_equal(
-        surrogate.fit_divergence(points, np.zeros(100, bool)).shorten(beyond, np.zeros(6), 0.2), beyond
-    )
+    none = surrogate.fit_divergence(points, np.zeros(100, bool))
+    np.testing.assert_array_equal(none.shorten(beyond, np.zeros(6), 0.2), beyond)
 
 
 def test_the_incumbent_changes_only_for_more_than_the_noise() -> None:
@@ -198,10 +191,8 @@ def test_a_scale_multiplies_steps_and_changes_nothing_else() -> None:
     np.testing.assert_allclose(ours * scale, theirs, rtol=1e-9)
     np.testing.assert_allclose(plain.belief(points), scaled.belief(points * scale), rtol=1e-9)
     np.testing.assert_allclose(plain.risk(points), scaled.risk(points * scale), rtol=1e-9)
-    there = (points[:5], points * scale)
-    np.testing.assert_allclose(
-        plain.deviation(there[0], points[7]), scaled.deviation(there[1][:5], there[1][7]), rtol=1e-9
-    )
+    there, base = plain.deviation(points[:5], points[7]), scaled.deviation(points[:5] * scale, points[7] * scale)
+    np.testing.assert_allclose(there, base, rtol=1e-9)
 
 
 def test_proposals_stay_in_the_space_and_the_trust_region_and_do_not_diverge() -> None:

@@ -26,12 +26,11 @@ def losses(recipe: Recipe) -> list[float]:
     return [training.step().loss for _ in range(STEPS)]
 
 
+AGAINST_VALUE = (("out.residual", 1), ("value.init_std", -1), ("value.lr", -1))
 VALLEYS = {
     "a query's norm": along(("attention.query.init_std", 1), ("attention.query.lr", 1)),
     "residual against mlp.out": along(("mlp.out.residual", 1), ("mlp.out.init_std", -1), ("mlp.out.lr", -1)),
-    "residual against value": along(
-        ("attention.out.residual", 1), ("attention.value.init_std", -1), ("attention.value.lr", -1)
-    ),
+    "residual against value": along(*((f"attention.{at}", x) for at, x in AGAINST_VALUE)),
     "residual against in": along(("mlp.out.residual", 1), ("mlp.in.init_std", -1), ("mlp.in.lr", -1)),
     "the whole stream": along(
         *(("embedding.init_std", 1), ("embedding.lr", 1)), ("attention.out.residual", 1), ("mlp.out.residual", 1)
