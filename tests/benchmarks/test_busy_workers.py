@@ -12,5 +12,5 @@ def test_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(sys, "argv", ["busy_workers.py", "--tiny"])
     busy_workers.main()
     *_, whole = capsys.readouterr().out.splitlines()
-    assert whole.split()[:3] == ["1", "to", "20"]
+    assert whole.split()[:3] == ["11", "to", "30"]  # ten are in the store at the beginning
     assert 0 < float(re.findall(r"([0-9.]+)%", whole)[0]) <= 100

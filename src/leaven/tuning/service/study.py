@@ -173,7 +173,7 @@ class BaseStudy(ABC):
             raise InputError(f"{nearest} is a file; give a folder")
         if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
             raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
-        own = OURS
+        own: tuple[str, ...] = OURS
         if str(self._where).startswith("sqlite:"):  # the database and its journals may be here
             own = (*OURS, f"{escape(Path(str(self._where).partition('?')[0]).name)}*")
         centre = self.out / "centre.toml"
