@@ -269,7 +269,7 @@ def neighbours(
     """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
 
     Sizes count the parameters that a token uses. A mixture of experts (``experts``) also has dense neighbours. Runs
-    within `FACTOR` of the size come first; their order is that of :func:`nearest`.
+    within `FACTOR` of the size come first, then the others, both in the order of :func:`nearest`.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     kind: Kind = "moe" if experts else "dense"

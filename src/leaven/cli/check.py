@@ -209,7 +209,7 @@ def collapse(
     ] = None,
     loss: LossOption = "loss",
 ) -> None:
-    """Check that the loss curves of models of several sizes are the same after normalisation.
+    """Check that the loss curves of several sizes coincide, as (loss - irreducible loss) / its value at the end.
 
     The check trains the recipe at each size, with the same number of steps and of tokens per parameter. Or check the
     curves of runs that you have trained: LOGS is a file, or a folder with files or with the run folders of leaven,

@@ -248,7 +248,7 @@ def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> Toke
 
 
 def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
-    """Return a survey from the cache, or None if its checksums are missing or damaged."""
+    """Return a survey from the cache, or None if its checksums are missing or do not have the right form."""
     survey = TokenSurvey(**values)
     fit = all(ids.fits(survey.blocks) for ids in mapped.arrays if isinstance(ids, FileTokens))
     return survey if fit else None

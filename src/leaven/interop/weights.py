@@ -42,7 +42,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others hold quantised weights
 SHARD_BYTES = 5 * 10**9
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
-# Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.
+# Keys of a model shape that may differ between a recipe and its start weights; seq_len unless positions are learned.
 _FREE = {"seq_len", "dropout", "rope_theta"}
 # Name of the biases that a layer's router adds to the scores of its experts. They are not parameters: training
 # changes them without gradients, to balance the load of the experts.
@@ -303,7 +303,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     """Return a description of the model in a folder, from which a run with this shape can start.
 
     Raises:
-        InputError: if the model cannot be read, or its shape differs in a key on which tensors depend.
+        InputError: if the model cannot be read, or its shape differs in a key other than those of ``_FREE``.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE

@@ -218,8 +218,8 @@ class RunFolder:
         )
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write ``recipe`` as the run's recipe, and return it. Each change gets a ``why``, such as "since 1,000
-        tokens; before: 0.01"."""
+        """Return ``recipe`` with a ``why`` for each change, such as "since 1,000 tokens; before: 0.01". If this process
+        ``writes``, also write it to recipe.toml."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:

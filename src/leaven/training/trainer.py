@@ -21,9 +21,9 @@ these. Each other file answers the question beside it.
    guard.
 5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
    The device skips the update if the loss or the gradient norm is not finite, or above the limits of the spike guard.
-6. **distributed/sharded_model.py** runs the passes, a micro-batch at a time: loss, ``backward()``, and in a run of
-   several processes the exchange between them (Where are the model and its loss? ``model/transformer.py`` and
-   ``model/loss.py``. Which layers has a process? ``distributed/pipeline.py``).
+6. **distributed/sharded_model.py** runs the passes in the compute dtype, a micro-batch at a time: loss,
+   ``backward()``, and in a run of several processes the exchange between them (Where are the model and its loss?
+   ``model/transformer.py`` and ``model/loss.py``. Which layers has a process? ``distributed/pipeline.py``).
 7. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
    multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each step
    multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.

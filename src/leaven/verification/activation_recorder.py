@@ -162,7 +162,7 @@ class ActivationRecorder(TorchFunctionMode):
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules inside blocks around the last matrix of a residual branch, such as ``layers.3.mlp``."""
+    """Return the modules in a block that contain the last matrix of a residual branch, such as ``layers.3.mlp``."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

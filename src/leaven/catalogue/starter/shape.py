@@ -292,8 +292,8 @@ def _lengths(near: Neighbours) -> Votes:
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
 
-    A length from recent runs is shortened so that a batch has about `SEQUENCES_A_BATCH` sequences. Then it is rounded
-    to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
+    A length from recent runs is shortened, but not below `SHORTEST`, if a batch would have fewer sequences than about
+    `SEQUENCES_A_BATCH`. It is rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len

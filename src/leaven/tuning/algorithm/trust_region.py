@@ -85,8 +85,8 @@ class Axes:
 
     A point (a setting of all D hyperparameters) has two forms; ``tuning/point.py`` converts a point to a recipe:
 
-    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier; for a value
-      such as dropout, its change in tenths; for a choice, the index of its level.
+    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier; for a beta,
+      log2 of its exponent; for a value such as dropout, its change in tenths; for a choice, the index of its level.
     - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
       names. For a choice, it is the difference of the indices, modulo the number of levels.
     """
