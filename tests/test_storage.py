@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -285,14 +286,19 @@ def test_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fcntl.flock", missing)
     monkeypatch.setattr(storage, "SOFT", 0.3)
     lock = tmp_path / "lock"
-    lock.touch()  # copied from a disk with flock, where nobody holds it
-    os.utime(lock, (0, 0))
     with pytest.warns(UserWarning, match="flock not supported"), storage.lock(lock):
         pass
-    lock.write_text("12741\nnode17\n4592\n")  # of a process on another machine, perhaps killed
-    gone = pytest.raises(InputError, match="remove it if the process that made it is gone")
-    with pytest.warns(UserWarning, match="flock"), gone, storage.lock(lock):
+    line = pytest.raises(InputError, match="remove it if no process uses this folder")
+    lock.touch()  # copied from a disk with flock, or held by a machine that has flock
+    with pytest.warns(UserWarning, match="flock"), line, storage.lock(lock):
         pass
+    lock.write_text("12741\nnode17\n4592\n")  # of a process on another machine, perhaps killed
+    with pytest.warns(UserWarning, match="flock"), line, storage.lock(lock, seconds=0):
+        pass
+    ended = Timer(0.8, lock.unlink)  # the process releases it after more than SOFT seconds
+    ended.start()
+    with pytest.warns(UserWarning, match="flock"), storage.lock(lock):
+        ended.join()
 
 
 def test_a_disk_that_cannot_flush_folders_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import re
 import shutil
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ PAGE = b"<!doctype html"
 _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 
 SOFT = 10.0
-"""Seconds to wait for a lock on a disk without flock. An empty lock file that is older belongs to no process."""
+"""Seconds until a lock on a disk without flock is refused, if its file does not name a process."""
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
@@ -460,8 +459,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path; or instead of TimeoutError, if the disk has no
-            flock, so that a killed process may have left the lock.
+        InputError: if :func:`require_plain_file` refuses the path; or on a disk without flock, if a process that is
+            gone may have left the lock.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 
@@ -470,19 +469,17 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     held = FileLock(path, timeout=seconds)
     try:
         try:
-            held.acquire(timeout=0)
+            held.acquire(timeout=SOFT if seconds < 0 else seconds)
         except TimeoutError:
-            if isinstance(held, SoftFileLock):  # without flock, filelock takes any file for a lock
-                with suppress(OSError):
-                    if path.stat().st_size == 0 and time.time() - path.stat().st_mtime > SOFT:  # that flock has left
-                        path.unlink()
-            held.acquire(timeout=SOFT if isinstance(held, SoftFileLock) and seconds < 0 else seconds)
-    except TimeoutError:
-        if isinstance(held, SoftFileLock):
-            raise InputError(
-                f"{path} is locked, on a disk without flock; remove it if the process that made it is gone"
-            ) from None
-        raise
+            # Without flock, filelock takes any file for a lock: its own, which names the process, and an empty one,
+            # which a flock has left here or another machine holds.
+            if isinstance(held, SoftFileLock) and (seconds >= 0 or path.stat().st_size == 0):
+                raise InputError(
+                    f"{path} is locked, on a disk without flock; remove it if no process uses this folder"
+                ) from None
+            if seconds >= 0:
+                raise
+            held.acquire()
     except NotImplementedError:  # an older version of filelock, on a disk without flock
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(path)) from None
     except OSError as error:

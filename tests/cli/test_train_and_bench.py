@@ -1,7 +1,11 @@
 import errno
 import json
+import os
+import pty
+import select
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +53,34 @@ def test_train_prints_one_document_and_a_line_every_so_many_steps(
     assert not (run / "tensorboard").exists()
     code, out, _ = leaven("train", tiny_file, "--run", run, *options)  # finished: prints its result again
     assert (code, "bits per byte" in out) == (0, True)
+
+
+def test_a_closed_terminal_stops_a_run_and_saves_it(tiny_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    many = ("--set", "data.tokens=2_560_000", "--set", "stability.checkpoint_every_tokens=2_560_000")
+    words = [
+        "-m",
+        "leaven",
+        "train",
+        str(tiny_file),
+        "--run",
+        str(run),
+        "--log-every",
+        "1",
+        "--log-to",
+        "none",
+        *many,
+    ]
+    process, terminal = pty.fork()
+    if not process:
+        os.execv(sys.executable, [sys.executable, *words])
+    while not RunFolder(run).metrics():
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 2**16)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
+    assert RunFolder(run).events()[-1]["event"] == "stop"
+    assert len(checkpoints(RunFolder(run).checkpoints)) == 2  # at the start, and at the stop
 
 
 def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -71,7 +72,7 @@ def given(recipe: Recipe, tokens: TokenSet, folder: Path, other: dict[str, Any])
     try:
         with join_process_group(recipe.layout, torch.device("cpu")) as group:
             if group.rank == 1:
-                tokens = replace(tokens, fingerprint=other.pop("text", tokens.fingerprint))
+                tokens = replace(tokens, **other.pop("tokens", {}))
                 recipe = recipe.replace(other)
             train(recipe, tokens, folder, group=group)
     except InputError as error:
@@ -140,7 +141,12 @@ def test_all_end_if_the_run_folder_is_deleted(two: Recipe, tokens: TokenSet, ran
 
 
 @pytest.mark.parametrize(
-    ("other", "named"), [({"hyperparameters.lr": 0.03}, "hyperparameters.lr"), ({"text": "b"}, "text or tokenizer")]
+    ("other", "named"),
+    [
+        ({"hyperparameters.lr": 0.03}, "hyperparameters.lr"),
+        ({"tokens": {"fingerprint": "b"}}, "text or tokenizer"),
+        ({"tokens": {"proportions": (Fraction(1, 2), Fraction(1, 2))}}, "data.source"),
+    ],
 )
 def test_all_processes_need_the_same_recipe_and_text(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path, other: dict[str, Any], named: str

@@ -151,6 +151,15 @@ def test_which_checkpoints_are_kept(
     assert steps(tmp_path) == kept
 
 
+def test_checkpoints_kept_for_good_stay_if_a_rewind_makes_others_rarer(tmp_path: Path) -> None:
+    for every, due in ((1, range(1, 7)), (4, [8])):
+        manager = CheckpointManager(tmp_path, 256 * every, 1, 2 * 256)
+        for step in due:
+            save(manager, step, step)
+        manager.close()
+    assert steps(tmp_path) == [2, 4, 6, 8]
+
+
 def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointManager) -> None:
     """Training continues at once. It changes its tensors in place while a thread writes the checkpoint."""
     go, write = threading.Event(), module.write_checkpoint

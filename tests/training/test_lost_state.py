@@ -326,12 +326,16 @@ def test_a_text_may_be_moved_after_a_rewind_that_changed_the_recipe(
     assert read_recipe(run.recipe_file).data.source == "/mnt/elsewhere/*.txt"
 
 
-def test_a_rewind_that_saves_more_rarely_is_refused_if_checkpoints_stay_for_good(
-    run: RunFolder, recipe: Recipe
-) -> None:
-    change = {"stability.checkpoint_every_tokens": 10_240, "stability.keep_every_tokens": 5_120}
-    with pytest.raises(InputError, match=r"checkpoint_every_tokens cannot be more than before"):
-        ManualRewind(6_144).check(run, recipe.replace(change))
+def test_a_rewind_after_two_whose_events_are_lost_is_known(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    older = (run.path / "events.jsonl").read_bytes()
+    for skip in (256, 512):
+        ManualRewind(6_144, skip).go(run, recipe)
+        train(recipe, tokens, run.path, stop=lambda: run.metrics()[-1]["step"] >= 34)
+    (run.path / "events.jsonl").write_bytes(older)
+    lower = recipe.replace({"hyperparameters.lr": 0.003})
+    train(lower, tokens, run.path, rewind=ManualRewind(5_120), stop=lambda: run.metrics()[-1]["step"] >= 30)
+    assert RunFolder(run.path).recipe().hyperparameters.lr == 0.003
+    assert train(lower, tokens, run.path).finished
 
 
 def test_lines_are_on_the_disk_before_the_checkpoint_that_needs_no_repeat(

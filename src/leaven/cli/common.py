@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -186,16 +186,21 @@ def print_document(
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. A second one interrupts at once.
 
-    A closed terminal sends SIGHUP, often twice, so a second SIGHUP does nothing.
+    A closed terminal sends SIGHUP, often twice, so a second SIGHUP does nothing. What is printed afterwards is lost.
     """
     requested = False
+    terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         if requested and number != hang_up:
             raise KeyboardInterrupt
         requested = True
-        with suppress(OSError):  # the terminal is gone
+        if number == hang_up and terminals:  # each line to a closed terminal would raise an error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for terminal in terminals:
+                os.dup2(nowhere, terminal)
+        else:
             errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
 
     hang_up = getattr(signal, "SIGHUP", None)

@@ -402,8 +402,10 @@ class CheckpointManager:
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
         def tidy() -> None:
             there = checkpoints(self._folder)
-            due = first_in_each_interval([tokens_of(path) for path in there], self._every)
-            stay = checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)
+            tokens = [tokens_of(path) for path in there]
+            stay = checkpoints_to_keep(first_in_each_interval(tokens, self._every), good_tokens, self._keep, None)
+            if self._keep_every is not None:  # also those that were due before a rewind changed the interval
+                stay += [at for at in first_in_each_interval(tokens, self._keep_every) if at >= self._keep_every]
             for path in there[:-1]:
                 if tokens_of(path) not in stay:
                     _remove(path)

@@ -221,7 +221,9 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of a recipe that stay the same during a run. The text may be moved: :func:`require_text`
     compares its content."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
-    values["data"] |= {"source": recipe.data.proportions, "tokenizer": None}
+    names = [source.source for source in recipe.data.sources]  # of several, they decide the order of the samples
+    values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
+    values["data"]["weights"] = recipe.data.proportions
     values["batch"]["micro_batch"] = None
     return values
 

@@ -25,7 +25,6 @@ from leaven.training.run_folder import (
     RunFolder,
     changeable,
     changes_of,
-    checkpoint_interval,
     checkpoints,
     describe_changes,
     locked_folder,
@@ -146,12 +145,6 @@ class ManualRewind:
             raise InputError(
                 f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
                 f"{', '.join(HYPERPARAMETERS)} with --rewind-to; for other changes, give a new folder with --run"
-            )
-        longest = checkpoint_interval(run.recipe())
-        if recipe.stability.keep_every_tokens is not None and checkpoint_interval(recipe) > longest:
-            raise InputError(
-                f"--rewind-to: stability.checkpoint_every_tokens cannot be more than before ({longest:,}), because "
-                "checkpoints that stability.keep_every_tokens keeps would be removed"
             )
         require_run_of(run, run.recipe())
         self._target(run)

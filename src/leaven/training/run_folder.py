@@ -157,9 +157,8 @@ class RunFolder:
         changes = [event for event in events if "recipe" in event]
         if not changes:
             return None
-        returns = [event for event in events if event["event"] in RETURNS]
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
-            if len(newest_document(self)["rewinds"]) > len(returns):
+            if len(newest_document(self)["rewinds"]) > _rewinds_known(events):
                 return None
         try:
             recipe = Recipe.model_validate(changes[-1]["recipe"])
@@ -218,8 +217,8 @@ class RunFolder:
         )
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with a ``why`` for each change, such as "since 1,000 tokens; before: 0.01". If this process
-        ``writes``, also write it to recipe.toml."""
+        """Return ``recipe`` with a ``why`` for each change, such as "since 1,000 tokens; before: 0.01". If this
+        process ``writes``, also write it to recipe.toml."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -416,6 +415,12 @@ def _content(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _rewinds_known(events: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many rewinds the events know. The lines of earlier ones may be lost."""
+    returns = [event.get("earlier_rewinds") for event in events if event["event"] in RETURNS]
+    return max((len(each) if isinstance(each, list) else at for at, each in enumerate(returns)), default=-1) + 1
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:

@@ -182,7 +182,8 @@ def train(
 
 
 def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind | None, group: ProcessGroup) -> None:
-    """Check that all processes have the same recipe, text (its paths may differ), rewind and leaven version.
+    """Check that all processes have the same recipe, text, rewind and leaven version. The path of a single source may
+    differ. Those of several may not, because they decide the order of the samples.
 
     Raises:
         InputError: on all processes, if one has others.
@@ -191,6 +192,8 @@ def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind
         return
     mine = {
         "recipe": recipe.model_dump(exclude={"why"}) | {"data": recipe.data.model_dump(exclude={"source"})},
+        "data.source": [str(share) for share in tokens.proportions]
+        + list(tokens.names if len(tokens.names) > 1 else ()),
         "text or tokenizer": tokens.fingerprint,
         "--rewind-to": rewind and asdict(rewind),
         "version of leaven": __version__,

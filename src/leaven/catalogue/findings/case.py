@@ -144,8 +144,8 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, and of those that copied each
-        other's lr only one."""
+        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size. Of runs that copied each
+        other's lr, only one is among them."""
         return self.size.near.close[:VOTES]
 
     @cached_property

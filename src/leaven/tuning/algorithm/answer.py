@@ -404,7 +404,7 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus that of ``there``, over their common seeds, or over all if there are none."""
+    """Return the mean loss of ``start`` minus that of ``there``, over the common seeds, or over all without any."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())

@@ -289,11 +289,15 @@ class StoredStudy:
 
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
-    """Return at most ``POINTS`` points of a curve: the last one, the lowest one, and others at equal distances."""
-    finite = [point for point in curve if math.isfinite(point[1])]
-    kept = {*range(0, len(finite), -(-len(finite) // (POINTS - 2)) or 1), len(finite) - 1}
-    lowest = min(range(len(finite)), key=lambda index: finite[index][1], default=0)
-    return [finite[index] for index in sorted(kept | {lowest}) if index in range(len(finite))]
+    """Return at most ``POINTS`` points of a curve: the last one, and before it the means of equally long parts.
+
+    Single points are too noisy, because a trial is pruned if it is far above the curve of the best trial.
+    """
+    *before, last = [point for point in curve if math.isfinite(point[1])] or [(0, math.nan)]
+    size = max(-(-len(before) // (POINTS - 1)), 1)
+    parts = [before[at : at + size] for at in range(0, len(before), size)]
+    means = [(part[-1][0], math.fsum(loss for _, loss in part) / len(part)) for part in parts]
+    return [*means, last] if math.isfinite(last[1]) else []
 
 
 def trials_of(
