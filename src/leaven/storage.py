@@ -466,14 +466,16 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
 
     require_plain_file(path)
 
-    held = FileLock(path, timeout=seconds)
+    held, empty = FileLock(path, timeout=seconds), False
     try:
         try:
             held.acquire(timeout=SOFT if seconds < 0 else seconds)
         except TimeoutError:
             # Without flock, filelock takes any file for a lock: its own, which names the process, and an empty one,
             # which a flock has left here or another machine holds.
-            if isinstance(held, SoftFileLock) and (seconds >= 0 or path.stat().st_size == 0):
+            with suppress(FileNotFoundError):  # released just now
+                empty = path.stat().st_size == 0
+            if isinstance(held, SoftFileLock) and (seconds >= 0 or empty):
                 raise InputError(
                     f"{path} is locked, on a disk without flock; remove it if no process uses this folder"
                 ) from None

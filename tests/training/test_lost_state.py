@@ -333,7 +333,7 @@ def test_a_rewind_after_two_whose_events_are_lost_is_known(run: RunFolder, recip
         train(recipe, tokens, run.path, stop=lambda: run.metrics()[-1]["step"] >= 34)
     (run.path / "events.jsonl").write_bytes(older)
     lower = recipe.replace({"hyperparameters.lr": 0.003})
-    train(lower, tokens, run.path, rewind=ManualRewind(5_120), stop=lambda: run.metrics()[-1]["step"] >= 30)
+    train(lower, tokens, run.path, rewind=ManualRewind(6_144, 768), stop=lambda: run.metrics()[-1]["step"] >= 34)
     assert RunFolder(run.path).recipe().hyperparameters.lr == 0.003
     assert train(lower, tokens, run.path).finished
 

@@ -1068,7 +1068,7 @@ def test_logs_of_several_attempts_are_in_order_of_steps_not_of_clocks(tmp_path: 
         log = wandb_log(*(wandb_row(_step=b"%d" % step, loss=b"%d" % loss) for step, loss in found))
         (tmp_path / f"{name}.wandb").write_bytes(log)
     source = Command.model_validate({"command": "x", "loss": {"wandb": "x", "key": "loss"}}).loss
-    assert read_losses(source, tmp_path, complete=True)[-1] == (3, 3.0)
+    assert read_losses(source, tmp_path, complete=True, resumed=True)[-1] == (3, 3.0)
 
 
 @pytest.mark.parametrize("last", ['{"val": 2, "lr"{"val": 1}\n', '{"val": 2, "l'], ids=["two in one", "cut"])

@@ -6,9 +6,10 @@ import math
 import os
 import re
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -182,6 +183,13 @@ def print_document(
         console.print(part)
 
 
+def _has_reader(descriptor: int) -> bool:
+    """Return whether a terminal or the process at the other end of a pipe reads what is written."""
+    with suppress(OSError):
+        return os.isatty(descriptor) or stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    return False
+
+
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. A second one interrupts at once.
@@ -189,18 +197,18 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     A closed terminal sends SIGHUP, often twice, so a second SIGHUP does nothing. What is printed afterwards is lost.
     """
     requested = False
-    terminals = [number for number in (1, 2) if os.isatty(number)]
+    readers = [number for number in (1, 2) if _has_reader(number)]
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         if requested and number != hang_up:
             raise KeyboardInterrupt
         requested = True
-        if number == hang_up and terminals:  # each line to a closed terminal would raise an error
+        if number == hang_up and readers:  # later lines to a closed terminal or pipe would raise errors
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            for terminal in terminals:
-                os.dup2(nowhere, terminal)
-        else:
+            for reader in readers:
+                os.dup2(nowhere, reader)
+        with suppress(OSError):  # Ctrl-C has also ended what reads a pipe
             errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
 
     hang_up = getattr(signal, "SIGHUP", None)

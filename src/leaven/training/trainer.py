@@ -182,8 +182,8 @@ def train(
 
 
 def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind | None, group: ProcessGroup) -> None:
-    """Check that all processes have the same recipe, text, rewind and leaven version. The path of a single source may
-    differ. Those of several may not, because they decide the order of the samples.
+    """Check that all processes have the same recipe, text, rewind and leaven version. Paths may differ, but not those
+    of several sources, which decide the order of the samples.
 
     Raises:
         InputError: on all processes, if one has others.
@@ -191,7 +191,8 @@ def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind
     if group is SINGLE_PROCESS:
         return
     mine = {
-        "recipe": recipe.model_dump(exclude={"why"}) | {"data": recipe.data.model_dump(exclude={"source"})},
+        "recipe": recipe.model_dump(exclude={"why", "start", "data"}),
+        "data": recipe.data.model_dump(exclude={"source", "tokenizer"}),
         "data.source": [str(share) for share in tokens.proportions]
         + list(tokens.names if len(tokens.names) > 1 else ()),
         "text or tokenizer": tokens.fingerprint,

@@ -125,6 +125,8 @@ class RunStore:
         while not self._save() and not self._stop():
             time.sleep(0.5)
         ended = len(wanted.keys() & self._ended.keys())
+        if self._unsaved:
+            raise ChecksStopped(f"{len(self._unsaved)} of {ended} finished runs could not be saved")
         if ended < len(wanted):
             raise ChecksStopped(f"{ended} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]

@@ -188,7 +188,7 @@ class CommandTrainer:
                 if look < next_look:
                     continue
             try:
-                found = read_losses(command.loss, where, complete=code is not None)
+                found = read_losses(command.loss, where, complete=code is not None, resumed=command.resume)
             except InputError as error:
                 return f"reported a loss that cannot be read: {error}"
             curve = tuple(sorted(found))  # by step: a resumed attempt may repeat steps of the earlier attempt

@@ -1,7 +1,6 @@
 """Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B
 (Weights & Biases). Files are read while a command writes them, so an incomplete last line or record is ignored."""
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ MOST_NAMES = 20  # names of values that a message lists
 LARGEST_STEP = 2**63 - 1  # of the steps that a log reports
 
 
-def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
+def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
     """Return the (step, loss) pairs that a command has reported, in the order in which they were written.
 
     Losses without steps are numbered from 1. All steps are multiplied by ``tokens_per_step``, if given. Of several
@@ -28,6 +27,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
     Args:
         where: the file or folder of the source.
         complete: whether the command has ended. Until then, a file that is missing, damaged or cut off is no error.
+        resumed: whether a folder may have files of several attempts, of which the one with the last step counts.
 
     Raises:
         InputError: if a loss or step is not a number, or if the file of a command that has ended cannot be read.
@@ -35,7 +35,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool) -> Curve:
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
     else:
-        found = _of_rows(source, where, complete)
+        found = _of_rows(source, where, complete, resumed)
     times, curve = source.tokens_per_step or 1, dict[int, float]()
     try:
         for number, (step, loss) in enumerate(found, 1):
@@ -72,10 +72,10 @@ def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
             yield int(step) if step else None, float(found["loss"])
 
 
-def _of_rows(source: LossSource, where: Path, complete: bool) -> Losses:
+def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
     if complete and source.jsonl is not None:
         _require_last_line(source, where)
-    for step, row in _rows(source, where):
+    for step, row in _rows(source, where, resumed):
         if (loss := row.get(str(source.key))) is None:  # loggers write null for a value that a step does not have
             continue
         has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # NaN is not
@@ -96,17 +96,16 @@ def _of_rows(source: LossSource, where: Path, complete: bool) -> Losses:
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
-    """Raise InputError if a line with the name of the loss that is no JSON object follows the last loss."""
-    name = json.dumps(source.key).encode()
+    """Raise InputError if a damaged JSON object follows the last loss. It may have had a loss, too."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
         row = storage.json_object(line)
-        if row is None and name in line:
+        if row is None and line.lstrip().startswith(b"{"):
             raise InputError(f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace'):.60}")
         if row is not None and row.get(str(source.key)) is not None:
             return
 
 
-def _rows(source: LossSource, where: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield (step, values by name) for each row that was logged."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
@@ -114,8 +113,8 @@ def _rows(source: LossSource, where: Path) -> Iterator[tuple[Any, dict[str, Any]
         found = [list(tensorboard_rows(file, str(source.key))) for file in sorted(where.rglob("*tfevents*"))]
     else:
         found = [list(wandb_rows(file)) for file in sorted(where.rglob("*.wandb"))]
-    # Not by name: it has the time by the clock of a machine, and attempts may run on different ones.
-    return (row for rows in sorted(found, key=_last_step) for row in rows)
+    # The names have the times of the files by the clock of a machine, and attempts may run on different machines.
+    return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 
 def _last_step(rows: list[tuple[Any, dict[str, Any]]]) -> float:

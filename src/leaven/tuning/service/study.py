@@ -242,7 +242,9 @@ class BaseStudy(ABC):
             make_folder(self.out)
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
                 if file.exists() and not os.access(file, os.R_OK | os.W_OK):
-                    raise InputError(f"{file}: you may not write it; its owner can type chmod g+w {file}")
+                    raise InputError(
+                        f"{file}: you may not write it; on a writable disk its owner can type chmod g+w {file}"
+                    )
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
