@@ -111,6 +111,18 @@ CASES: Mapping[str, Case] = {
     "adamw": Case(axes=("depth", "batch", "tokens", "width")),
     "muon": Case(["hyperparameters.optimizer=muon"], lr=0.032),
     "post-norm": Case(["model.norm_placement=output", "model.qk_norm_whole=true"]),
+    # An embedding that begins with the size of the branches.
+    "post-norm-embedding": Case(
+        [
+            "model.norm_placement=output",
+            "model.qk_norm_whole=true",
+            "hyperparameters.modules={embedding={init_std=10.0}}",
+        ],
+        lr=0.032,
+    ),
+    "post-norm-alpha-half": Case(
+        ["model.norm_placement=output", "model.qk_norm_whole=true", "scaling.alpha=0.5"], lr=0.128, axes=("depth",)
+    ),
     "experts": Case(["model.experts={number=4, active=2, d_expert=32}"]),
     # Branches are multiplied by depth^-1/2 and not by depth^-1, and the lr inside blocks falls as depth^-1/2.
     "alpha-half": Case(["scaling.alpha=0.5"], axes=("depth",)),

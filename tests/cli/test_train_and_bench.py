@@ -5,6 +5,7 @@ import pty
 import select
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ def test_a_closed_terminal_stops_a_run_and_saves_it(tiny_file: Path, tmp_path: P
     ]
     process, terminal = pty.fork()
     if not process:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         os.execv(sys.executable, [sys.executable, *words])
     while not RunFolder(run).metrics():
         if select.select([terminal], [], [], 0.1)[0]:

@@ -36,6 +36,17 @@ def test_muon_far_from_the_batch_or_the_tokens_of_the_base(tiny: Recipe) -> None
     assert not any("muon" in name for name in about(transfer(muon.replace(other_rule), tokens=10_240 * 5)))
 
 
+def test_norms_on_outputs_far_from_the_base(tiny: Recipe) -> None:
+    normed = tiny.replace({"model.norm_placement": "output"})
+    assert about(transfer(normed, width=32, depth=4)) == {}
+    wide, deep = transfer(normed, width=64, depth=4), transfer(normed, width=32, depth=8)
+    assert (about(wide)["output norms width"], about(deep)["output norms depth"]) == ((4, 2), (4, 2))
+    (message,) = (each.message for each in warnings(wide) if each.about == "output norms width")
+    assert "the best lr was measured to change as width^-0.22, here x0.74" in message
+    half = transfer(normed.replace({"scaling.alpha": 0.5}), width=32, depth=8)
+    assert not any("output norms" in name for name in [*about(half), *about(transfer(tiny, width=64, depth=8))])
+
+
 def test_beyond_the_critical_batch(tiny: Recipe) -> None:
     """Kaplan 2e8 L^-4.76, Power Lines 2048 x 0.0471 D^0.462, Zhang 512 x 22.91 (D/1e6)^0.47: the middle one."""
     big = transfer(tiny, batch_tokens=32_768, tokens=65_536)

@@ -727,7 +727,7 @@ def test_a_journal_of_another_user_is_one_line(
         pass
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".flock")
     with (
-        pytest.raises(InputError, match=r"journal.log.flock: you may not write it; its owner can type chmod"),
+        pytest.raises(InputError, match=r"journal.log.flock: you may not write it; on a writable disk its owner"),
         study(),
     ):
         pass

@@ -27,6 +27,10 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # With Muon, warn beyond this ratio of batch or tokens to the base: arXiv 2512.05620 tests only width and depth.
 MUON_FACTOR = 4.0
+# With norms on outputs, warn above this ratio to the base: the best lr was measured to change with these powers of it
+# (docs/log.md, 29 November 2026: width 32 to 256, 2 to 16 layers, alpha 1).
+OUTPUT_NORM_FACTOR = 2.0
+OUTPUT_NORM_EXPONENTS = {"width": -0.22, "depth": -0.34}
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
 # Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2
@@ -46,6 +50,7 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
     return [
         *_ratios(recipe, table),
         *_muon(recipe, table),
+        *_output_norms(recipe, table),
         *_critical_batch(recipe),
         *_tokens_per_parameter(recipe),
         *_token_exponent(recipe, table),
@@ -105,6 +110,17 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
             limit = MUON_FACTOR if ratio > 1 else 1 / MUON_FACTOR
             yield _caution(f"muon {axis}", ratio, limit, "muon", axis=axis)
+
+
+def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
+    """Warn about norms on outputs far from the base, where the best lr did not stay under complete-d-p, alpha 1."""
+    if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
+        return
+    for axis, exponent in OUTPUT_NORM_EXPONENTS.items():
+        ratio = getattr(table.ratios, axis)
+        if ratio > OUTPUT_NORM_FACTOR and (axis == "width" or recipe.scaling.alpha == 1):
+            facts = {"axis": axis, "exponent": exponent, "factor": ratio**exponent}
+            yield _caution(f"output norms {axis}", ratio, OUTPUT_NORM_FACTOR, "output norms", **facts)
 
 
 def _critical_batch(recipe: Recipe) -> Iterator[CautionRow]:
