@@ -138,6 +138,7 @@ def save(manager: CheckpointManager, step: int, good: int | None = None) -> None
         (2, 2, None, [(0, 0), (2, 2), (3, 3), (4, 4), (5, 5)], [2, 4, 5]),
         (2, 2, None, [(0, 0), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)], [4, 6]),
         (2, 1, None, [(2, 2), (3, 3), (4, 3)], [2, 4]),
+        (2, 1, 3, [(2, 2), (3, 3), (4, 4), (6, 6), (8, 8)], [4, 6, 8]),  # step 3 is that of a stop
     ],
 )
 def test_which_checkpoints_are_kept(
@@ -152,8 +153,9 @@ def test_which_checkpoints_are_kept(
 
 
 def test_checkpoints_kept_for_good_stay_if_a_rewind_makes_others_rarer(tmp_path: Path) -> None:
-    for every, due in ((1, range(1, 7)), (4, [8])):
+    for every, due in ((1, range(1, 8)), (4, [8])):
         manager = CheckpointManager(tmp_path, 256 * every, 1, 2 * 256)
+        manager.clear(7 * 256)
         for step in due:
             save(manager, step, step)
         manager.close()

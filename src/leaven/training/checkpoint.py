@@ -356,6 +356,7 @@ class CheckpointManager:
         sync: Callable[[], None] = lambda: None,
     ) -> None:
         self._sync = sync
+        self._for_good: list[int] = []  # token counts of checkpoints that an earlier start has kept for good
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
         self._group, self._exchange = group, Exchange(group, timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -397,15 +398,16 @@ class CheckpointManager:
             for path in checkpoints(self._folder):
                 if tokens_of(path) > after_tokens and path not in damaged:
                     _remove(path)
+            # These stay even if a rewind has made checkpoints rarer. The newest may be that of a stop.
+            self._for_good = kept_for_good(list(map(tokens_of, checkpoints(self._folder)))[:-1], self._keep_every)
         self._group.barrier()
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
         def tidy() -> None:
             there = checkpoints(self._folder)
             tokens = [tokens_of(path) for path in there]
-            stay = checkpoints_to_keep(first_in_each_interval(tokens, self._every), good_tokens, self._keep, None)
-            if self._keep_every is not None:  # also those that were due before a rewind changed the interval
-                stay += [at for at in first_in_each_interval(tokens, self._keep_every) if at >= self._keep_every]
+            due = first_in_each_interval(tokens, self._every)
+            stay = [*self._for_good, *checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)]
             for path in there[:-1]:
                 if tokens_of(path) not in stay:
                     _remove(path)
@@ -427,9 +429,14 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
     - unless ``keep_every_tokens`` is None, the first in each interval of that many tokens, except the first interval.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
-    if keep_every_tokens is not None:
-        stay |= {tokens for tokens in first_in_each_interval(due, keep_every_tokens) if tokens >= keep_every_tokens}
-    return sorted(stay)
+    return sorted(stay.union(kept_for_good(due, keep_every_tokens)))
+
+
+def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
+    """Return the first of the ascending token counts in each interval of ``every_tokens``, except the one from 0."""
+    if every_tokens is None:
+        return []
+    return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:

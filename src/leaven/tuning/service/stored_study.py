@@ -293,11 +293,12 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
 
     Single points are too noisy, because a trial is pruned if it is far above the curve of the best trial.
     """
-    *before, last = [point for point in curve if math.isfinite(point[1])] or [(0, math.nan)]
+    finite = [point for point in curve if math.isfinite(point[1])]
+    before, last = finite[:-1], finite[-1:]
     size = max(-(-len(before) // (POINTS - 1)), 1)
     parts = [before[at : at + size] for at in range(0, len(before), size)]
     means = [(part[-1][0], math.fsum(loss for _, loss in part) / len(part)) for part in parts]
-    return [*means, last] if math.isfinite(last[1]) else []
+    return [*means, *last]
 
 
 def trials_of(
