@@ -18,6 +18,7 @@ from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, used_
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.shape import TIED_SHARE
 from leaven.catalogue.starter.starter import starter, untuned
+from leaven.catalogue.terms import diff_in_terms
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES
 from leaven.planning.hardware import parse_cluster
@@ -250,6 +251,24 @@ def test_the_ramp_of_a_reference_is_repeated() -> None:
     assert bloom.schedule.warmup_tokens == pytest.approx(375e6, rel=1e-3)
     shared = new(176 * B, 366 * B, reference="bloom-176b", proxy=None, gpus=64).target.batch
     assert all(size % (64 * 2048) == 0 for _, size in shared.sizes)
+
+
+@pytest.mark.parametrize(
+    ("id", "values"),
+    [
+        ("olmo2-7b", {"norm_placement": "output", "qk_norm": True, "qk_norm_whole": True}),
+        ("gpt-j-6b", {"parallel_branches": True, "rotary_fraction": 0.25}),
+        ("pythia-160m", {"parallel_branches": True, "rotary_fraction": 0.25}),
+        ("qwen-14b", {"attention_bias": "qkv", "bias": False}),
+    ],
+)
+def test_the_architecture_of_a_reference_is_repeated(id: str, values: dict[str, object]) -> None:
+    recipe = at_own_scale(id)
+    assert {name: getattr(recipe.model, name) for name in values} == values
+    published = find_run(id).init_std
+    assert published is None or recipe.hyperparameters.init_std == pytest.approx(published, rel=0.01)
+    others = {row.path for row in diff_in_terms(find_run(id), recipe)}
+    assert not {path for path in others if path.startswith(("model.norm", "model.parallel", "model.rotary", "arch."))}
 
 
 def test_warm_up_and_cooldown_of_a_reference_are_repeated() -> None:

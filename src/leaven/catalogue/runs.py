@@ -36,8 +36,8 @@ _DECAYS: dict[str, Decay] = {
 }
 # Keys of sources and of free text, which are not values of the run.
 _NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
-# Two names for the same factor, because a layer has two residual branches.
-_BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
+# Names of the same factor: a layer has two residual branches, and N is the number of layers.
+_BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(2N)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:

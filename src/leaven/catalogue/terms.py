@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from leaven.catalogue.groups import PublishedArchitecture
 from leaven.catalogue.runs import PublishedRun
 from leaven.documents.catalogue import RecipeDifference
 from leaven.recipe.recipe import Recipe, flatten
@@ -29,11 +30,21 @@ def _optimizer(recipe: Recipe) -> str:
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
 
+def _rotary_fraction(arch: PublishedArchitecture) -> float | None:
+    """Return the share of each head that rotary positions rotate; None without rotary positions."""
+    if arch.positional != "rotary":
+        return None
+    return arch.rotary_dims / arch.head_dim if arch.rotary_dims and arch.head_dim else arch.rotary_pct
+
+
 L2_DECAY = "adam, L2 decay"
 # Paths of a recipe at which the value of a run must be computed.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
+    "model.qk_norm_whole": lambda run: run.arch.qk_norm and run.arch.qk_norm_width == "model",
+    "model.attention_bias": lambda run: "qkv" if run.arch.qkv_bias else None,
+    "model.rotary_fraction": lambda run: _rotary_fraction(run.arch),
     # A mixture of experts without a d_ff has no layer without experts.
     "model.experts.dense_layers": lambda run: (
         0 if run.kind == "moe" and run.arch.d_ff is None else run.arch.n_dense_layers
@@ -45,6 +56,9 @@ _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
 _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "params": lambda recipe: recipe.model.params,
     "model.rope_theta": lambda recipe: recipe.model.rope_theta if recipe.model.positions == "rope" else None,
+    "model.rotary_fraction": lambda recipe: (
+        recipe.model.rotary_fraction if recipe.model.positions == "rope" else None
+    ),
     "batch.ramp.start_tokens": lambda recipe: _sizes(recipe)[0],
     "batch.ramp.over_tokens": lambda recipe: _sizes(recipe)[1],
     "batch.micro_batch": lambda recipe: None if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch,

@@ -93,13 +93,13 @@ def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
     Raises:
         InputError: on all processes, if the first process raises it.
     """
-    exchange, value, refused = Exchange(group, timedelta(days=30)), None, None
+    exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None
     if group.is_first:
         try:
-            value = work()
+            done.append(work())
         except InputError as error:
             refused = str(error)
     refused = exchange.broadcast(refused)
     if refused is not None:
         raise Settled(refused)
-    return work() if value is None else value
+    return done[0] if group.is_first else work()

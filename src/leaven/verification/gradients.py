@@ -140,12 +140,12 @@ class GradientCheck(SizeCheck[GradientRecord]):
         records: dict[str, GradientRecord] = {}
         for name, parameter in parameters.items():
             label = instance.label(name)
-            if label is not None and label in first:
+            if label is not None and any(label in found for found in (first, *late)):
                 eps, decay, muon = settings[parameter]
                 inside = numbers(name) > numbers(label)  # a label has no number of a block
-                end = math.sqrt(sum(gradient[label] ** 2 for gradient in late) / len(late))
+                end = math.sqrt(sum(gradient.get(label, 0.0) ** 2 for gradient in late) / len(late))
                 records[label] = GradientRecord(
-                    first[label], end, moved[label], eps, decay, tuple(parameter.shape), inside, muon
+                    first.get(label, 0.0), end, moved[label], eps, decay, tuple(parameter.shape), inside, muon
                 )
         return records
 

@@ -178,10 +178,10 @@ def _choose_init(draft: StarterDraft, at: RunSize) -> float:
     """Choose the init std. Return the factor by which it is multiplied in the last matrix of each residual branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
-    # The std of a run with norms on the branches' outputs (OLMo 2) may be too large for pre-norm blocks.
-    pre_norm = run is None or run.arch.norm_placement in (None, "pre")
+    # The std of a run whose norms this model cannot have ("post") may not suit the model.
+    same_norms = run is None or run.arch.norm_placement in (None, model.norm_placement)
     facts: dict[str, Any]
-    if run and run.init_std and pre_norm:
+    if run and run.init_std and same_norms:
         message, facts = "init of the reference", {"known": run.residual_init_std is not None}
         std, known = run.init_std, run.residual_init_std
         residual = (2 * depth) ** -0.5 if known is None else (known or std) / std
@@ -200,7 +200,7 @@ def _choose_init(draft: StarterDraft, at: RunSize) -> float:
         draft.uncertain["init std"] = {"spread": max(found) / min(found)}
     draft.decide("hyperparameters.init", "rule")
     draft.decide("hyperparameters.init_std", float(f"{std:.3g}"), message, **facts)
-    ends = "end of a branch as the reference" if run and run.init_std and pre_norm else "end of a branch"
+    ends = "end of a branch as the reference" if run and run.init_std and same_norms else "end of a branch"
     for module in model.branch_ends if residual != 1 else ():
         draft.decide(f"hyperparameters.modules.{module}.init_std", float(f"{residual:.4g}"), ends, **facts)
     return float(f"{residual:.4g}")

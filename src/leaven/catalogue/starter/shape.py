@@ -14,7 +14,7 @@ from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, widths_of_experts
 from leaven.catalogue.terms import terms
 from leaven.errors import InputError
-from leaven.recipe.shape import Activation, ModelShape, Positions
+from leaven.recipe.shape import Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity, parse_quantity
 
 TOLERANCE = 0.03
@@ -46,7 +46,9 @@ _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # cost of a number of layers, by its remainder 
 # 128 is divisible by 8, the GPUs of a node.
 _ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
-_CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
+# Further choices that a reference run decides; otherwise they are the defaults of `ModelShape`.
+_OF_REFERENCE = ("norm_placement", "parallel_branches", "qk_norm_whole", "attention_bias", "rotary_fraction")
+_CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout", *_OF_REFERENCE)
 _HEADS = ("d_head", "n_heads", "n_kv_heads")
 _VOTED = ("shared", "dense_layers")  # values of the experts that similar published mixtures decide
 _SIZES = ("n_layers", "d_model", *_HEADS, "d_ff", "vocab_size", "tied_embeddings", "seq_len")
@@ -254,6 +256,8 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
         known.pop("positions", None)
     if known.get("activation") not in get_args(Activation) and known.pop("activation", None) and not run.arch.gated:
         known["activation"] = "gelu"
+    if known.get("norm_placement") not in get_args(NormPlacement):
+        known.pop("norm_placement", None)
     return _STACK | {"qk_norm": False} | known
 
 
@@ -360,11 +364,13 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         path, value = f"model.{name}", getattr(model, name)
         by = near.values(path)
         if run and run.id in by:
-            draft.decide(path, value, "stack of the reference", own=by[run.id] == value)
+            kind = "parallel branches" if name == "parallel_branches" and value else "stack"
+            draft.decide(path, value, f"{kind} of the reference", own=by[run.id] == value)
         elif name in _STACK:
             message = "stack of the reference" if run else path if name == "qk_norm" else "stack"
             draft.decide(path, value, message, votes=Votes(value, by), own=False)
     if not run and model.seq_len > SHORT:
         theta, runs = _theta_of_long()
         draft.decide("model.rope_theta", theta, positions=SHORT, runs=runs)
-    draft.step("shape", [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"])
+    facts = {"outputs": model.norm_placement == "output"}
+    draft.step("shape", [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"], **facts)

@@ -34,7 +34,7 @@ from leaven.errors import InputError
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, flatten
-from leaven.recipe.shape import Activation, ModelShape, Positions
+from leaven.recipe.shape import Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
@@ -152,7 +152,7 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
         "not_carried_over",
         "arch",
         {
-            "placement": arch.norm_placement if arch.norm_placement != "pre" else None,
+            "placement": None if arch.norm_placement in get_args(NormPlacement) else arch.norm_placement,
             "activation": arch.activation if arch.activation not in get_args(Activation) else None,
             "instead": "swiglu" if arch.gated else "gelu",
             "positions": positions if positions not in get_args(Positions) else None,
@@ -161,7 +161,7 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
         },
     )
     for path, value in without_counterpart(run):
-        if value and path != "arch.norm_placement" and not path.startswith(_CARRIED):
+        if value and not path.startswith(_CARRIED):
             yield f"{path.partition('.')[2]} {value}"
 
 
