@@ -26,6 +26,7 @@ from leaven.verification.collapse import grown
 from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.equivalence import equivalence
 from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
+from leaven.verification.gradients import GradientCheck
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.runs import CheckTrial, RunStore
 
@@ -102,6 +103,17 @@ def plain(width, depth, seed=0, ratios=leaven.Ratios(), lr=0.01, rule=True):
 def eager(width, depth):
     return plain(width, depth, lr=0.02)
 
+class Late(nn.RMSNorm):
+    # Its gain has no gradient in the first step.
+    steps = 0
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(x) if self.steps > 1 else x
+
+def late(width, depth):
+    model = nn.Sequential(nn.Embedding(64, width), Late(width), nn.Linear(width, 64))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.001)
+
 def wild(width, depth):
     return plain(width, depth, lr=1e9)
 
@@ -148,6 +160,12 @@ def test_coordinates_of_a_right_and_a_wrong_factory(here: Path, leaven: Verb) ->
     code, out, _ = leaven("check", "coordinates", "their_model:wrong", *SIZES, "-o", page)
     assert (code, "FAILED: " in out) == (1, True)
     assert "GROWS with" in page.read_text()
+
+
+def test_a_parameter_without_a_first_gradient_is_judged(here: Path) -> None:
+    family = foreign("their_model:late", RunScale(16, 1), source=MADE_UP)
+    found = GradientCheck(family, (16, 32), (1,), seeds=1).record(family.build(RunScale(16, 1), 0))
+    assert found["1"].start == 0 < found["1"].end
 
 
 def test_blocks_share_labels_and_the_modules_of_a_block_do_not(here: Path) -> None:
