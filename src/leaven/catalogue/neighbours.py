@@ -47,7 +47,7 @@ def size_ratio(run: PublishedRun, params: int) -> float:
 
 
 def first_of_each(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
-    """Return the first run of each lineage, in the order of ``runs``."""
+    """Return the first run of each lineage (runs that copied each other's lr), in the order of ``runs``."""
     first: dict[str, PublishedRun] = {}
     for run in runs:
         first.setdefault(run.lineage.name, run)
@@ -166,7 +166,7 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The neighbours of a model: the nearest run of each lineage."""
+    """The neighbours of a model: the most similar run of each lineage (``ranked``)."""
 
     params: int  # size of the model: the parameters that a token uses
     ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first; of these, runs that fit the stack first
@@ -210,7 +210,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return values by run id together with their weighted median; nearer sizes have more weight."""
+        """Return values by run id together with their median, weighted by :meth:`weights`."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:

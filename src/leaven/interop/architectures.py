@@ -32,7 +32,7 @@ _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint: one or more of leaven's tensors, stacked along the first dimension."""
+    """A tensor in a Hugging Face checkpoint: one or more of leaven's tensors together, or one expert of a tensor."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name

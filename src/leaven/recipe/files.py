@@ -29,7 +29,7 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation.
 
     Raises:
-        InputError: if the file is not a valid recipe; the message names file, key and remedy.
+        InputError: if the file is not a valid recipe; the message names the file, a wrong key, and what to change.
     """
     return parse_recipe(read_text(path), str(path), overrides)
 

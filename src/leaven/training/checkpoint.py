@@ -369,8 +369,12 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, once; later None, and without ``wait`` also before it is done. With
-        ``wait``, all processes get it in the same call. Raise ProcessLost if the first process does not report it."""
+        """Return the result of the last save, only once. Return None if there is none, or if it is not done and
+        ``wait`` is False. With ``wait``, all processes get it in the same call.
+
+        Raises:
+            ProcessLost: if the first process does not report the result.
+        """
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None

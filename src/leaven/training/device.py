@@ -227,7 +227,7 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use so far, in bytes: of the accelerator, or on a CPU of the whole process."""
+    """Return the peak memory use so far, in bytes: of the accelerator, or of the whole process if it uses a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes
@@ -241,7 +241,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Return the memory in use now, in bytes: of the accelerator, or on a CPU of the whole process."""
+    """Return the memory in use now, in bytes: of the accelerator, or of the whole process if it uses a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":

@@ -128,7 +128,7 @@ def _without_weights(change: Difference) -> bool:
 
 
 def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """Yield (file, identifier) for each identifier of a run in the files. ``state`` comes from a checkpoint."""
+    """Yield (file, identifier of the run that wrote it). ``state`` comes from a checkpoint."""
     first = b""
     with suppress(OSError), storage.open_file(run.metrics_file) as file:
         first = file.readline(_FIRST_LINE)

@@ -171,7 +171,7 @@ class SmallModels(RecipeFamily):
         return replace(table, rows=rows)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale, whose batch and tokens change the optimizer's settings, not the batches."""
+        """Return a new model. Batch and tokens of ``scale`` change the optimizer's settings, but not the batches."""
         shape = self.recipe.model
         recipe = transfer(
             self.recipe,

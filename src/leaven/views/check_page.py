@@ -130,7 +130,8 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
     """Draw the best value of the hyperparameter over the width, depth, batch or duration.
 
-    A dotted line shows the base's best value. Two more show the limits, ``limit`` octaves above and below.
+    A dotted line shows the best value of the first point. Two more show the limits, ``limit`` octaves above and
+    below.
     """
     level = curve.y[0]
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []

@@ -72,7 +72,7 @@ def repair(
     rows_of: Callable[[Recipe], Sequence[Any]],
     corpus_tokens: int | None = None,
 ) -> Suggestion:
-    """Return changes of a recipe after which its worst finding is a note, the mildest finding.
+    """Return changes of a recipe after which it has no findings but notes, the mildest kind.
 
     If 5 rounds (`MOST_REPAIRS`) do not find such changes, the first suggestion alone is returned, or {} without one.
 

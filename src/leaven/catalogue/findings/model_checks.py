@@ -18,8 +18,7 @@ from leaven.recipe.init_std import usual_std
 def init_std(check: Check, case: Case) -> Check | None:
     """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
 
-    The largest init std in common use, sqrt(1 / d_model), gives the value 1.73. BigScience's 104B model, which
-    diverged, had 3.7.
+    An init std of sqrt(1 / d_model) gives the value 1.73. BigScience's 104B model, which diverged, had 3.7.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:

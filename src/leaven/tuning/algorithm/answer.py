@@ -395,7 +395,8 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` is more than ``least`` nats better than the start, or the start has no loss."""
+        """Return whether ``point`` is more than ``least`` nats better than the start. If the start has no loss, any
+        other point is."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:

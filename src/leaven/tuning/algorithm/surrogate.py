@@ -104,7 +104,10 @@ class Prior:
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior for ``d`` columns without earlier knowledge: an optimum about one step from the start."""
+        """Return the prior for ``d`` searched columns without earlier knowledge.
+
+        The mean of the second ``d`` coefficients is 1, so the optimum is expected about one step from the start.
+        """
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 

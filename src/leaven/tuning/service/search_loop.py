@@ -80,13 +80,13 @@ Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the pr
 
 
 class SearchLoop:
-    """Runs the trials of a plan in threads, ``stack`` at once in each, and writes their results to the store.
+    """Runs the trials of a plan in threads, ``stack`` trials at once in each thread, and writes their results.
 
         with SearchLoop(...) as loop:
             for event in loop:
                 ...
 
-    An event is the :class:`Proposal` of a trial that has started, or a list of the numbers of trials that have ended.
+    An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended.
     After the last event, ``trials`` has all trials of the study. If an exception other than StoreGone ends the
     context, the running trials of this loop are released, so that they run again later.
     """

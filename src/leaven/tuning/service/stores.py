@@ -75,7 +75,7 @@ def open_store(
 
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
-            storage, or None for a storage in memory. A storage that this function returned is returned unchanged.
+            storage, or None for a storage in memory. A storage that already retries its calls is returned unchanged.
         waited: called after each failed attempt with the seconds since the first one. If it raises, the retries end.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
@@ -246,7 +246,7 @@ def _damaged(error: Exception) -> bool:
 
 
 def _refused(error: Exception) -> bool:
-    """Return whether the server of a database has refused a call, for example because a permission is missing."""
+    """Return whether a database has refused a call, for example because a permission is missing or a row clashes."""
     from sqlalchemy.exc import DBAPIError
 
     return isinstance(error, StorageInternalError | DBAPIError) and any(
