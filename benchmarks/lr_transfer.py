@@ -6,9 +6,10 @@ the verdict of `leaven check transfer` and the exponent of the best lr over the 
 a case share one base.
 
 For each size, one run at each of three lrs or more, an octave apart, finds the octave of the best lr. Then the three
-lrs around it are trained with 5 seeds, and with 10, 20 and 40 as long as the verdict is undecided. Seeds are the same
-at all lrs. A closer grid would be worse: the best lr is the minimum of a parabola through three points, and its error
-is inversely proportional to their distance.
+lrs around it are trained with 5 seeds, and with 10, 20 and 40 as long as the verdict is undecided. The base has as
+many seeds as the size with the most, and all sizes are judged again when it gets more. Seeds are the same at all
+lrs. A closer grid would be worse: the best lr is the minimum of a parabola through three points, and its error is
+inversely proportional to their distance.
 
 Runs are saved as they end: run the command again to resume. Tables (table.md), documents and pages are in the folder
 of the runs. `--tiny` tests the benchmark in seconds.
@@ -185,14 +186,18 @@ def measure(
     best = lowest([base], lr)
     grids = {scale: around(lr) for scale, lr in (best | lowest(others, best[base])).items()}
     losses: Losses = {}
-    undecided = others
-    for seeds in rounds:
-        wider, found = extended(family, "lr", {scale: grids[scale] for scale in (base, *undecided)}, store, seeds)
-        grids, losses = grids | wider, losses | found
-        document = judge(family, losses)
-        undecided = [scale for scale, row in zip(others, document.rows, strict=True) if row.undecided]
-        if not undecided:
-            break
+    had = dict.fromkeys(scales, 0)  # how many of the rounds each scale has had
+    due = others
+    while due:
+        # A decided size may become undecided when the base gets more seeds; then it gets more, too.
+        stage = min(had[scale] for scale in due)
+        ready = [scale for scale in due if had[scale] == stage]
+        now = {scale: grids[scale] for scale in ([base] if had[base] == stage else []) + ready}
+        wider, found = extended(family, "lr", now, store, rounds[stage])
+        grids, losses, had = grids | wider, losses | found, had | dict.fromkeys(now, stage + 1)
+        losses = {scale: losses[scale] for scale in scales if scale in losses}
+        rows = zip(others, judge(family, losses).rows, strict=True)
+        due = [scale for scale, row in rows if row.undecided and had[scale] < len(rounds)]
     return losses
 
 
@@ -264,7 +269,7 @@ def tables(sizes: Sequence[Sequence[str]], exponents: Sequence[Sequence[str]], r
     return "\n".join(
         [
             markdown(header, sizes),
-            f"A size is judged after {looks} seeds and gets no more once it is decided; the base has the most seeds. "
+            f"A size is judged after {looks} seeds, and gets more while undecided; the base has the most seeds. "
             "Intervals are 95% at one number of seeds, not over all of them.\n",
             markdown(["case", "axis", "exponent of the best lr", "by the rule"], exponents),
         ]
