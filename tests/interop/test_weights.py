@@ -60,6 +60,8 @@ OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, untied, without biases": ("GPT2LMHeadModel", GPT | {"positions": "learned", "activation": "relu"}),
     "gpt-neox": ("GPTNeoXForCausalLM", GPT | {"bias": True, "norm_eps": 1e-4, "rope_theta": 300.0}),
     "gpt-neox, partial rotary": ("GPTNeoXForCausalLM", GPT | {"bias": True, "rotary_fraction": 0.5}),
+    "phi": ("PhiForCausalLM", GPT | {"bias": True, "parallel_branches": True, "rotary_fraction": 0.5}),
+    "phi, tied, without biases": ("PhiForCausalLM", GPT | {"parallel_branches": True, "tied_embeddings": True}),
     "bloom": ("BloomForCausalLM", BLOOM | {"bias": True, "tied_embeddings": True, "norm_eps": 1e-3}),
     "phi 3": ("Phi3ForCausalLM", {"qk_norm": False, "rotary_fraction": 0.5, "window": 7}),
     "gemma": ("GemmaForCausalLM", GEMMA | {"tied_embeddings": True}),
@@ -177,7 +179,7 @@ def test_exported_weights_give_the_same_logits_there_and_back(
 
     plain = read_huggingface(folder)
     mine = recipe.model.model_copy(update={"rope_theta": 10_000.0} if recipe.model.positions != "rope" else {})
-    always_biased = theirs.startswith(("GPT", "Bloom"))
+    always_biased = theirs.startswith(("GPT", "Bloom", "PhiFor"))
     assert plain.shape == mine.model_copy(update={"bias": True} if always_biased else {})
     back = recipe.replace({"model": plain.shape.model_dump(), "scaling.base": None, "hyperparameters.residual": 1.0})
     again = Transformer(back.model)
@@ -242,6 +244,15 @@ def test_a_weight_that_the_dtype_cannot_hold_is_refused(tiny: Recipe, tmp_path: 
         export(tmp_path / "out", tiny, model, tokenizer_file, dtype="fp16")
     assert not (tmp_path / "out").exists()
     export(tmp_path / "out", tiny, model, tokenizer_file, dtype="bf16")
+
+
+def test_a_bias_on_the_logits_is_refused(tmp_path: Path) -> None:
+    foreign("phi", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.bias"][3] = 0.5
+    save_file(tensors, tmp_path / "model.safetensors")
+    with refused("lm_head.bias is not 0, and leaven's models have no bias on the logits"):
+        read_huggingface(tmp_path)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -367,6 +378,10 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoXForCausalLM",
         NEOX | {"use_parallel_residual": False, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     ),
+    "phi": (
+        "PhiForCausalLM",
+        LLAMA | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "tie_word_embeddings": False},
+    ),
     "mixtral": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3 moe": (
         "Qwen3MoeForCausalLM",
@@ -394,6 +409,8 @@ def foreign(name: str, folder: Path, tokenizer: Path | None = None, **how: Any) 
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             nn.init.normal_(buffer, 0.0, 0.3, generator=generator)
+    if class_name == "PhiForCausalLM":
+        model.lm_head.bias.data.zero_()
     model.eval().save_pretrained(folder, **how)
     if tokenizer:
         (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())

@@ -96,6 +96,8 @@ class Architecture:
     offset_gains: bool = False
     # whether the model multiplies the output of its embedding by sqrt(d_model)
     scaled_embedding: bool = False
+    # whether the unembedding has a bias, which leaven's models do not have: an export writes 0
+    logits_bias: bool = False
     logit_scale: str | None = None  # key of config.json whose value multiplies the logits; an export writes 1
     # whether rotary positions pair the entries 2i and 2i + 1 of a head; leaven's pair i and i + d_head / 2
     paired_rotary: bool = False
@@ -195,6 +197,8 @@ class Architecture:
             if self.router_bias and parameter.role is Role.ROUTER:
                 bias = f"{self.blocks}.{parameter.layer}.{self.router_bias}"
                 places[bias] = {f"{module}.bias": parameter.shape[:1]}
+        if self.logits_bias:
+            places[f"{self.ends['unembedding']}.bias"] = {"unembedding.bias": (shape.vocab_size,)}
         for name, parts in places.items():
             if len(next(iter(parts.values()))) == 3:  # in a checkpoint, each expert has its own matrices
                 (number, *_) = next(iter(parts.values()))

@@ -272,6 +272,9 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     plain = read_config(folder / "config.json")
     architecture = plain.architecture
     with _opened(plain) as tensors:
+        bias = f"{architecture.ends['unembedding']}.bias"
+        if architecture.logits_bias and bias in tensors and _read(tensors, bias, folder).any():
+            raise InputError(f"{folder}: {bias} is not 0, and leaven's models have no bias on the logits")
         slices = {name: file.get_slice(there) for name, (file, there) in tensors.items()}
         shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
         dtypes = {name: each.get_dtype() for name, each in slices.items()}

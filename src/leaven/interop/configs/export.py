@@ -104,6 +104,9 @@ def export(name: str, recipe: Recipe) -> Export:
             )
             for key, value in changes.items()
         ]
+        if architecture.logits_bias:
+            why = f"{architecture.name} also trains a bias on the logits"
+            losses.append(LossRow(key="model.bias", value=recipe.model.bias, why=why))
     else:
         architecture, (shape, losses) = None, fitted(recipe.model, to.holds, to.title)
     compared = [
