@@ -24,7 +24,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.storage import require_writable, write_page, write_text
 from leaven.training.device import machine
 from leaven.training.engine import Training
-from leaven.training.run_folder import LOCK, locked_folder
+from leaven.training.run_folder import LOCK, LockedFolder
 from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
@@ -110,7 +110,7 @@ def run_demo(
     with LiveScreen() as screen:
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
-        with locked_folder(folder, "demo folder"):
+        with LockedFolder(folder, "demo folder") as locked:
             _save(document, folder)  # before any run, so that an interrupted demo can be resumed
             try:
                 count = SIZES[document.size].count
@@ -125,6 +125,7 @@ def run_demo(
                 if before is None or before.result is None:
                     seconds = document.seconds + time.monotonic() - began
                     document = document.model_copy(update={"seconds": round(seconds, 1)})
+                locked.require()
                 _save(document, folder)
             report = folder / "report.html"
             write_page(report, folder_page(folder))

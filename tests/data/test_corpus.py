@@ -319,16 +319,27 @@ def test_a_file_written_just_now_is_read_again(
     assert surveyed == ["a.txt", "a.txt"]
 
 
-@pytest.mark.parametrize("harm", ["{", '{"format": 2, "parts": {"a.txt": 5}}', "an older format"])
+@pytest.mark.parametrize("harm", ["{", '{"format": 3, "parts": {"a.txt": 5}}', "an older format", "another digit"])
 def test_a_damaged_or_old_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], harm: str) -> None:
     write(tmp_path / "a.txt", "text")
     first = opened(tmp_path / "a.txt", memory=tmp_path / "memory")
     (file,) = (tmp_path / "memory").iterdir()
     whole = json.loads(file.read_text())
-    file.write_text(harm if "{" in harm else json.dumps(whole | {"format": 1}))
+    changed = file.read_text().replace('"bytes": 4', '"bytes": 5')
+    file.write_text({"an older format": json.dumps(whole | {"format": 1}), "another digit": changed}.get(harm, harm))
     assert opened(tmp_path / "a.txt", memory=tmp_path / "memory") == first
     assert surveyed == ["a.txt", "a.txt"]
     assert json.loads(file.read_text()) == whole
+
+
+def test_a_survey_that_was_read_wrongly_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.txt", "text")
+    with monkeypatch.context() as patch:
+        patch.setattr(File, "rows", lambda file: iter([("", "test", None)]))
+        wrong = opened(tmp_path / "a.txt", memory=tmp_path / "memory")
+    with pytest.raises(InputError, match=r"a.txt changed while it was read: .*; run the same command again"):
+        list(wrong.documents())
+    assert [each.text for each in opened(tmp_path / "a.txt", memory=tmp_path / "memory").documents()] == ["tex", "t"]
 
 
 def test_faults_are_cached_but_a_broken_file_is_read_again(tmp_path: Path, surveyed: list[str]) -> None:

@@ -153,9 +153,9 @@ def test_which_checkpoints_are_kept(
 
 
 def test_checkpoints_kept_for_good_stay_if_a_rewind_makes_others_rarer(tmp_path: Path) -> None:
-    for every, due in ((1, range(1, 8)), (4, [8])):
+    for to, every, due in ((0, 1, range(1, 8)), (6, 4, [8])):  # a rewind to one that is kept for good
         manager = CheckpointManager(tmp_path, 256 * every, 1, 2 * 256)
-        manager.clear(7 * 256)
+        manager.clear(to * 256, returned=True)
         for step in due:
             save(manager, step, step)
         manager.close()

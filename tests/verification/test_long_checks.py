@@ -3,7 +3,6 @@
 import errno
 import math
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from tests.verification.families import SMALL, WIDE, pretend
 
 from leaven import storage
-from leaven.cli import error_message
 from leaven.data.tokens import prepare
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
@@ -162,18 +160,20 @@ def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_check_whose_folder_is_deleted_ends_with_one_line(tiny: Recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_check_whose_folder_is_deleted_ends_with_one_line(tiny: Recipe, tmp_path: Path, replaced: bool) -> None:
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     folder = tmp_path / "check"
 
     def on_run(done: int, total: int) -> None:
-        if done == 1:
-            shutil.rmtree(folder)
+        if done == 1:  # as when a disk is unmounted, which leaves the folder that it was mounted on
+            folder.rename(tmp_path / "moved")
+            if replaced:
+                folder.mkdir()
 
-    with pytest.raises(FileNotFoundError) as ended, RunStore(folder, 1, on_run) as store:
+    with pytest.raises(InputError, match=r"check was deleted or moved while"), RunStore(folder, 1, on_run) as store:
         store.run([RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)])
-    assert error_message(ended.value) == f"{folder / runs.LINES}: no such file or directory; check this path"
-    assert not folder.exists()
+    assert (list(folder.iterdir()) if replaced else folder.exists()) in ([], False)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -9,7 +9,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 VALIDATION_SHARE = 0.05
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
 
 NAMED_FAULTS = 3
@@ -109,6 +110,7 @@ class Corpus:
     parts: tuple[TextPart, ...]
     surveys: tuple[Survey, ...]  # counts and hashes of each part (a file or a split of a data set)
     skipped: str  # one line that says what could not be read; "" if everything could be read
+    memory: Path | None = field(default=None, compare=False)  # the cache file of the surveys, if they are cached
 
     @property
     def n_documents(self) -> int:
@@ -162,6 +164,9 @@ class Corpus:
             except BrokenFile as error:
                 why = f"it {error}"
             if digest.hexdigest() != survey.digest:
+                if self.memory is not None:  # the survey may be wrong, so the next command must make it again
+                    with suppress(OSError):
+                        _write(self.memory, {key: of for key, of in _read(self.memory).items() if key != part.key})
                 raise InputError(f"{part.name} changed while it was read: {why}; run the same command again")
 
 
@@ -193,7 +198,7 @@ def open_corpora(
             raise InputError(
                 f"data.source {source.source!r} contains no text; {skipped or 'give files that contain text'}"
             )
-        corpora.append(Corpus(source.source, some, tuple(surveys), skipped))
+        corpora.append(Corpus(source.source, some, tuple(surveys), skipped, path))
     meter.finish()
     return corpora
 
@@ -217,13 +222,7 @@ def cached_surveys(
         survey: reads a part and returns its survey (a data class).
         restored: makes a survey from cached values. None, KeyError or TypeError: the part must be read again.
     """
-    known: dict[str, Any] = {}
-    if path is not None:
-        try:
-            document: Any = storage.json_object(storage.read(path))
-            known = dict(document["parts"]) if document["format"] == FORMAT else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
+    known = {} if path is None else _read(path)
     surveys: list[AnySurvey] = []
     changed, saved = False, time.monotonic()
     for part in parts:
@@ -236,10 +235,29 @@ def cached_surveys(
         surveys.append(found)
         known[part.key] = {"stamp": stamp, "survey": asdict(found)}
         if path is not None and changed and (part is parts[-1] or time.monotonic() - saved > SAVE_EVERY_SECONDS):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            storage.write(path, json.dumps({"format": FORMAT, "parts": known}).encode())
+            _write(path, known)
             changed, saved = False, time.monotonic()
     return surveys
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the entries of a cache file by part; {} if it is missing, damaged or of another version."""
+    try:
+        document: Any = storage.json_object(storage.read(path))
+        known = dict(document["parts"])
+        return known if document["format"] == FORMAT and document["blake2b"] == _digest(known) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(path: Path, parts: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"format": FORMAT, "blake2b": _digest(parts), "parts": parts}
+    storage.write(path, json.dumps(document).encode())
+
+
+def _digest(parts: dict[str, Any]) -> str:
+    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def _valid(

@@ -385,9 +385,9 @@ class CheckpointManager:
         self._exchange.shorten_timeout(GIVE_UP)
         self._thread.shutdown()
 
-    def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
+    def clear(self, after_tokens: int, damaged: Sequence[Path] = (), *, returned: bool = False) -> None:
         """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
-        unfinished and later ones.
+        unfinished and later ones. ``returned`` is whether a rewind has returned to ``after_tokens``.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
@@ -402,8 +402,10 @@ class CheckpointManager:
             for path in checkpoints(self._folder):
                 if tokens_of(path) > after_tokens and path not in damaged:
                     _remove(path)
-            # These stay even if a rewind has made checkpoints rarer. The newest may be that of a stop.
-            self._for_good = kept_for_good(list(map(tokens_of, checkpoints(self._folder)))[:-1], self._keep_every)
+            # These stay even if a rewind has made checkpoints rarer. Without a rewind, the newest may be that of a
+            # stop, which has no interval of its own.
+            there = list(map(tokens_of, checkpoints(self._folder)))
+            self._for_good = kept_for_good(there if returned else there[:-1], self._keep_every)
         self._group.barrier()
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
@@ -515,7 +517,8 @@ class Checkpoints(Callback):
         return saved.error
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._manager.clear(self.training.tokens, self.trainer.damaged)
+        returned = any(rewind.to_tokens == self.training.tokens for rewind in self.training.rewinds)
+        self._manager.clear(self.training.tokens, self.trainer.damaged, returned=returned)
         self._saved_step = self.training.progress.step
 
     def close(self) -> None:

@@ -22,12 +22,12 @@ from leaven.training.run_folder import (
     RETURNS,
     SECTIONS,
     WRONG_TYPES,
+    LockedFolder,
     RunFolder,
     changeable,
     changes_of,
     checkpoints,
     describe_changes,
-    locked_folder,
     newest_document,
     recorded_changes,
     tokens_of,
@@ -151,7 +151,7 @@ class ManualRewind:
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
         """Record the rewind in the run folder, with ``recipe`` if it differs. Do nothing if this was just done."""
-        with locked_folder(run.path, "run folder"):
+        with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):  # by another command, since this one has checked
                 return
             changes = changes_of(run.recipe(), recipe)

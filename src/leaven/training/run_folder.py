@@ -57,19 +57,61 @@ SECTIONS = ("schedule", "stability", "evaluation")
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "grad_clip")
 
 
-@contextmanager
-def locked_folder(folder: Path, kind: str) -> Iterator[None]:
-    """Create a folder if necessary, and lock it for this process. A kill releases the lock. Raise InputError if
-    another process has locked the folder, or it cannot be created."""
-    storage.make_folder(folder)
-    with ExitStack() as held:
+class LockedFolder:
+    """A context manager that creates a folder if necessary, and locks it for this process. A kill releases the lock.
+
+    Entering it, and :meth:`lock_again`, raise InputError if another process has locked the folder, or it cannot be
+    created. ``kind`` is the name of the folder in messages, such as "run folder".
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._path, self._kind, self._held = path, kind, ExitStack()
+
+    def __enter__(self) -> "LockedFolder":
+        storage.make_folder(self._path)
+        self._take()
+        self._there = self._path.stat()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._held.close()
+
+    def _take(self) -> None:
         try:
-            held.enter_context(storage.lock(folder / LOCK, seconds=0))
+            self._held.enter_context(storage.lock(self._path / LOCK, seconds=0))
         except TimeoutError:
             raise InputError(
-                f"{kind} {folder} is in use by another process; wait until that process ends, or use another {kind}"
+                f"{self._kind} {self._path} is in use by another process; wait until that process ends, or use "
+                f"another {self._kind}"
             ) from None
-        yield
+        self._lock = (self._path / LOCK).stat()
+
+    def is_locked(self) -> bool:
+        """Return whether the lock file is still in the folder. If the disk has a fault, return True."""
+        try:
+            return os.path.samestat(self._lock, (self._path / LOCK).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+
+    def lock_again(self) -> None:
+        """Lock the folder again, if only the lock file was removed. Raise InputError if the folder was deleted, moved
+        or replaced by another one of the same name."""
+        with suppress(OSError):
+            if os.path.samestat(self._there, self._path.stat()):
+                self._held.close()
+                self._take()
+                return
+        raise InputError(
+            f"{self._kind} {self._path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
+            "and run the same command again, or start again with another --run"
+        )
+
+    def require(self) -> None:
+        """Lock the folder again if its lock file was removed, as :meth:`lock_again` does."""
+        if not self.is_locked():
+            self.lock_again()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -133,8 +175,7 @@ class RunFolder:
         self.events_file = path / "events.jsonl"
         self.identity = ""  # the random identifier of the run, which is known once it has started
         self._waiting: deque[tuple[Path, bytes]] = deque()
-        self._lock: os.stat_result | None = None  # the lock file, once this process holds the lock
-        self._held = ExitStack()  # the lock
+        self._locked: LockedFolder | None = None  # once this process has locked the folder
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
@@ -169,14 +210,8 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Create the folder if necessary, and lock it for this process."""
-        with self._held:
-            self._take_lock()
-            self._there = self.path.stat()
+        with LockedFolder(self.path, "run folder") as self._locked:
             yield
-
-    def _take_lock(self) -> None:
-        self._held.enter_context(locked_folder(self.path, "run folder"))
-        self._lock = (self.path / LOCK).stat()
 
     def begin(self, recipe: Recipe) -> None:
         """Remove what an interrupted write has left, and write the recipe file if it is missing or out of date."""
@@ -194,27 +229,10 @@ class RunFolder:
 
         If only the lock file was removed, lock the folder again.
         """
-        if self._lock is None:
-            return
-        try:
-            there = os.path.samestat(self._lock, (self.path / LOCK).stat())
-        except (FileNotFoundError, NotADirectoryError):
-            there = False
-            with suppress(OSError):
-                if os.path.samestat(self._there, self.path.stat()):
-                    self.writes = False  # until it has the lock
-                    self._held.close()
-                    self._take_lock()
-                    self.writes = there = True
-        except OSError:  # a fault of the disk
-            return
-        if there:
-            return
-        self.writes = False
-        raise InputError(
-            f"run folder {self.path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
-            "and run the same command again, or start again with another --run"
-        )
+        if self._locked is not None and not self._locked.is_locked():
+            self.writes = False  # until it has the lock
+            self._locked.lock_again()
+            self.writes = True
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
         """Return ``recipe`` with a ``why`` for each change, such as "since 1,000 tokens; before: 0.01". If this

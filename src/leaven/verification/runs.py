@@ -23,7 +23,7 @@ from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.training.outcome import Outcome
-from leaven.training.run_folder import locked_folder
+from leaven.training.run_folder import LockedFolder
 from leaven.training.trial import WorkerPool
 from leaven.verification.foreign import CheckTrial, ModelFamily
 from leaven.verification.model_instance import RunSetting
@@ -64,7 +64,7 @@ class RunStore:
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished
-        self._resources = ExitStack()
+        self._resources, self._locked = ExitStack(), LockedFolder(folder, "--run")
         self._pool: WorkerPool | None = None
         self._ended: dict[str, Outcome] = {}
         self._texts: dict[str, str] = {}  # fingerprints of the texts of finished runs, by key
@@ -134,6 +134,7 @@ class RunStore:
     def _save(self) -> bool:
         """Write the lines of finished runs, and return True. If the disk is full, keep the rest and return False."""
         while self._unsaved:
+            self._locked.require()
             try:
                 storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
             except OSError as error:
@@ -158,6 +159,7 @@ class RunStore:
 
     def keep(self, document: CheckDocument) -> CheckDocument:
         """Write a check's document into the folder. Return it with the number of runs in the folder."""
+        self._locked.require()
         document = document.model_copy(update={"runs": len(self._ended)})
         storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
         return document
@@ -168,7 +170,7 @@ class RunStore:
             other = next((name for name in OTHERS if (self.folder / name).exists()), None)
             if other is not None and not (self.folder / LINES).exists():
                 raise InputError(f"{self.folder} is the folder of a run or a study ({other}); use another --run")
-            self._resources.enter_context(locked_folder(self.folder, "--run"))
+            self._resources.enter_context(self._locked)
             storage.require_plain_file(self.folder / LINES)
             read = storage.read_json_lines(self.folder / LINES)
             bad, known = self._keys_of_lines(read.damaged), self._known()
