@@ -455,6 +455,26 @@ def test_an_arrow_file_that_is_truncated_while_it_is_read_gives_one_line(tmp_pat
         list(read)
 
 
+def test_an_arrow_file_that_rots_after_it_was_read_is_refused(
+    tmp_path: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"input_ids": TEXTS}).save_to_disk(tmp_path / "ids", num_shards=2)
+    (file,) = (tmp_path / "ids").glob("*-00001-of-*.arrow")
+    raw = bytearray(file.read_bytes())
+    before = prepare(f"hf://{tmp_path}/ids").fingerprint
+    raw[len(raw) // 2 & ~7] ^= 1
+    file.write_bytes(raw)
+    assert prepare(f"hf://{tmp_path}/ids").fingerprint != before  # a changed file is read again
+    monkeypatch.setattr("leaven.data.hub.file_stamp", lambda path: [1])  # rot changes no time stamp
+    prepare(f"hf://{tmp_path}/ids")
+    raw[len(raw) // 2 & ~7] ^= 2
+    file.write_bytes(raw)
+    with refused(f"{file}: token ids 0 to ", "are not those that were written; restore it"):
+        prepare(f"hf://{tmp_path}/ids").train[:]
+
+
 def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
     ids, long = nanogpt(tmp_path / "a.bin", TEXTS), megatron(tmp_path / "b.bin", TEXTS, code=4)
     (tmp_path / "a.txt").write_text("text of a document\n" * 200)

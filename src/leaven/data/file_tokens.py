@@ -22,6 +22,7 @@ BLOCK = 2**18
 """Bytes that a checksum covers. At the start of a run every window is in another block, so large blocks would make
 the first steps slow; small ones make the index large."""
 MOST_OPEN = 128  # files that are held open
+ADVICE = "restore it, or write it again"
 
 _seek = Lock()
 
@@ -51,33 +52,28 @@ class BlockChecksums:
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
     """Return whether ``checksums`` has the form that :class:`BlockChecksums` gives for ``n_bytes`` bytes."""
-    digits = 8 * -(-n_bytes // BLOCK)
-    return isinstance(checksums, str) and len(checksums) == digits and set(checksums) <= set("0123456789abcdef")
+    right = isinstance(checksums, str) and len(checksums) == checksums_size(n_bytes)
+    return right and set(checksums) <= set("0123456789abcdef")
 
 
-class FileTokens:
-    """The token ids in a file, or in a part of a file. Index them with slices of step 1.
+def checksums_size(n_bytes: int) -> int:
+    """Return the number of digits in the checksums of ``n_bytes`` bytes."""
+    return 8 * -(-n_bytes // BLOCK)
+
+
+class CheckedTokens:
+    """Token ids whose blocks are compared with their checksums when they are first read.
+
+    Index them with slices of step 1.
 
     Args:
         count: number of token ids.
-        offset: position of the first id in the file, bytes.
         checksums: of the blocks, from :class:`BlockChecksums`. If None, nothing is compared.
-        advice: what to do about a damaged file, in messages.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        dtype: np.dtype[Any],
-        count: int,
-        *,
-        offset: int = 0,
-        checksums: str | None = None,
-        advice: str = "restore it, or write it again",
-    ) -> None:
-        self.path, self.dtype = path, dtype
-        self._count, self._offset, self._advice = count, offset, advice
-        self._bytes = count * dtype.itemsize
+    def __init__(self, dtype: np.dtype[Any], count: int, checksums: str | None) -> None:
+        self.dtype, self._count = dtype, count
+        self.n_bytes = count * dtype.itemsize
         self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums or ""), "<u4")
         self._unread = np.ones(len(self._checksums), bool)  # the blocks that have not been compared yet
 
@@ -95,24 +91,52 @@ class FileTokens:
         if not self._unread[blocks].any():
             return np.frombuffer(self._read(first, last), self.dtype)
         begin = blocks.start * BLOCK
-        raw = memoryview(self._read(begin, min(blocks.stop * BLOCK, self._bytes)))
+        raw = memoryview(self._read(begin, min(blocks.stop * BLOCK, self.n_bytes)))
         for block in range(blocks.start, blocks.stop):
             at = block * BLOCK - begin
             if crc32(raw[at : at + BLOCK]) != self._checksums[block]:
-                at, end = block * BLOCK, min((block + 1) * BLOCK, self._bytes)
-                raise InputError(
-                    f"{self.path} is damaged: its bytes {self._offset + at:,} to {self._offset + end:,} are not "
-                    f"those that were written; {self._advice}"
-                )
+                raise InputError(self._damage(block * BLOCK, min((block + 1) * BLOCK, self.n_bytes)))
         self._unread[blocks] = False
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
-    def fits(self, checksums: Any) -> bool:
-        """Return whether ``checksums`` has the right form and length for these token ids."""
-        return checksums_fit(checksums, self._bytes)
+    def _read(self, first: int, last: int) -> bytes:
+        """Return the bytes from ``first`` to ``last``. Raise InputError if they cannot be read."""
+        raise NotImplementedError
+
+    def _damage(self, first: int, last: int) -> str:
+        """Return the message that these bytes are wrong."""
+        raise NotImplementedError
+
+
+class FileTokens(CheckedTokens):
+    """The token ids in a file, or in a part of a file.
+
+    Args:
+        offset: position of the first id in the file, bytes.
+        advice: what to do about a damaged file, in messages.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: np.dtype[Any],
+        count: int,
+        *,
+        offset: int = 0,
+        checksums: str | None = None,
+        advice: str = ADVICE,
+    ) -> None:
+        super().__init__(dtype, count, checksums)
+        self.path, self._offset, self._advice = path, offset, advice
 
     def with_checksums(self, checksums: str) -> "FileTokens":
-        return FileTokens(self.path, self.dtype, self._count, offset=self._offset, checksums=checksums)
+        return FileTokens(self.path, self.dtype, len(self), offset=self._offset, checksums=checksums)
+
+    def _damage(self, first: int, last: int) -> str:
+        first, last = self._offset + first, self._offset + last
+        return (
+            f"{self.path} is damaged: its bytes {first:,} to {last:,} are not those that were written; {self._advice}"
+        )
 
     def _read(self, first: int, last: int) -> bytes:
         try:
@@ -122,7 +146,7 @@ class FileTokens:
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read: {error.strerror or error}; {self._advice}") from None
         if size is not None:
-            whole = self._offset + self._bytes
+            whole = self._offset + self.n_bytes
             raise InputError(f"{self.path} has been truncated to {size:,} of {whole:,} bytes; {self._advice}")
         return raw
 
@@ -141,30 +165,27 @@ class MappedFile:
         except OSError:
             return  # a file that was deleted can still be read
         if size < self.size:
-            raise InputError(
-                f"{self.path} has been truncated to {size:,} of {self.size:,} bytes; restore it, or write it again"
-            )
+            raise InputError(f"{self.path} has been truncated to {size:,} of {self.size:,} bytes; {ADVICE}")
 
 
-@dataclass(frozen=True, eq=False)
-class ArrayTokens:
-    """The token ids in an array. Index them with slices."""
+class ArrayTokens(CheckedTokens):
+    """The token ids in an array. ``files`` are mapped into the array; there are none if it is in memory."""
 
-    ids: NDArray[Any]
-    files: tuple[MappedFile, ...]  # the files that are mapped into the array; none if it is in memory
+    def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...], checksums: str | None = None) -> None:
+        super().__init__(ids.dtype, len(ids), checksums)
+        self.ids, self.files = np.ascontiguousarray(ids), files
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.ids.dtype
+    def with_checksums(self, checksums: str) -> "ArrayTokens":
+        return ArrayTokens(self.ids, self.files, checksums)
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    def _damage(self, first: int, last: int) -> str:
+        size, where = self.dtype.itemsize, ", ".join(file.path for file in self.files) or "a data set in memory"
+        return f"{where}: token ids {first // size:,} to {last // size:,} are not those that were written; {ADVICE}"
 
-    def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        """Return a copy of the token ids in a slice. Raise InputError if a file has been truncated."""
+    def _read(self, first: int, last: int) -> bytes:
         for file in self.files:
             file.require_whole()
-        return self.ids[index].copy()
+        return self.ids.view(np.uint8)[first:last].tobytes()
 
 
 class _OpenFile:

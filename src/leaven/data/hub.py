@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from leaven.data.file_tokens import MappedFile
-from leaven.data.readers import BrokenFile, FileStamp, TextRow, column_rows, require_text_column
+from leaven.data.readers import BrokenFile, FileStamp, TextRow, column_rows, file_stamp, require_text_column
 from leaven.data.token_files import MappedTokens, arrow_tokens
 from leaven.errors import InputError
 
@@ -40,8 +40,14 @@ class _Split:
         return self.dataset.dataset_size or 0
 
     def stamp(self) -> FileStamp | None:
-        # The package `datasets` derives this fingerprint from the files of the data set.
-        return [self.dataset._fingerprint, len(self.dataset)]
+        # In a folder of save_to_disk, the fingerprint is only a text beside the files.
+        stamp: FileStamp = [self.dataset._fingerprint, len(self.dataset)]
+        for file in self.dataset.cache_files:
+            of_file = file_stamp(Path(file["filename"]))
+            if of_file is None:
+                return None
+            stamp += of_file
+        return stamp
 
 
 class HubSplit(_Split):

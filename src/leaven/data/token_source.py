@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaven.data.corpus import VALIDATION_SHARE, Meter, OnProgress, cached_surveys, surveys_file
-from leaven.data.file_tokens import BlockChecksums, FileTokens
+from leaven.data.file_tokens import ArrayTokens, BlockChecksums, FileTokens, checksums_fit, checksums_size
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.sources import SourceParts, TokenPart, opened
 from leaven.data.stream import Tokens
@@ -41,7 +41,7 @@ class TokenSurvey:
     lowest: int  # smallest id if it is negative, else 0
     highest: int  # largest id
     ends: int  # how often the end-of-text token occurs
-    blocks: str  # of a file, the checksums of its blocks
+    blocks: str  # the checksums of the blocks of each array of ids, one after the other
 
 
 class DocumentTokens:
@@ -230,34 +230,42 @@ class _SourceIds:
 
 
 def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> TokenSurvey:
-    content, blocks = blake2b(digest_size=16), BlockChecksums()
+    content, checksums = blake2b(digest_size=16), ""
     lowest, highest, ends = 0, 0, 0
     for array in mapped.arrays:
+        blocks = BlockChecksums()
         content.update(array.dtype.str.encode())
         for first in range(0, len(array), _BLOCK):
             ids = np.ascontiguousarray(array[first : first + _BLOCK])
             content.update(ids.data)
-            if isinstance(array, FileTokens):
-                blocks.update(ids.data)
+            blocks.update(ids.data)
             lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
             if end_of_text is not None:
                 ends += int(np.count_nonzero(ids == end_of_text))
             meter.advance(ids.nbytes)
+        checksums += blocks.hexdigest()
     content.update(b"" if mapped.ends is None else np.ascontiguousarray(mapped.ends).data)
-    return TokenSurvey(content.hexdigest(), lowest, highest, ends, blocks.hexdigest())
+    return TokenSurvey(content.hexdigest(), lowest, highest, ends, checksums)
 
 
 def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
     """Return a survey from the cache, or None if its checksums are missing or do not have the right form."""
     survey = TokenSurvey(**values)
-    fit = all(ids.fits(survey.blocks) for ids in mapped.arrays if isinstance(ids, FileTokens))
+    fit = all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey))
     return survey if fit else None
 
 
 def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
-    """Return the token ids of a file with the checksums of its blocks, so that reading finds damaged blocks."""
-    arrays = (ids.with_checksums(survey.blocks) if isinstance(ids, FileTokens) else ids for ids in mapped.arrays)
-    return replace(mapped, arrays=tuple(arrays))
+    """Return the token ids of a part with the checksums of its blocks, so that reading finds damaged blocks."""
+    arrays = tuple(ids.with_checksums(checksums) for ids, checksums in _of_arrays(mapped, survey))
+    return replace(mapped, arrays=arrays)
+
+
+def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[FileTokens | ArrayTokens, str]]:
+    """Yield the arrays of a part, each with its checksums."""
+    at = 0
+    for array in mapped.arrays:
+        yield array, survey.blocks[at : (at := at + checksums_size(array.n_bytes))]
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
