@@ -73,6 +73,8 @@ def test_a_measured_exponent_is_written(
     code, out, err = leaven(*command, tmp_path / "out.toml")
     assert code in {0, 1}, err
     assert out.splitlines()[-1].endswith(f"next: leaven transfer {tmp_path / 'out.toml'} --tokens TOKENS -o big.toml")
+    code, _, err = leaven(*command, tmp_path / "out.toml")
+    assert (code, "out.toml exists; give another name" in err) == (2, True)
     recipe = read_recipe(tmp_path / "out.toml")
     low, high = recipe.scaling.token_exponent_interval or (0, 0)
     assert low < recipe.scaling.token_exponent < high < 0.5

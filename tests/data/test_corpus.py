@@ -309,6 +309,31 @@ def test_only_changed_files_are_read_again(tmp_path: Path, surveyed: list[str]) 
     assert second == opened(f"{tmp_path}/*.txt")
 
 
+def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "disk"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "a.txt", name)
+    (tmp_path / "b").symlink_to(tmp_path / "disk")
+    pattern = f"{tmp_path}/[ab]/**/*.txt"
+    assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
+    (tmp_path / "disk").rename(tmp_path / "away")
+    with pytest.raises(InputError, match=rf"b is a link to {tmp_path}/disk, which is missing \(is its disk mounted"):
+        opened(pattern)
+    (tmp_path / "b").unlink()
+    scandir = os.scandir
+
+    def refused(path: Path) -> Any:
+        if path == tmp_path / "a":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(InputError, match=rf"{tmp_path}/a cannot be read: Permission denied; make it readable"):
+        opened(pattern)
+
+
 def test_a_file_written_just_now_is_read_again(
     tmp_path: Path, surveyed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

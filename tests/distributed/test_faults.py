@@ -152,8 +152,20 @@ def test_all_processes_need_the_same_recipe_and_text(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path, other: dict[str, Any], named: str
 ) -> None:
     first, second = ranks(2, given, two, tokens, tmp_path / "run", other)
-    assert first == "Settled: rank 1 has another recipe, text, --rewind-to or leaven version than rank 0"
+    assert first == "Settled: rank 1 has another recipe, text, start, --rewind-to or leaven version than rank 0"
     assert second == f"InputError: rank 1 has another {named} than rank 0; give all ranks the same"
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_processes_need_the_same_start_weights(
+    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
+) -> None:
+    for name, byte in (("a", b"\0"), ("b", b"\1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(byte * 1000)
+    two = two.replace({"start.weights": str(tmp_path / "a")})
+    _, second = ranks(2, given, two, tokens, tmp_path / "run", {"start.weights": str(tmp_path / "b")})
+    assert second == "InputError: rank 1 has another [start] weights than rank 0; give all ranks the same"
     assert not (tmp_path / "run").exists()
 
 

@@ -22,7 +22,7 @@ from leaven import storage
 from leaven.cli.train import _exit_if_stopped_on_purpose
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
-from leaven.recipe.files import read_recipe, write_recipe
+from leaven.recipe.files import read_recipe, render, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import checkpoint
 from leaven.training.checkpoint import Checkpoint, _fingerprint
@@ -300,9 +300,20 @@ def test_the_recipe_of_a_rewind_whose_event_is_lost_is_in_the_checkpoint(
     train(lower, tokens, run.path, rewind=back, stop=lambda: run.metrics()[-1]["step"] >= 34)
     (run.path / "events.jsonl").write_bytes(older)
     assert RunFolder(run.path).recipe().hyperparameters.lr == 0.003
+    export_run(load_run(run.path), run.path.with_name("exported"))
+    assert "| validation loss | not measured |" in (run.path.with_name("exported") / "README.md").read_text()
     with pytest.raises(InputError, match=r"hyperparameters.lr was 0.003, is now 0.008"):
         train(recipe.replace({"hyperparameters.lr": 0.008}), tokens, run.path)
     assert train(lower, tokens, run.path).finished
+
+
+def test_comments_of_a_recipe_in_its_run_folder_stay(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    mine = "# why this lr\n" + render(recipe)
+    (tmp_path / "recipe.toml").write_text(mine)
+    train(recipe.replace({"batch.micro_batch": 2}), tokens, tmp_path, stop=lambda: True)
+    kept = (tmp_path / "recipe.toml").read_text()
+    assert kept.startswith("# why this lr\n")
+    assert "micro_batch = 2" in kept
 
 
 def test_a_rewind_of_a_version_that_counted_earlier_rewinds_is_read(run: RunFolder, recipe: Recipe) -> None:

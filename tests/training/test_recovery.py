@@ -18,6 +18,7 @@ from tests.training.planted import STEP, in_order, recipe, text
 from leaven.data.tokens import TokenSet
 from leaven.documents.runs import TrainDocument
 from leaven.errors import InputError
+from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
@@ -282,8 +283,10 @@ def fill(ballast: Path) -> None:
             pass
 
 
-def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[..., Result]) -> None:
-    """The file system is full from step 40 to step 120. The test needs the right to mount one."""
+@pytest.mark.parametrize("until", [120, None])
+def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[..., Result], until: int | None) -> None:
+    """The file system is full from step 40 to step 120, or until the run waits for room for its last lines. Then
+    checkpoints are on another disk. The test needs the right to mount a disk."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
@@ -291,23 +294,34 @@ def test_a_full_disk_does_not_stop_a_run(tmp_path: Path, run_once: Callable[...,
         pytest.skip("mounting a small file system needs root")
     try:
         ballast, reported = disk / "ballast", []
+        if until is None:
+            (tmp_path / "checkpoints").mkdir()
+            (disk / "run").mkdir()
+            write_recipe(recipe(), disk / "run" / "recipe.toml")
+            (disk / "run" / "checkpoints").symlink_to(tmp_path / "checkpoints")
 
         def on_step(step: Step) -> None:
             if step.step == 40:
                 fill(ballast)
-            if step.step == 120:
+            if step.step == until:
                 ballast.unlink()
 
         def on_event(event: str, values: dict[str, Any]) -> None:
             reported.append((event, values["step"]))
+            if event == "waits":
+                ballast.unlink()
 
         _, loss, run = ended(recipe(), text(), disk / "run", on_step=on_step, on_event=on_event)
         assert loss == run_once(text())[0]
         failed = [step for event, step in reported if event == "checkpoint_failed"]
-        assert failed[0] == 48
-        assert failed[-1] in {96, 112}
+        assert failed[:1] == [48] * (until is not None)
+        assert failed[-1:] in ([], [96], [112])
         assert [event["step"] for event in events(run, "checkpoint_failed")] == failed  # written when there was room
-        assert [event["event"] for event in run.events()] == [event for event, _ in reported if event != "unwritten"]
-        assert len([event for event, _ in reported if event == "unwritten"]) == 1
+        of_disk = [event for event, _ in reported if event in {"unwritten", "waits"}]
+        assert of_disk == ["unwritten"] + ["waits"] * (until is None)
+        assert [event["event"] for event in run.events()] == [
+            event for event, _ in reported if event not in {"unwritten", "waits"}
+        ]
+        assert len(run.metrics()) == run.metrics()[-1]["step"]
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -18,6 +18,7 @@ from leaven.cli.common import (
     number_above_0,
     parsed_option,
     print_document,
+    require_new,
 )
 from leaven.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
@@ -250,6 +251,7 @@ def duration(
 
     subject, recipe = options.subject, options.read()
     if write is not None:
+        require_new(write)
         if not isinstance(recipe, Recipe):
             raise InputError(
                 f"{recipe}: --write needs a recipe; for other models, pass token_exponent to leaven.parametrize"
@@ -264,6 +266,7 @@ def duration(
     document = options.train(lambda store: duration(family, size, durations, lrs, store, seeds=options.seeds))
     measured, more = measured_exponent(document, options.run), []
     if write is not None and measured is not None and isinstance(recipe, Recipe):
+        require_new(write)  # the check took a while
         write_recipe(recipe.replace(measured), write, template=read_text(Path(subject)))
         more = [f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"]
     elif write is not None:

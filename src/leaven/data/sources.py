@@ -1,9 +1,9 @@
 """Find the files or the data set that a source of a recipe names."""
 
-import glob
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,8 +137,15 @@ def _files(source: str) -> list[tuple[str, Path]]:
     else:
         fixed = next((n for n, part in enumerate(path.parts) if _MAGIC & set(part)), len(path.parts))
         root = Path(*path.parts[:fixed])
-        paths = (Path(name) for name in glob.glob(str(path), recursive=True))
-        found = sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+        pattern = path.parts[fixed:]
+        try:
+            paths = set(_matches(root, pattern)) if pattern and root.is_dir() else set[Path]()
+        except OSError as error:
+            raise InputError(
+                f"data.source {source!r}: {error.filename} cannot be read: {error.strerror}; make it readable, or "
+                "give a pattern without it"
+            ) from None
+        found = sorted((path.relative_to(root).as_posix(), path) for path in paths)
     if not found:
         raise InputError(
             f"data.source {source!r} matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset, or a "
@@ -153,6 +160,35 @@ def _files(source: str) -> list[tuple[str, Path]]:
     if 0 < len(ids) < len(found):
         raise InputError(f"data.source {source!r} matches text and token ids ({ids[0]}); give them as two sources")
     return found
+
+
+def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
+    """Yield the files below a folder that the parts of a pattern match, as ``glob.glob(recursive=True)`` does.
+
+    glob leaves out what it cannot read, so that a part of a text could be missing without a word.
+
+    Raises:
+        InputError: if a link leads to nothing.
+        OSError: if a folder cannot be read.
+    """
+    name, rest = pattern[0], pattern[1:]
+    if name == "**":
+        yield from _matches(folder, rest or ["*"])
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            hidden = entry.name.startswith(".") and not name.startswith(".")
+            if hidden or not fnmatchcase(entry.name, "*" if name == "**" else name):
+                continue
+            path = folder / entry.name
+            if entry.is_symlink() and not path.exists():
+                raise InputError(
+                    f"{path} is a link to {os.readlink(path)}, which is missing (is its disk mounted?); remove the "
+                    "link, or give a pattern without it in data.source"
+                )
+            if entry.is_dir() and (rest or name == "**"):
+                yield from _matches(path, pattern if name == "**" else rest)
+            elif name != "**" and not rest and entry.is_file():
+                yield path
 
 
 def _standard_library() -> list[tuple[str, Path]]:

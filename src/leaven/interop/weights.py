@@ -8,8 +8,9 @@ embedding, are divided out of written weights (:meth:`leaven.interop.architectur
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from leaven.storage import share, written_folder
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others hold quantised weights
 SHARD_BYTES = 5 * 10**9
+SAMPLES, SAMPLE_BYTES = 64, 2**16
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of a model shape that may differ between a recipe and its start weights; seq_len unless positions are learned.
 _FREE = {"seq_len", "dropout", "rope_theta"}
@@ -300,6 +302,19 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
             f"{folder}: contains {spare[0]}, which the {architecture.name} of its config.json does not have"
         )
     return plain
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Return a hash of a folder's configuration, and of samples of its weights: `SAMPLES` pieces of each file."""
+    content = blake2b(digest_size=16)
+    for path in sorted((*folder.glob("config.json"), *folder.glob("*.safetensors"))):
+        with suppress(OSError), storage.open_file(path) as file:
+            size = path.stat().st_size
+            content.update(f"{path.name} {size} ".encode())
+            for sample in range(SAMPLES):
+                file.seek(sample * size // SAMPLES)
+                content.update(file.read(SAMPLE_BYTES))
+    return content.hexdigest()
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:

@@ -231,13 +231,14 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
     """
     shape = run.recipe.model
     architecture = holding(shape)
+    events = run.folder.events()
     card = model_card(
         run.recipe,
         render(run.recipe, read_text(run.folder.recipe_file)),
         architecture=architecture.name,
         tokens=run.tokens,
         dtype=dtype,
-        events=run.folder.events(),
+        events=() if run.folder.lost_rewinds(events) else events,  # their losses may be those of another branch
         averaged=run.averaged,
         licence=licence,
     )

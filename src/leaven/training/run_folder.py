@@ -1,12 +1,13 @@
 """Reads and writes the folder of a run: recipe, metrics, events and checkpoints. Does not import torch."""
 
+import errno
 import json
 import math
 import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +25,7 @@ _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in events, metrics, plan.json and the state of a checkpoint
+NO_ROOM = "No space left on device"  # why lines wait, if the disk or a quota is full
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
 
 # The values that events must have, because a run that is resumed relies on them.
@@ -159,8 +161,8 @@ class RunFolder:
     """The folder of a run on disk.
 
     A line that cannot be written, for example to a full disk, is kept in memory and written later. Meanwhile
-    ``unwritten`` is the error message. ``writes`` is true in only one process of a run; the others write no lines and
-    no recipe.
+    ``unwritten`` is the error message, or ``NO_ROOM``. ``writes`` is true in only one process of a run; the others
+    write no lines and no recipe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -198,14 +200,19 @@ class RunFolder:
         changes = [event for event in events if "recipe" in event]
         if not changes:
             return None
-        with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
-            if len(newest_document(self)["rewinds"]) > _rewinds_known(events):
-                return None
+        if self.lost_rewinds(events):
+            return None
         try:
             recipe = Recipe.model_validate(changes[-1]["recipe"])
             return recipe, {each["path"]: each["before"] for each in changes[-1].get("changes", ())}
         except WRONG_TYPES:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
+
+    def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the newest checkpoint knows of more rewinds than the events, for example an older copy."""
+        with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
+            return len(newest_document(self)["rewinds"]) > _rewinds_known(events)
+        return False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -219,10 +226,12 @@ class RunFolder:
             for torn in self.path.glob(f".{file.name}.*.tmp"):
                 if torn.is_file():
                     torn.unlink()
-        if not self.recipe_file.exists():
-            write_recipe(recipe, self.recipe_file)
-        elif differences(read_recipe(self.recipe_file), current := self.recipe()):
-            write_recipe(current, self.recipe_file)
+        if not self.recipe_file.exists() or differences(read_recipe(self.recipe_file), recipe := self.recipe()):
+            self._write_recipe(recipe)
+
+    def _write_recipe(self, recipe: Recipe) -> None:
+        """Write the recipe file, and keep the comments of an existing one, which the user may have written."""
+        write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
 
     def require_there(self) -> None:
         """Raise InputError if the locked folder was deleted, moved or replaced by another one of the same name.
@@ -240,7 +249,7 @@ class RunFolder:
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
-            write_recipe(recipe, self.recipe_file)
+            self._write_recipe(recipe)
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
@@ -378,14 +387,18 @@ class RunFolder:
                 if self.writes:
                     storage.sync_file(file)
 
-    def require_written(self) -> None:
-        """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because
-        the disk is full."""
+    def require_written(self, stop: Callable[[], bool] = lambda: True) -> None:
+        """Write the lines that are still in memory. If the disk is full, wait for room until ``stop`` returns True.
+        Raise InputError if a line cannot be written."""
         self._write()
+        while self.unwritten == NO_ROOM and not stop():
+            time.sleep(0.5)
+            self._write()
         if self.unwritten is not None:
+            count = f"{len(self._waiting):,} line{'s' * (len(self._waiting) > 1)} of metrics or events"
             raise InputError(
-                f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; "
-                "correct this and run the same command again"
+                f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; {count} could not be saved; correct "
+                "this and run the same command again"
             )
 
     def _append(self, path: Path, line: bytes) -> None:
@@ -401,7 +414,8 @@ class RunFolder:
             try:
                 storage.append(path, line)
             except OSError as error:
-                self.unwritten = error.strerror or str(error)
+                full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+                self.unwritten = NO_ROOM if full else error.strerror or str(error)
                 return
             self._waiting.popleft()
         self.unwritten = None

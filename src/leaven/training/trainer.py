@@ -63,6 +63,7 @@ from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
 from leaven.errors import InputError, Settled, out_of_memory
+from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
 from leaven.training.checkpoint import EVENTS, TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
@@ -146,7 +147,7 @@ def train(
         InputError: if the recipe cannot be trained, or the folder is unwritable, in use or has another recipe.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
-    _require_one_recipe(recipe, tokens, rewind or back, group)
+    _require_one_recipe(recipe, tokens, folder, rewind or back, group)
     run, recipe, rewind = check(recipe, folder, rewind or back)
     require_text(run, tokens.fingerprint)
     if tokens.tokenizer_path is not None:
@@ -178,19 +179,23 @@ def train(
                 trainer.rearrange(rearranged)
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
-            return trainer.train(lambda: group.any(stop()))
+            return trainer.train(lambda: group.any(stop()), stop)
 
 
-def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind | None, group: ProcessGroup) -> None:
-    """Check that all processes have the same recipe, text, rewind and leaven version. Paths may differ, but not those
-    of several sources, which decide the order of the samples.
+def _require_one_recipe(
+    recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
+) -> None:
+    """Check that all processes have the same recipe, text, start weights, rewind and leaven version. Paths may
+    differ, but not those of several sources, which decide the order of the samples.
 
     Raises:
         InputError: on all processes, if one has others.
     """
     if group is SINGLE_PROCESS:
         return
+    start = None if RunFolder(folder).begun else recipe.start.folder
     mine = {
+        "[start] weights": start and weights_fingerprint(start),
         "recipe": recipe.model_dump(exclude={"why", "start", "data"}),
         "data": recipe.data.model_dump(exclude={"source", "tokenizer"}),
         "data.source": [str(share) for share in tokens.proportions]
@@ -206,7 +211,9 @@ def _require_one_recipe(recipe: Recipe, tokens: "TokenSet", rewind: ManualRewind
         raise InputError(f"rank {group.rank} has another {', '.join(different)} than rank 0; give all ranks the same")
     others = [str(rank) for rank, [flag] in enumerate(flags) if flag]
     if others:
-        raise Settled(f"rank {', '.join(others)} has another recipe, text, --rewind-to or leaven version than rank 0")
+        raise Settled(
+            f"rank {', '.join(others)} has another recipe, text, start, --rewind-to or leaven version than rank 0"
+        )
 
 
 def _built(
@@ -284,9 +291,12 @@ class RunTrainer:
         if found is None:
             self.checkpoints.save()
 
-    def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped, and return its result. Raise InputError if the last checkpoint or
-        the finish event cannot be written, and Diverged if the run diverges."""
+    def train(self, stop: Callable[[], bool], stop_waiting: Callable[[], bool]) -> TrainDocument:
+        """Train until the run is done or stopped, and return its result.
+
+        ``stop`` is polled by all processes together, ``stop_waiting`` by one that waits for room on its disk. Raise
+        InputError if the last checkpoint or the finish event cannot be written, and Diverged if the run diverges.
+        """
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -298,6 +308,7 @@ class RunTrainer:
         error = self.checkpoints.save_last()
         if result is None:
             self.event("stop", why="interrupted")
+            self._tell_unwritten("lines_lost")
             return _summary(self.run, self.training.progress, None, error)
         if error is not None:
             raise InputError(
@@ -307,7 +318,8 @@ class RunTrainer:
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         written = {"metrics": asdict(self.run.metrics_digest()), "events": asdict(self.run.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
-        self.run.require_written()
+        self._tell_unwritten("waits")
+        self.run.require_written(stop_waiting)
         return _summary(self.run, self.training.progress, result)
 
     def rearrange(self, changes: list[Difference]) -> None:
@@ -347,8 +359,13 @@ class RunTrainer:
         self._on_event(name, values)
         if self.run.unwritten != self._unwritten:
             self._unwritten = self.run.unwritten
-            if self._unwritten is not None:
-                self._on_event("unwritten", values | {"why": self._unwritten})
+            self._tell_unwritten("unwritten")
+
+    def _tell_unwritten(self, event: str) -> None:
+        """Pass an event to ``on_event`` if lines wait for room on the disk, where it cannot be written."""
+        if self.run.unwritten is not None:
+            at = {"step": self.training.progress.step, "tokens": self.training.tokens}
+            self._on_event(event, at | {"why": self.run.unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
         """Return the newest undamaged checkpoint that no rewind has undone. Store newer, damaged ones in

@@ -159,7 +159,8 @@ class RunStore:
 
     def keep(self, document: CheckDocument) -> CheckDocument:
         """Write a check's document into the folder. Return it with the number of runs in the folder."""
-        self._locked.require()
+        if self._pool is not None:  # the folder is locked
+            self._locked.require()
         document = document.model_copy(update={"runs": len(self._ended)})
         storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
         return document
