@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place, cut
 from leaven.distributed.process_group import ProcessGroup
+from leaven.errors import InputError
+from leaven.training import checkpoint
 from leaven.training.checkpoint import (
     Checkpoint,
     NotSaved,
@@ -261,6 +264,32 @@ def test_all_processes_skip_a_damaged_checkpoint(tmp_path: Path, damage: str) ->
         assert damaged == [newest]
 
     together(3, body)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_checkpoint_that_one_process_sees_late_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    newest, seen, misses = write_all(tmp_path, 1, 2), checkpoint._seen, threading.local()
+    monkeypatch.setattr(checkpoint, "SEEN_AFTER", seconds)
+    monkeypatch.setattr(checkpoint, "_seen", lambda file: None if next(misses.left, None) else seen(file))
+
+    def body(group: ProcessGroup) -> Any:
+        misses.left = iter([1] * (group.rank == 1))
+        try:
+            return read_checkpoint(tmp_path, group=group)[1]
+        except InputError as error:
+            return f"{type(error).__name__}: {error}"
+
+    said = (
+        f"does not see {newest} as rank 0 does; give all ranks the same run folder (is its disk mounted everywhere?)"
+    )
+    first, second = together(2, body)
+    if seconds:
+        assert (first, second) == ([], [])
+    else:
+        assert first.startswith(f"Settled: another rank {said}")
+        assert second.startswith(f"InputError: rank 1 {said}")
 
 
 def test_all_processes_read_the_checkpoint_that_the_first_sees(

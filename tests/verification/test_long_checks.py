@@ -1,9 +1,11 @@
 """Test the verdicts of the checks transfer and equivalence on known losses, and how runs are saved and resumed."""
 
 import errno
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +232,35 @@ def test_finished_runs_wait_for_room_on_the_disk(
     with RunStore(tmp_path, 1, note=notes.append) as store:
         store.run([RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)])
     assert len((tmp_path / runs.LINES).read_text().splitlines()) == 3
-    assert notes == [f"caution: {tmp_path / runs.LINES}: No space left on device; finished runs wait for room"]
+    assert notes == [
+        f"caution: {tmp_path / runs.LINES}: No space left on device; finished runs wait until it can be written"
+    ]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_finished_runs_are_saved_if_another_fails(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
+    append, away = storage.append_json, [True]
+
+    def stale(path: Path, line: Any, *, sync: bool) -> None:
+        if away:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        append(path, line, sync=sync)
+
+    def dies(trial: RecipeTrial) -> Outcome:
+        away.clear()  # the disk is back
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(storage, "append_json", stale)
+    trials = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(2)]
+    first, last = sorted(trials, key=lambda trial: (trial.cost, trial.key), reverse=True)
+    run = RecipeTrial.run
+    monkeypatch.setattr(RecipeTrial, "run", lambda trial: dies(trial) if trial.key == last.key else run(trial))
+    with pytest.raises(BrokenProcessPool), RunStore(tmp_path, 1) as store:
+        store.run(trials)
+    assert [json.loads(line)["key"] for line in (tmp_path / runs.LINES).read_text().splitlines()] == [first.key]
 
 
 @pytest.mark.usefixtures("in_this_process")

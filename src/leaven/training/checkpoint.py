@@ -10,6 +10,7 @@ earlier, undamaged one is used.
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +28,7 @@ from leaven import storage
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.errors import InputError
+from leaven.errors import InputError, Settled
 from leaven.recipe.recipe import Recipe
 from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
@@ -229,6 +230,7 @@ def read_checkpoint(
     for candidate in reversed(group.broadcast(checkpoints(folder))):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
+        _require_seen(candidate / "state.json", group)
         try:
             found, unreadable = _read(candidate, group, recipe), None
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, SafetensorError, *WRONG_TYPES):
@@ -244,6 +246,30 @@ def read_checkpoint(
         elif not undone(found.progress.tokens, later=rewinds[len(found.rewinds) :]):
             return found, damaged
     return None, damaged
+
+
+def _require_seen(file: Path, group: ProcessGroup) -> None:
+    """Wait until every process sees a file as the first process does, for up to `SEEN_AFTER` seconds: a network disk
+    may show a new file late. Raise InputError on all processes if one does not see it."""
+    if group.size == 1:
+        return
+    wanted, until = group.broadcast(_seen(file)), time.monotonic() + SEEN_AFTER
+    while (late := wanted is not None and _seen(file) != wanted) and time.monotonic() < until:
+        time.sleep(0.5)
+    if group.any(late):
+        kind, who = (InputError, f"rank {group.rank}") if late else (Settled, "another rank")
+        raise kind(
+            f"{who} does not see {file.parent} as rank 0 does; give all ranks the same run folder (is its disk "
+            "mounted everywhere?) and run the same command again"
+        )
+
+
+def _seen(file: Path) -> str | None:
+    """Return a hash of a file, or None if it cannot be read."""
+    try:
+        return blake2b(storage.read(file), digest_size=16).hexdigest()
+    except (OSError, InputError):
+        return None
 
 
 def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoint:
@@ -321,6 +347,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": size, "blake2b": digest.hexdigest()}
 
 
+SEEN_AFTER = 60.0  # seconds; NFS may show a new file so late (acdirmax)
 GIVE_UP = 5.0
 """:meth:`CheckpointManager.close` waits at most this many seconds for other processes, which may be gone."""
 

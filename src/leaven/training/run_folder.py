@@ -226,8 +226,11 @@ class RunFolder:
             for torn in self.path.glob(f".{file.name}.*.tmp"):
                 if torn.is_file():
                     torn.unlink()
-        if not self.recipe_file.exists() or differences(read_recipe(self.recipe_file), recipe := self.recipe()):
+        if not self.recipe_file.exists():
             self._write_recipe(recipe)
+        elif differences(read_recipe(self.recipe_file), current := self.recipe()):
+            with suppress(InputError):  # a full disk: the last event has this recipe as well
+                self._write_recipe(current)
 
     def _write_recipe(self, recipe: Recipe) -> None:
         """Write the recipe file, and keep the comments of an existing one, which the user may have written."""
@@ -249,7 +252,8 @@ class RunFolder:
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
-            self._write_recipe(recipe)
+            with suppress(InputError):  # a full disk: the event of the change has the recipe as well
+                self._write_recipe(recipe)
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:

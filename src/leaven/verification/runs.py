@@ -4,7 +4,6 @@ A result is saved under the ``key`` of its trial: a hash of what determines the 
 So several checks can share a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
-import errno
 import json
 import math
 import re
@@ -101,27 +100,32 @@ class RunStore:
         self._on_run(len(wanted) - len(queue), len(wanted))
         died: set[str] = set()  # keys of runs whose process died once
         pending: dict[Future[Outcome], str] = {}
-        while (queue or pending) and not self._stop():
-            while queue and len(pending) < self._workers:
-                key = queue.pop()
-                pending[pool.submit(wanted[key].run)] = key
-            for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                key = pending.pop(future)
-                try:
-                    self._ended[key] = future.result()
-                except BrokenProcessPool:
-                    if key in died:
-                        raise InputError(
-                            "the process of a run died twice; possible cause: out of memory; give fewer --workers"
-                        ) from None
-                    died.add(key)
-                    queue.append(key)
-                    continue
-                line = {"key": key, COUNT: len(self._ended) - 1} | asdict(self._ended[key])
-                line |= {TEXT: texts[key]} if key in texts else {}
-                self._unsaved.append(line | {DIGEST: _digest(line)})
-                self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
-            self._save()
+        try:
+            while (queue or pending) and not self._stop():
+                while queue and len(pending) < self._workers:
+                    key = queue.pop()
+                    pending[pool.submit(wanted[key].run)] = key
+                for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                    key = pending.pop(future)
+                    try:
+                        self._ended[key] = future.result()
+                    except BrokenProcessPool:
+                        if key in died:
+                            raise InputError(
+                                "the process of a run died twice; possible cause: out of memory; give fewer --workers"
+                            ) from None
+                        died.add(key)
+                        queue.append(key)
+                        continue
+                    line = {"key": key, COUNT: len(self._ended) - 1} | asdict(self._ended[key])
+                    line |= {TEXT: texts[key]} if key in texts else {}
+                    self._unsaved.append(line | {DIGEST: _digest(line)})
+                    self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
+                self._save()
+        except BaseException:
+            if not self._save():
+                self._note(f"caution: {len(self._unsaved)} finished runs could not be saved")
+            raise
         while not self._save() and not self._stop():
             time.sleep(0.5)
         ended = len(wanted.keys() & self._ended.keys())
@@ -132,16 +136,16 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def _save(self) -> bool:
-        """Write the lines of finished runs, and return True. If the disk is full, keep the rest and return False."""
+        """Write the lines of finished runs, and return True. If that fails, as on a full disk, keep the rest and
+        return False."""
         while self._unsaved:
             self._locked.require()
             try:
                 storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
             except OSError as error:
-                if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-                    raise
                 if not self._waits:
-                    self._note(f"caution: {self.folder / LINES}: {error.strerror}; finished runs wait for room")
+                    why = error.strerror or error
+                    self._note(f"caution: {self.folder / LINES}: {why}; finished runs wait until it can be written")
                 self._waits = True
                 return False
             self._unsaved.popleft()
