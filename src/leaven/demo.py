@@ -198,10 +198,12 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
     lr = best(curves(document)[MOVED, size.widths[0]])
     document = document.model_copy(update={"runs": _runs(store, base, size.grid + size.again(lr))})
     base = base.replace({"hyperparameters.lr": lr})
-    write_recipe(base.replace({"name": "base"}), folder / "base.toml")
+    recipes = {"base": base}
     for rule, name in ((COPIED, "copied"), (MOVED, "moved")):
-        wide = recipe_at(base.replace({"scaling.rule": rule}), size.widths[-1])
-        write_recipe(wide.replace({"name": name}), folder / f"{name}.toml")
+        recipes[name] = recipe_at(base.replace({"scaling.rule": rule}), size.widths[-1])
+    for name, recipe in recipes.items():
+        if not (folder / f"{name}.toml").exists():  # the user may have edited it
+            write_recipe(recipe.replace({"name": name}), folder / f"{name}.toml")
     following = [f"leaven show --rule {MOVED}", "leaven new mine.toml --params 1B --tokens 20B"]
     return document.model_copy(update={"result": result_of(document), "next": following})
 

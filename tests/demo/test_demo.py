@@ -78,6 +78,8 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
     assert train_trial(moved).loss == result.moved[0]
     assert train_trial(copied.replace({"data.seed": 1})).loss == result.copied[1]
 
+    with (tmp_path / "base.toml").open("a") as file:
+        file.write("# my notes\n")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert run(tmp_path) == done
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -84,6 +84,12 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leaven: Verb) -> Ver
     return leaven
 
 
+def test_closed_standard_streams_are_the_null_device(tiny_file: Path) -> None:
+    """Otherwise the next file that is opened would get what is printed."""
+    words = f"RANK=0 {sys.executable} -m leaven show {tiny_file} >&- 2>&- <&-"
+    assert subprocess.run(["sh", "-c", words], check=False).returncode == 0
+
+
 def test_a_bug_is_one_line_that_names_a_file_to_report_it_with(broken: Verb, tmp_path: Path) -> None:
     code, out, err = broken("tune", "x.toml", "--study", f"postgresql://me:{PASSWORD}@host/db")
     (file,) = tmp_path.iterdir()

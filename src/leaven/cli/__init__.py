@@ -130,6 +130,7 @@ def main() -> None:
 
     The exit code is 2 for wrong input, 70 for a bug, 75 if the user stopped the command, and 1 for other failures.
     """
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # its encoding may lack characters of a name or a sample
             stream.reconfigure(errors="backslashreplace")
@@ -142,6 +143,16 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Open the null device in place of a closed standard input, output or error, as of ``leaven ... >&-``. Otherwise
+    the next file that is opened would take its place, and printed text would go into this file."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _run() -> int:
