@@ -21,7 +21,7 @@ from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResul
 from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.storage import require_writable, write_page, write_text
+from leaven.storage import make_folder, require_writable, write_page, write_text
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, LockedFolder
@@ -111,7 +111,9 @@ def run_demo(
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with LockedFolder(folder, "demo folder") as locked:
-            _save(document, folder)  # before any run, so that an interrupted demo can be resumed
+            # Before any run, so that an interrupted demo can be resumed. Without its folder of runs, it has lost them.
+            make_folder(folder / "runs")
+            _save(document, folder)
             try:
                 count = SIZES[document.size].count
 
@@ -144,7 +146,7 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
                     "another folder with --run"
                 )
         runs = folder / "runs"
-        if (before.runs and not (runs / LINES).exists()) or (before.seconds and not runs.is_dir()):
+        if (before.runs and not (runs / LINES).exists()) or not runs.is_dir():
             raise InputError(
                 f"{folder} contains a demo, but not its runs; bring back {runs / LINES}, or start again in another "
                 "folder with --run"
