@@ -111,7 +111,7 @@ def run_demo(
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with LockedFolder(folder, "demo folder") as locked:
-            # Before any run, so that an interrupted demo can be resumed. A demo without this folder has lost its runs.
+            # Before any run, so that an interrupted demo can be resumed. Without this folder, it has lost its runs.
             make_folder(folder / "runs")
             _save(document, folder)
             try:
