@@ -181,6 +181,20 @@ def test_a_file_that_rots_after_it_was_read_is_refused(
         found.train[:]
 
 
+def test_a_file_that_is_overwritten_while_it_is_read_is_refused(tmp_path: Path, prepare: Any) -> None:
+    source, file = numpy_file(tmp_path / "a.npy", TEXTS), tmp_path / "a.npy"
+    found = prepare(source)
+    before = found.train[:].tolist()
+    raw = bytearray(file.read_bytes())
+    os.utime(file)
+    assert found.train[:].tolist() == before  # only its time has changed
+    raw[len(raw) // 2 & ~1] ^= 1
+    with file.open("r+b") as content:
+        content.write(raw)
+    with pytest.raises(InputError, match=r"a.npy is damaged: its bytes .* are not those .*; restore it"):
+        found.train[:]
+
+
 def test_validation_can_have_files_of_its_own(tmp_path: Path, prepare: Any) -> None:
     source = one(nanogpt(tmp_path / "train.bin", TEXTS), validation=hugging_face(tmp_path / "val", TEXTS[:7]))
     found = prepare(source)

@@ -1,4 +1,5 @@
-"""Read token ids from files, a slice at a time. A block is compared with its checksum when it is first read.
+"""Read token ids from files, a slice at a time. A block is compared with its checksum when it is first read, and
+again after its file has changed.
 
 Files are read with ``pread``, so that the user gets an error message if a file is truncated or its disk fails. With a
 memory map, a signal (SIGBUS) would end the process. Arrow files are mapped by the package ``datasets``, so their
@@ -6,6 +7,7 @@ sizes are compared before each read.
 """
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,7 +64,7 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """Token ids whose blocks are compared with their checksums when they are first read.
+    """Token ids whose blocks are compared with their checksums when they are read for the first time since a change.
 
     Index them with slices of step 1.
 
@@ -76,6 +78,7 @@ class CheckedTokens:
         self.n_bytes = count * dtype.itemsize
         self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums or ""), "<u4")
         self._unread = np.ones(len(self._checksums), bool)  # the blocks that have not been compared yet
+        self._stamp: Any = None  # changes with the files
 
     def __len__(self) -> int:
         return self._count
@@ -88,6 +91,8 @@ class CheckedTokens:
             return np.zeros(0, self.dtype)
         first, last = start * self.dtype.itemsize, stop * self.dtype.itemsize
         blocks = slice(first // BLOCK, -(-last // BLOCK))
+        if len(self._checksums) and (stamp := self._stamp_now()) != self._stamp:
+            self._unread[:], self._stamp = True, stamp
         if not self._unread[blocks].any():
             return np.frombuffer(self._read(first, last), self.dtype)
         begin = blocks.start * BLOCK
@@ -98,6 +103,10 @@ class CheckedTokens:
                 raise InputError(self._damage(block * BLOCK, min((block + 1) * BLOCK, self.n_bytes)))
         self._unread[blocks] = False
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
+
+    def _stamp_now(self) -> Any:
+        """Return a value that changes when the files are written to."""
+        raise NotImplementedError
 
     def _read(self, first: int, last: int) -> bytes:
         """Return the bytes from ``first`` to ``last``. Raise InputError if they cannot be read."""
@@ -137,6 +146,12 @@ class FileTokens(CheckedTokens):
         return (
             f"{self.path} is damaged: its bytes {first:,} to {last:,} are not those that were written; {self._advice}"
         )
+
+    def _stamp_now(self) -> Any:
+        with suppress(OSError):
+            found = os.fstat(_open(self).number)
+            return found.st_mtime_ns, found.st_ctime_ns
+        return self._stamp  # reading gives the error
 
     def _read(self, first: int, last: int) -> bytes:
         try:
@@ -181,6 +196,11 @@ class ArrayTokens(CheckedTokens):
     def _damage(self, first: int, last: int) -> str:
         size, where = self.dtype.itemsize, ", ".join(file.path for file in self.files) or "a data set in memory"
         return f"{where}: token ids {first // size:,} to {last // size:,} are not those that were written; {ADVICE}"
+
+    def _stamp_now(self) -> Any:
+        with suppress(OSError):  # a file that was deleted can still be read
+            return [os.stat(file.path).st_mtime_ns for file in self.files]
+        return self._stamp
 
     def _read(self, first: int, last: int) -> bytes:
         for file in self.files:
