@@ -154,9 +154,11 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
         return before
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--run {folder} is a file; give a folder")
-    # A demo that is killed before it writes demo.json leaves its lock and a temporary file.
-    names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
-    if any(name != LOCK and not name.startswith(".demo.json.") for name in names):
+    # A demo that is killed before it writes demo.json leaves its lock, an empty folder and a temporary file.
+    entries = list(folder.iterdir()) if folder.exists() else []
+    ours = [entry for entry in entries if entry.name == LOCK or entry.name.startswith(".demo.json.")]
+    ours += [entry for entry in entries if entry.name == "runs" and entry.is_dir() and not any(entry.iterdir())]
+    if len(ours) < len(entries):
         raise InputError(f"{folder} is not empty and does not contain a demo; give another folder with --run")
     return None
 

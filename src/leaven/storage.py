@@ -240,7 +240,12 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a new folder is a URL or a database login, which may contain a password."""
+    """Raise InputError if the path of a folder is a URL or a database login, which may contain a password, or is no
+    UTF-8, which some libraries do not read."""
+    try:
+        path.as_posix().encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{path}: the path is no UTF-8; rename the folder, or give another one") from None
     if _ADDRESS.search(path.as_posix()):
         raise InputError(
             "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"

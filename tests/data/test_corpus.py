@@ -318,6 +318,9 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "b").symlink_to(tmp_path / "disk")
     pattern = f"{tmp_path}/[ab]/**/*.txt"
     assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
+    (tmp_path / "a" / "lost+found").mkdir()  # which the root of a disk has, and only root can list
+    (tmp_path / "a" / "lost+found" / "a.txt").write_text("no text")
+    assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
     (tmp_path / "disk").rename(tmp_path / "away")
     with pytest.raises(InputError, match=rf"b is a link to {tmp_path}/disk, which is missing \(is its disk mounted"):
         opened(pattern)

@@ -140,6 +140,10 @@ def test_a_demo_without_its_runs_does_not_start_again(tmp_path: Path) -> None:
     polls = iter([False] * 5)
     with pytest.raises(ChecksStopped):
         run(tmp_path, size="quick", stop=lambda: next(polls, True))
+    killed = tmp_path / "killed"  # before it wrote demo.json
+    (killed / "runs").mkdir(parents=True)
+    with pytest.raises(ChecksStopped):
+        run(killed, size="quick", stop=lambda: True)
     begun = json.loads((tmp_path / "demo.json").read_text()) | {"runs": [], "seconds": 0.0}
     (tmp_path / "demo.json").write_text(json.dumps(begun))  # as if it was killed
     assert_not_started_without_its_runs(tmp_path)

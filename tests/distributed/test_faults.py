@@ -1,5 +1,6 @@
 """Processes that die, hang, stop or get a nan: the other processes report it, and no step is lost."""
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import layout
 from tests.training.conftest import losses
 
+from leaven import storage
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
 from leaven.errors import InputError, ProcessLost
@@ -80,6 +82,27 @@ def given(recipe: Recipe, tokens: TokenSet, folder: Path, other: dict[str, Any])
     return "trained"
 
 
+def waits_for_room(recipe: Recipe, tokens: TokenSet, folder: Path) -> bool:
+    """The disk of the first process is full until the run waits for room."""
+    append, full = storage.append, [True]
+
+    def refused(path: Path, line: bytes) -> None:
+        if full and path.name == "metrics.jsonl":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, line)
+
+    def on_event(event: str, values: dict[str, Any]) -> None:
+        if event == "waits":
+            time.sleep(1)  # the others wait, too
+            full.clear()
+
+    with (
+        patch.object(storage, "append", refused),
+        join_process_group(recipe.layout, torch.device("cpu")) as group,
+    ):
+        return train(recipe, tokens, folder, group=group, on_event=on_event).finished
+
+
 def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
     """The second process sleeps before the fourth step."""
     try:
@@ -131,6 +154,12 @@ def test_a_nan_on_one_process_rolls_back_all(two: Recipe, tokens: TokenSet, rank
     assert done[0]["done"]
     assert done[0]["rollbacks"] == 1
     assert events(tmp_path / "run").count("rollback") == 1
+
+
+def test_all_wait_for_room_at_the_end_of_a_run(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
+    assert ranks(2, waits_for_room, two, tokens, tmp_path / "run") == [True, True]
+    assert len(losses(tmp_path / "run")) == RunFolder(tmp_path / "run").metrics()[-1]["step"]
+    assert events(tmp_path / "run")[-1] == "finish"
 
 
 def test_all_end_if_the_run_folder_is_deleted(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:

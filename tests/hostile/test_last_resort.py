@@ -88,6 +88,9 @@ def test_closed_standard_streams_are_the_null_device(tiny_file: Path) -> None:
     """Otherwise the next file that is opened would get what is printed."""
     words = f"RANK=0 {sys.executable} -m leaven show {tiny_file} >&- 2>&- <&-"
     assert subprocess.run(["sh", "-c", words], check=False).returncode == 0
+    child = "import os, subprocess, sys; from leaven.cli import _open_standard_streams as go; go(); "
+    child += "sys.exit(subprocess.run(['sh', '-c', 'echo x 2>&1 >&2 <&0'], check=False).returncode)"
+    assert subprocess.run(["sh", "-c", f'{sys.executable} -c "{child}" >&- 2>&- <&-'], check=False).returncode == 0
 
 
 def test_a_bug_is_one_line_that_names_a_file_to_report_it_with(broken: Verb, tmp_path: Path) -> None:

@@ -307,6 +307,14 @@ def test_the_recipe_of_a_rewind_whose_event_is_lost_is_in_the_checkpoint(
     assert train(lower, tokens, run.path).finished
 
 
+def test_a_run_that_has_lost_its_recipe_says_how_to_go_on(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    kept = run.recipe_file.rename(run.path.with_name("kept.toml"))
+    with pytest.raises(InputError, match=r"has lost its recipe.toml; copy the recipe with which the run began to"):
+        train(recipe, tokens, run.path)
+    shutil.copy(kept, run.recipe_file)
+    assert train(recipe, tokens, run.path).finished
+
+
 def test_comments_of_a_recipe_in_its_run_folder_stay(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     mine = "# why this lr\n" + render(recipe)
     (tmp_path / "recipe.toml").write_text(mine)

@@ -149,7 +149,7 @@ def _open_standard_streams() -> None:
     """Open the null device in place of a closed standard input, output or error, as of ``leaven ... >&-``. Otherwise
     the next file that is opened would take its place, and printed text would go into this file."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(descriptor, True)  # as standard streams are
     os.close(descriptor)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

@@ -19,6 +19,7 @@ from leaven.recipe.data import DataSource
 # easy to predict and would be half of the validation text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
+_OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # folders of disks that users cannot list
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
 """1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in
@@ -177,7 +178,7 @@ def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
     with os.scandir(folder) as entries:
         for entry in entries:
             hidden = entry.name.startswith(".") and not name.startswith(".")
-            if hidden or not fnmatchcase(entry.name, "*" if name == "**" else name):
+            if hidden or entry.name in _OF_DISKS or not fnmatchcase(entry.name, "*" if name == "**" else name):
                 continue
             path = folder / entry.name
             if entry.is_symlink() and not path.exists():

@@ -54,6 +54,11 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
         known = (LOCK, f".{run.recipe_file.name}.*.tmp")
         entries = run.path.iterdir() if run.path.exists() else ()
         if not all(entry.is_file() and any(fnmatch(entry.name, name) for name in known) for entry in entries):
+            if checkpoints(run.checkpoints):
+                raise InputError(
+                    f"run folder {run.path} has lost its recipe.toml; copy the recipe with which the run began to "
+                    f"{run.recipe_file}, and run the same command again"
+                )
             raise InputError(f"run folder {run.path} is not empty and holds no recipe.toml; use another --run")
         if _torchrun_has_trained(run):
             raise InputError(

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -391,13 +391,10 @@ class RunFolder:
                 if self.writes:
                     storage.sync_file(file)
 
-    def require_written(self, stop: Callable[[], bool] = lambda: True) -> None:
-        """Write the lines that are still in memory. If the disk is full, wait for room until ``stop`` returns True.
-        Raise InputError if a line cannot be written."""
-        self._write()
-        while self.unwritten == NO_ROOM and not stop():
-            time.sleep(0.5)
-            self._write()
+    def require_written(self) -> None:
+        """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because
+        the disk is full."""
+        self.write_waiting()
         if self.unwritten is not None:
             count = f"{len(self._waiting):,} line{'s' * (len(self._waiting) > 1)} of metrics or events"
             raise InputError(
@@ -410,9 +407,10 @@ class RunFolder:
             return
         self.require_there()
         self._waiting.append((path, line))
-        self._write()
+        self.write_waiting()
 
-    def _write(self) -> None:
+    def write_waiting(self) -> None:
+        """Write the lines that are in memory, as far as this is possible."""
         while self._waiting:
             path, line = self._waiting[0]
             try:

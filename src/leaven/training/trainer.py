@@ -50,6 +50,7 @@ resume, validation, checkpoint, rollback, finish and others), plan.json (planned
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -102,6 +103,7 @@ from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import (
     IDENTITY,
+    NO_ROOM,
     RunFolder,
     checkpoints,
     recorded_changes,
@@ -179,7 +181,7 @@ def train(
                 trainer.rearrange(rearranged)
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
-            return trainer.train(lambda: group.any(stop()), stop)
+            return trainer.train(lambda: group.any(stop()))
 
 
 def _require_one_recipe(
@@ -263,7 +265,9 @@ class RunTrainer:
 
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint, or start a new run. Log this as an event with the values ``about``."""
-        rewinds, saved = rewinds_of(self.run), newest_saved(self.run)
+        saved = newest_saved(self.run)
+        # A network disk may show an event to one process late.
+        rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
         changed: str | None = None
         found = self._newest(rewinds)
         if found is None and (self.training.resumes or checkpoints(self.run.checkpoints)):
@@ -291,12 +295,9 @@ class RunTrainer:
         if found is None:
             self.checkpoints.save()
 
-    def train(self, stop: Callable[[], bool], stop_waiting: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped, and return its result.
-
-        ``stop`` is polled by all processes together, ``stop_waiting`` by one that waits for room on its disk. Raise
-        InputError if the last checkpoint or the finish event cannot be written, and Diverged if the run diverges.
-        """
+    def train(self, stop: Callable[[], bool]) -> TrainDocument:
+        """Train until the run is done or stopped, and return its result. Raise InputError if the last checkpoint or
+        the finish event cannot be written, and Diverged if the run diverges."""
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -318,8 +319,14 @@ class RunTrainer:
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         written = {"metrics": asdict(self.run.metrics_digest()), "events": asdict(self.run.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
-        self._tell_unwritten("waits")
-        self.run.require_written(stop_waiting)
+        waits = False
+        while self.group.any(self.run.unwritten == NO_ROOM) and not stop():
+            if not waits:
+                self._tell_unwritten("waits")
+            waits = True
+            time.sleep(0.5)
+            self.run.write_waiting()
+        self.run.require_written()
         return _summary(self.run, self.training.progress, result)
 
     def rearrange(self, changes: list[Difference]) -> None:
