@@ -84,9 +84,14 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, leaven: Verb) -> Ver
     return leaven
 
 
+def test_a_rank_without_torchrun_prints_errors(leaven: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert leaven("show", "nosuch.toml")[2] == "error: nosuch.toml: no such file\n"
+
+
 def test_closed_standard_streams_are_the_null_device(tiny_file: Path) -> None:
     """Otherwise the next file that is opened would get what is printed."""
-    words = f"RANK=0 {sys.executable} -m leaven show {tiny_file} >&- 2>&- <&-"
+    words = f"RANK=0 WORLD_SIZE=1 {sys.executable} -m leaven show {tiny_file} >&- 2>&- <&-"
     assert subprocess.run(["sh", "-c", words], check=False).returncode == 0
     child = "import os, subprocess, sys; from leaven.cli import _open_standard_streams as go; go(); "
     child += "sys.exit(subprocess.run(['sh', '-c', 'echo x 2>&1 >&2 <&0'], check=False).returncode)"

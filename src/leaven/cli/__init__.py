@@ -134,7 +134,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # its encoding may lack characters of a name or a sample
             stream.reconfigure(errors="backslashreplace")
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # not under torchrun; some clusters set RANK in every shell
         sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
     code = _run()

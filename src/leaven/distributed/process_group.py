@@ -236,7 +236,7 @@ def world_size() -> int:
 
 def rank() -> int:
     """Return the rank that torchrun gave this process, or 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
