@@ -386,12 +386,12 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
         try:
             while lines:
                 lines = lines[file.write(lines) :]
+            if sync:
+                os.fsync(file.fileno())
         except OSError:
             with suppress(OSError):
                 file.truncate(max(before, _end(file) - len(_torn(file))))
             raise
-        if sync:
-            os.fsync(file.fileno())
 
 
 def append_json(path: Path, document: Mapping[str, Any], *, sync: bool = False) -> None:

@@ -3,7 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -163,32 +163,50 @@ def _files(source: str) -> list[tuple[str, Path]]:
     return found
 
 
-def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
+def _matches(
+    folder: Path, pattern: tuple[str, ...], above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[Path]:
     """Yield the files below a folder that the parts of a pattern match, as ``glob.glob(recursive=True)`` does.
 
     glob leaves out what it cannot read, so that a part of a text could be missing without a word.
 
+    Args:
+        above: (device, inode) of the folders that ``**`` has matched, because a link may lead back to one of them.
+
     Raises:
-        InputError: if a link leads to nothing.
+        InputError: if a link that the pattern matches leads to nothing.
         OSError: if a folder cannot be read.
     """
     name, rest = pattern[0], pattern[1:]
-    if name == "**":
-        yield from _matches(folder, rest or ["*"])
+    recursive = name == "**"
+    while recursive and rest[:1] == ("**",):
+        rest = rest[1:]
+    if not (recursive or _MAGIC & set(name)):  # also "..", and a name in other letters on a disk that ignores case
+        if rest and (folder / name).is_dir():
+            yield from _matches(folder / name, rest, above)
+        elif not rest and (folder / name).is_file():
+            yield folder / name
+        return
+    if recursive:
+        found = folder.stat()
+        if (found.st_dev, found.st_ino) in above:
+            return
+        above |= {(found.st_dev, found.st_ino)}
+        yield from _matches(folder, rest or ("*",), above)
     with os.scandir(folder) as entries:
         for entry in entries:
             hidden = entry.name.startswith(".") and not name.startswith(".")
-            if hidden or entry.name in _OF_DISKS or not fnmatchcase(entry.name, "*" if name == "**" else name):
+            if hidden or entry.name in _OF_DISKS or not (recursive or fnmatch(entry.name, name)):
                 continue
             path = folder / entry.name
-            if entry.is_symlink() and not path.exists():
+            if not recursive and entry.is_symlink() and not path.exists():
                 raise InputError(
                     f"{path} is a link to {os.readlink(path)}, which is missing (is its disk mounted?); remove the "
                     "link, or give a pattern without it in data.source"
                 )
-            if entry.is_dir() and (rest or name == "**"):
-                yield from _matches(path, pattern if name == "**" else rest)
-            elif name != "**" and not rest and entry.is_file():
+            if entry.is_dir() and (rest or recursive):
+                yield from _matches(path, pattern if recursive else rest, above)
+            elif not (recursive or rest) and entry.is_file():
                 yield path
 
 

@@ -230,7 +230,7 @@ def read_checkpoint(
     for candidate in reversed(group.broadcast(checkpoints(folder))):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
-        _require_seen(candidate / "state.json", group)
+        _require_seen(candidate, group)
         try:
             found, unreadable = _read(candidate, group, recipe), None
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, SafetensorError, *WRONG_TYPES):
@@ -248,28 +248,35 @@ def read_checkpoint(
     return None, damaged
 
 
-def _require_seen(file: Path, group: ProcessGroup) -> None:
-    """Wait until every process sees a file as the first process does, for up to `SEEN_AFTER` seconds: a network disk
-    may show a new file late. Raise InputError on all processes if one does not see it."""
+def _require_seen(checkpoint: Path, group: ProcessGroup) -> None:
+    """Wait until every process sees a checkpoint as the first process does, for up to `SEEN_AFTER` seconds: a network
+    disk may show new files late. Raise InputError on all processes if one does not see it."""
     if group.size == 1:
         return
-    wanted, until = group.broadcast(_seen(file)), time.monotonic() + SEEN_AFTER
-    while (late := wanted is not None and _seen(file) != wanted) and time.monotonic() < until:
-        time.sleep(0.5)
-    if group.any(late):
-        kind, who = (InputError, f"rank {group.rank}") if late else (Settled, "another rank")
-        raise kind(
-            f"{who} does not see {file.parent} as rank 0 does; give all ranks the same run folder (is its disk "
-            "mounted everywhere?) and run the same command again"
-        )
+    wanted = group.broadcast(_seen(checkpoint))
+    for looks_left in range(SEEN_AFTER, -1, -1):
+        late = _seen(checkpoint) != wanted
+        if not group.any(late):
+            return
+        time.sleep(1 if looks_left else 0)
+    kind, who = (InputError, f"rank {group.rank}") if late else (Settled, "another rank")
+    raise kind(
+        f"{who} does not see {checkpoint} as rank 0 does; give all ranks the same run folder (is its disk mounted "
+        "everywhere?) and run the same command again"
+    )
 
 
-def _seen(file: Path) -> str | None:
-    """Return a hash of a file, or None if it cannot be read."""
+def _seen(checkpoint: Path) -> str:
+    """Return a text that says which files of a checkpoint this process sees, and how large they are."""
     try:
-        return blake2b(storage.read(file), digest_size=16).hexdigest()
-    except (OSError, InputError):
-        return None
+        files = storage.read(checkpoint / "state.json")
+        names = sorted(json.loads(files)["files"])
+        sizes = [(checkpoint / name).stat().st_size if (checkpoint / name).exists() else None for name in names]
+        return f"{blake2b(files, digest_size=16).hexdigest()} {sizes}"
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, InputError, *WRONG_TYPES):  # reading gives the error
+        return "unreadable"
 
 
 def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoint:
@@ -347,7 +354,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": size, "blake2b": digest.hexdigest()}
 
 
-SEEN_AFTER = 60.0  # seconds; NFS may show a new file so late (acdirmax)
+SEEN_AFTER = 60  # seconds; NFS may show a new file so late (acdirmax)
 GIVE_UP = 5.0
 """:meth:`CheckpointManager.close` waits at most this many seconds for other processes, which may be gone."""
 

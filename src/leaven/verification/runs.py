@@ -4,6 +4,7 @@ A result is saved under the ``key`` of its trial: a hash of what determines the 
 So several checks can share a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
+import errno
 import json
 import math
 import re
@@ -30,6 +31,7 @@ from leaven.verification.model_instance import RunSetting
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
 TEXT = "text"  # key of the fingerprint of the text, which lines of older versions and of foreign models do not have
+PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # faults of a disk that may pass
 COUNT = "earlier_runs"  # key of the number of finished runs before a line, which lines of older versions do not have
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
@@ -58,7 +60,7 @@ class RunStore:
         Args:
             on_run: called with the number of finished runs and the number of all runs, of one call of :meth:`run`.
             stop: called repeatedly; the runs stop once it returns true.
-            note: called with a sentence if results in the folder were lost or changed, or if the disk is full.
+            note: called with a sentence if results in the folder were lost or changed, or cannot be written.
             finished: the least number of results that the folder should have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
@@ -67,9 +69,9 @@ class RunStore:
         self._pool: WorkerPool | None = None
         self._ended: dict[str, Outcome] = {}
         self._texts: dict[str, str] = {}  # fingerprints of the texts of finished runs, by key
-        self._unsaved: deque[dict[str, Any]] = deque()  # lines of finished runs for which the disk has no room
+        self._unsaved: deque[dict[str, Any]] = deque()  # lines of finished runs that could not be written yet
         self._lost = 0  # number of results that the folder has lost
-        self._waits = False  # whether the user was told that lines wait for room
+        self._waits = False  # whether the user was told that lines wait
 
     def __enter__(self) -> "RunStore":
         return self
@@ -136,13 +138,15 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def _save(self) -> bool:
-        """Write the lines of finished runs, and return True. If that fails, as on a full disk, keep the rest and
+        """Write the lines of finished runs, and return True. If the disk has a fault that may pass, keep the rest and
         return False."""
         while self._unsaved:
             self._locked.require()
             try:
                 storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
             except OSError as error:
+                if error.errno not in PASSING:
+                    raise
                 if not self._waits:
                     why = error.strerror or error
                     self._note(f"caution: {self.folder / LINES}: {why}; finished runs wait until it can be written")

@@ -41,6 +41,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     if architecture.factors(shape, model.config):
         why = "leaven has none, so a new run starts from other values"
         draft.unread.append(f"factors of {architecture.name} on the embedding or the logits: {why}")
+    without = f"the bias on the logits that {architecture.name} also trains: leaven's models have none"
+    draft.unread += [without] * architecture.logits_bias
     if shape.experts and shape.experts.balanced_by_loss:
         _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
     state_path = config_path.parent / STATE
