@@ -198,6 +198,8 @@ class TrialTrainer:
         try:
             found: Outcome | list[Outcome] = future.result()
         except BrokenProcessPool:
+            if self._stop() or self._leaving.is_set():  # killed together with this process
+                raise TrialReleased from None
             raise WorkerDied from None
         except Exception as error:
             if self._stack == 1 or not out_of_memory(error):
