@@ -268,7 +268,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     options = ["--study", str(tmp_path / "study"), "--trials", "2", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options])
     assert (done.exit_code, "diverged" in done.output) == (1, False)
-    assert "no trial ended: 2 died, each of them twice" in done.stderr
+    assert "no trial ended: 2 died at every attempt" in done.stderr
     assert [trial["state"] for trial in saved(tmp_path / "study")] == ["failed"] * 2
     assert left == [[], ["kept"], [], ["kept"]]
     copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("*")}

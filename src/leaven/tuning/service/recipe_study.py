@@ -200,7 +200,7 @@ class TrialTrainer:
         except BrokenProcessPool:
             if self._stop() or self._leaving.is_set():  # killed together with this process
                 raise TrialReleased from None
-            raise WorkerDied from None
+            raise WorkerDied("has lost its worker process; possible cause: out of memory") from None
         except Exception as error:
             if self._stack == 1 or not out_of_memory(error):
                 raise
