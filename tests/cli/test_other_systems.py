@@ -10,7 +10,8 @@ import pytest
 # Written to sitecustomize.py, so that worker processes run it too. asyncio and psutil are imported first, because
 # they choose their implementation for the system at import.
 HIDING = """
-import asyncio, ctypes, os, signal, sys
+import asyncio, ctypes, os, select, signal, sys
+from multiprocessing import popen_fork
 import psutil
 
 for module in ("fcntl", "resource", "termios", "pwd", "grp"):
@@ -18,11 +19,13 @@ for module in ("fcntl", "resource", "termios", "pwd", "grp"):
 for owner, names in (
     (os, "sysconf sched_getaffinity sched_setaffinity statvfs getloadavg fork killpg getpgid setsid"),
     (signal, "pthread_sigmask SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGCHLD SIGALRM setitimer"),
+    (select, "poll"),
     (ctypes, "windll"),
 ):
     for name in names.split():
         if hasattr(owner, name):
             delattr(owner, name)
+popen_fork.Popen.kill = lambda self: self._send_signal(9)  # Windows has another Popen
 """
 VERBS = """
 import pkgutil, sys

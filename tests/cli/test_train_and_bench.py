@@ -6,6 +6,7 @@ import select
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from tests.data.written import documents, megatron
 
 import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
+from leaven.cli.common import stop_on_signal
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints
@@ -83,6 +85,48 @@ def test_a_closed_terminal_stops_a_run_and_saves_it(tiny_file: Path, tmp_path: P
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
     assert RunFolder(run).events()[-1]["event"] == "stop"
     assert len(checkpoints(RunFolder(run).checkpoints)) == 2  # at the start, and at the stop
+
+
+def test_a_second_ctrl_c_interrupts_at_once_but_a_second_sigterm_does_not() -> None:
+    """A scheduler and torchrun both send SIGTERM."""
+    with stop_on_signal() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# A command like `leaven train 2>&1 | tee log`. Before its {signal}, tee has ended.
+PIPED = """
+import os, signal, sys
+from leaven.cli.common import exit_interrupted, stop_on_signal
+from leaven.views.terminal.console import echo, errors
+with stop_on_signal() as stop:
+    sys.stdin.readline()
+    {signal}
+    errors.print("a row of progress")
+    interrupted = stop()
+open("saved", "x").close()
+echo("the document of --json")
+sys.exit(75 if interrupted else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [("os.kill(os.getpid(), signal.SIGTERM)", 75), ("os.kill(os.getpid(), signal.SIGINT)", 75), ("", 0)],
+    ids=["SIGTERM", "SIGINT", "no signal"],
+)
+def test_a_command_goes_on_without_the_program_that_read_its_output(tmp_path: Path, sent: str, code: int) -> None:
+    command = [sys.executable, "-c", PIPED.format(signal=sent)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.communicate(b"\n")
+    assert (process.returncode, (tmp_path / "saved").exists()) == (code, True)
 
 
 def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:

@@ -578,6 +578,27 @@ def test_closing_ends_child_processes_at_once() -> None:
     assert time.monotonic() - began < 30
 
 
+SIGNALLED = """
+import json, os, signal
+from leaven.data.pool import encode_in_order
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda *_: None)
+results = encode_in_order(json.JSONEncoder(), iter(enumerate("abcdefgh")), 0, processes=2)
+found = [next(results)]
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    os.killpg(0, number)
+print(*(text for _, text in [*found, *results]))
+"""
+
+
+def test_signals_to_the_whole_job_reach_no_child_process() -> None:
+    """Not even the one that tracks semaphores, whose end gives tracebacks."""
+    command = [sys.executable, "-c", SIGNALLED]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+    assert (done.stdout, done.stderr) == ('"a" "b" "c" "d" "e" "f" "g" "h"\n', "")
+
+
 def test_one_of_several_processes_prepares_the_data(data: Data, prepared: TokenSet, tmp_path: Path) -> None:
     processes = [start(data, tmp_path) for _ in range(2)]
     outputs = [process.communicate()[0] for process in processes]

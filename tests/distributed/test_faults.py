@@ -228,8 +228,8 @@ def processes_of(parent: int) -> list[int]:
 
 @pytest.mark.slow  # `make kills` does the same with eight processes, several times
 def test_a_restart_by_torchrun_has_the_same_bits(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
-    """torchrun restarts the processes after a kill, with the store of the first start. Then a signal stops the run,
-    and one process finishes it."""
+    """torchrun restarts the processes after a kill, with the store of the first start. Then a scheduler's signal to
+    all processes stops the run, and one process finishes it."""
     write_recipe(two, tmp_path / "two.toml")
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
     said = (tmp_path / "said").open("w+")
@@ -243,7 +243,8 @@ def test_a_restart_by_torchrun_has_the_same_bits(two: Recipe, tokens: TokenSet, 
             killed = True
             os.kill(processes_of(process.pid)[1], signal.SIGKILL)
         if "resume" in events(tmp_path / "run") and steps >= 20:
-            process.send_signal(signal.SIGTERM)
+            for each in (process.pid, *processes_of(process.pid)):  # torchrun then sends it to its processes again
+                os.kill(each, signal.SIGTERM)
             break
         time.sleep(0.01)
     process.wait(timeout=300)

@@ -2,12 +2,16 @@ import json
 import math
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.training.conftest import KEPT_STATE
 
@@ -20,7 +24,7 @@ from leaven.training.engine import Training
 from leaven.training.metrics import Step
 from leaven.training.outcome import Baseline, Outcome
 from leaven.training.run_folder import checkpoints, state_digest
-from leaven.training.trial import TRIAL, cooldown_start, train_trial
+from leaven.training.trial import TRIAL, WorkerPool, cooldown_start, train_trial
 
 STEP = 256  # tokens
 STATEFUL: dict[str, Any] = KEPT_STATE | {
@@ -288,3 +292,20 @@ def test_durations_without_a_common_trunk_are_refused(
     with pytest.raises(InputError, match=says) as error:
         train_trial(tiny.replace(changes), durations=durations)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.kills
+def test_only_sigkill_ends_a_worker_and_the_others_of_a_broken_pool_end_as_well() -> None:
+    with WorkerPool(2) as pool:
+        assert pool.submit(os.getpid).result()
+        lasting = [pool.submit(time.sleep, 100) for _ in range(2)]
+        workers = [psutil.Process(number) for number in pool._executor._processes]
+        for worker in workers:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                worker.send_signal(number)
+        assert not psutil.wait_procs(workers, timeout=0.3)[0]
+        workers[0].kill()
+        with pytest.raises(BrokenProcessPool):
+            lasting[0].result()
+        assert pool.submit(os.getpid).result() not in {worker.pid for worker in workers}
+        assert not psutil.wait_procs(workers, timeout=10)[1]

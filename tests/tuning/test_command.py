@@ -1059,6 +1059,21 @@ def test_a_trial_that_ended_on_a_full_disk_runs_again(write: Write, monkeypatch:
     assert [trial.loss for trial in document().trials] == [2.0]
 
 
+def test_a_trainer_that_is_away_for_a_while_costs_a_study_no_trial(write: Write) -> None:
+    file = write("sh disk/train.sh; : {lr} {seed}", PATTERN, ONE)
+    Path("disk").mkdir()
+    Path("disk", "train.sh").write_text("echo iter 1: val loss 3")
+    study = (file, "--study", "study", "--noise", 0.01, "--workers", 4, "--trials")
+    assert tune(*study, 1)[0] == 0
+    Path("disk").rename("away")
+    code, printed = tune(*study, 8)
+    assert code == 2
+    assert re.search(r"\d attempts in a row failed on this machine: trial \d reported no loss; .* open disk", printed)
+    Path("away").rename("disk")
+    assert tune(*study, 8)[0] == 0
+    assert [trial.state for trial in document().trials] == ["complete"] * 8
+
+
 def test_logs_of_several_attempts_are_in_order_of_steps_not_of_clocks(tmp_path: Path) -> None:
     rows = {
         "offline-2": [(1, 5), (2, 4)],

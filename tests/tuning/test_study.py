@@ -268,11 +268,36 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     options = ["--study", str(tmp_path / "study"), "--trials", "2", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options])
     assert (done.exit_code, "diverged" in done.output) == (1, False)
-    assert "no trial ended: 2 died, each of them twice" in done.stderr
+    assert "no trial ended: 2 died at every attempt" in done.stderr
     assert [trial["state"] for trial in saved(tmp_path / "study")] == ["failed"] * 2
     assert left == [[], ["kept"], [], ["kept"]]
     copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("*")}
     assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
+
+
+def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
+    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping = threading.Event()
+
+    class Pool(nullcontext[Any]):
+        def __init__(self, workers: int, device: str | None = None) -> None: ...
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def submit(self, *_: object, **__: object) -> "Future[Any]":
+            stopping.set()
+            future: Future[Any] = Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
+    for _ in range(2):  # a trial has failed after two deaths
+        stopping.clear()
+        with study() as opened:
+            state = opened.run(1, 1, stop=stopping.is_set)
+        assert [trial.state for trial in state.trials] == ["waiting"]
 
 
 @pytest.mark.usefixtures("in_this_process")

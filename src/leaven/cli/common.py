@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import stat
 import sys
@@ -190,26 +191,42 @@ def _has_reader(descriptor: int) -> bool:
     return False
 
 
+def _drop_output(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _without_reader(descriptor: int) -> bool:
+    """Return whether the process that read a pipe has ended. On Windows, the answer is False."""
+    if not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. A second one interrupts at once.
+    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. Ctrl-C then interrupts at once.
 
-    A closed terminal sends SIGHUP, often twice, so a second SIGHUP does nothing. What is printed afterwards is lost.
+    Another SIGTERM or SIGHUP does nothing: a scheduler sends SIGTERM to torchrun and to its processes, to which
+    torchrun then sends it as well; a closed terminal often sends SIGHUP twice. If the terminal is closed, or the
+    program that reads the output has ended, the command goes on, and what it prints is lost.
     """
     requested = False
     readers = [number for number in (1, 2) if _has_reader(number)]
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
-        if requested and number != hang_up:
+        if requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        requested = True
-        if number == hang_up and readers:  # later lines to a closed terminal or pipe would raise errors
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for reader in readers:
-                os.dup2(nowhere, reader)
-        with suppress(OSError):  # Ctrl-C has also ended what reads a pipe
-            errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
+        first, requested = not requested, True
+        if number == hang_up:  # later lines to a closed terminal or pipe would raise errors
+            _drop_output(readers)
+        # RuntimeError: the signal has interrupted another write to this stream.
+        with suppress(OSError, RuntimeError):
+            if first:
+                errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
 
     hang_up = getattr(signal, "SIGHUP", None)
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -221,6 +238,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _drop_output(filter(_without_reader, readers))  # Ctrl-C also ends `tee log`
 
 
 def exit_interrupted(message: str) -> NoReturn:

@@ -44,11 +44,12 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
                 yield shard, encoder.encode(batch)
         return
     others = active_children()
-    executor = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
+    with signals_blocked():  # also in the process that tracks the executor's semaphores
+        executor = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
     waiting: deque[tuple[int, Future[tuple[Encoded, Encoded]]]] = deque()
     try:
         for shard, batch in work:
-            with ctrl_c_blocked():  # submit may start a process
+            with signals_blocked():  # submit may start a process
                 waiting.append((shard, executor.submit(_encode, batch)))
             if len(waiting) >= 2 * processes:
                 number, future = waiting.popleft()
@@ -64,20 +65,21 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
         # After an error or Ctrl-C, results are not needed any more.
         for process in active_children():
             if process not in others:
-                process.terminate()
+                process.kill()
         executor.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def ctrl_c_blocked() -> Iterator[None]:
-    """Delay Ctrl-C in this thread until the ``with`` block ends. On Windows, do nothing.
+def signals_blocked() -> Iterator[None]:
+    """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends. On Windows, do nothing.
 
-    Processes that are started inside the block never receive Ctrl-C: it stays blocked in them.
+    Processes that are started inside the block never receive them, although a terminal or a scheduler sends them to
+    all processes of a command: this process decides when they end, with SIGKILL.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from leaven.data.pool import ctrl_c_blocked, exit_with_parent
+from leaven.data.pool import exit_with_parent, signals_blocked
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
@@ -268,30 +268,35 @@ def initialise_worker(device: str | None = None) -> None:
 
 class WorkerPool:
     """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers. The end of the
-    ``with`` block terminates them. ``device`` is their GPU, as in ``CUDA_VISIBLE_DEVICES``."""
+    ``with`` block kills them. ``device`` is their GPU, as in ``CUDA_VISIBLE_DEVICES``."""
 
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device
         self._executor = self._new()
 
     def _new(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            self._workers, get_context("spawn"), initializer=initialise_worker, initargs=(self._device,)
-        )
+        with signals_blocked():  # also in the process that tracks the executor's semaphores
+            return ProcessPoolExecutor(
+                self._workers, get_context("spawn"), initializer=initialise_worker, initargs=(self._device,)
+            )
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
-        with ctrl_c_blocked():  # the executor may start a process
+        with signals_blocked():  # the executor may start a process
             try:
                 return self._executor.submit(function, *arguments, **named)
             except BrokenProcessPool:
+                self._end()  # the executor sends SIGTERM to the workers that are left, which they never receive
                 self._executor = self._new()
                 return self._executor.submit(function, *arguments, **named)
+
+    def _end(self) -> None:
+        processes = list((self._executor._processes or {}).values())  # shutdown forgets them
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
 
     def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        processes = list((self._executor._processes or {}).values())  # shutdown forgets them
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
+        self._end()

@@ -8,8 +8,9 @@ With ``resume = true``, all attempts at a trial share the folder of the first on
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended. If the
   values are invalid together, such as a warm-up longer than the run, it is not even started.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: two attempts failed. In a failed attempt, the command ends with another exit code, reports no readable loss,
-  or takes longer than ``timeout_seconds``, or leaven itself dies.
+- Failed: two attempts failed, or two more after it was given back (``search_loop.py``). In a failed attempt, the
+  command ends with another exit code, reports no readable loss, or takes longer than ``timeout_seconds``, or leaven
+  itself dies.
 
 An attempt that ends while the disk is full, or while leaven stops, does not count. If the start point fails before
 any trial has a result, the command itself is probably wrong, so the search ends.
@@ -221,7 +222,7 @@ class CommandTrainer:
             self._leaving.set()
             return InputError(f"the first run of the command {message}")
         self._note(f"trial {proposal.number} {message}")
-        return WorkerDied()
+        return WorkerDied(message)
 
 
 def _end_of(output: Path, most: int) -> str:

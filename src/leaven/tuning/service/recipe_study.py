@@ -198,7 +198,9 @@ class TrialTrainer:
         try:
             found: Outcome | list[Outcome] = future.result()
         except BrokenProcessPool:
-            raise WorkerDied from None
+            if self._stop() or self._leaving.is_set():  # killed together with this process
+                raise TrialReleased from None
+            raise WorkerDied("has lost its worker process; possible cause: out of memory") from None
         except Exception as error:
             if self._stack == 1 or not out_of_memory(error):
                 raise

@@ -120,8 +120,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         lease_seconds: how long a process on another machine may send no heartbeat before its trials are retried.
 
     Raises:
-        InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, or if the
-            objective does not return a loss.
+        InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, if the
+            objective does not return a loss, or if it raises ``WorkerDied`` for four trials in a row.
         NothingFound: if every trial diverged, or none finished.
         StoreGone: if the storage is unreachable for 300 seconds.
     """

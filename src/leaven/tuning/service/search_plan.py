@@ -419,7 +419,7 @@ class SearchPlan:
             ]
             return advice_when_all_diverged(trials, named, "give a start at which the objective is finite")
         if "failed" in states:
-            return f"no trial ended: {states.count('failed')} died, each of them twice; possible cause: out of memory"
+            return f"no trial ended: {states.count('failed')} died at every attempt; possible cause: out of memory"
         return "stopped before any trial ended; run it again to resume"
 
 

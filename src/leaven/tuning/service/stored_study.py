@@ -14,6 +14,8 @@ command that starts a search also resumes it:
 - If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
   the process of the new attempt dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their
   trials are retried, too, but a release does not count as a death.
+- If many trials of a command fail in a row, its machine may be broken, so the command gives them back: it adds an
+  attempt that has ended already and has the attribute ``given_back``. The attempts before it do not count as deaths.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
@@ -24,7 +26,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -60,6 +62,7 @@ PATIENCE = 5.0  # seconds to wait for the settings of a study that another comma
 OUTCOME = ("tokens", "flops", "seconds", "branches", "worker", "stopped")
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
+GIVEN_BACK = "given_back"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
 LAST_BEAT = "last_beat"  # when an attempt without a result ended: the last heartbeat of a dead owner, Unix time
@@ -207,24 +210,7 @@ class StoredStudy:
 
         Return None if the attempt is a duplicate, or if another command has closed it, taking this command for dead.
         """
-        # A template creates the attempt in one call, so that none exists without the name of its job.
-        template = create_trial(
-            state=TrialState.RUNNING,
-            params=request.point or {},
-            distributions=distributions(self.axes) if request.point else {},
-            user_attrs={
-                OWNER: owner,
-                PURPOSE: request.purpose,
-                SEED: request.seed,
-                BEGAN: self.now(),
-                CHECKED: True,
-                # Two commands that have read the same attempts choose the same job, and only one of them runs the
-                # job.
-                JOB: request.job,
-                **request.attributes,
-            },
-        )
-        trial_id = self.store.create_new_trial(self.id, template)
+        trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)
         self.attempts  # noqa: B018 - reads the job of the new attempt
         if self._jobs[request.job].number != number:  # a duplicate
@@ -243,6 +229,35 @@ class StoredStudy:
                     point[key] = trial.suggest_float(key, *limits)
             return number, point
         return None
+
+    def _add(self, request: TrialRequest, state: TrialState, attributes: Mapping[str, Any]) -> int:
+        # A template creates the attempt in one call, so that none exists without the name of its job.
+        template = create_trial(
+            state=state,
+            params=request.point or {},
+            distributions=distributions(self.axes) if request.point else {},
+            user_attrs={
+                PURPOSE: request.purpose,
+                SEED: request.seed,
+                # Two commands that have read the same attempts choose the same job, and only one of them runs the
+                # job.
+                JOB: request.job,
+                **request.attributes,
+                **attributes,
+            },
+        )
+        return self.store.create_new_trial(self.id, template)
+
+    def give_back(self, numbers: Collection[int], owner: str) -> int:
+        """Let the trials whose last attempts ``numbers`` have failed run again, as if no attempt had failed. A trial
+        is given back once only. Return how many are."""
+        attempts = self.attempts
+        before = {each.user_attrs[RETRY_OF] for each in attempts if GIVEN_BACK in each.user_attrs}
+        trials = [trial for trial in self.trials_of(attempts) if trial.number in numbers]
+        again = [trial for trial in trials if trial.origin not in before]
+        for trial in again:
+            self._add(trial.retry, TrialState.FAIL, {OWNER: owner, RELEASED: True, GIVEN_BACK: True})
+        return len(again)
 
     def record(self, number: int, outcome: Outcome) -> bool:
         """Write the outcome of an attempt. Return False if another command has closed the attempt."""
@@ -330,7 +345,7 @@ def trials_of(
             continue
         last, deaths, spans = first, 0, [_span(first)]
         while last.state is TrialState.FAIL:
-            deaths += not last.user_attrs.get(RELEASED, False)
+            deaths = 0 if GIVEN_BACK in last.user_attrs else deaths + (not last.user_attrs.get(RELEASED, False))
             following = jobs.get(f"retry:{last.number}")
             if following is None:
                 break

@@ -3,6 +3,7 @@
 File names, recipes and messages of other programs may contain control characters, which are made visible.
 """
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,16 @@ class SafeConsole(Console):
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for text, style, control in super().render(*arguments, **options):
             yield Segment(text if control else shown(text), style, control)
+
+    def on_broken_pipe(self) -> None:
+        """Drop all later output, because the program that read it has ended.
+
+        A command goes on without its progress, warnings and errors, and ends without its results.
+        """
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        if not self.stderr:
+            raise BrokenPipeError
 
 
 def _console(stderr: bool) -> Console:
