@@ -89,6 +89,19 @@ def test_a_rank_without_torchrun_prints_errors(leaven: Verb, monkeypatch: pytest
     assert leaven("show", "nosuch.toml")[2] == "error: nosuch.toml: no such file\n"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a terminal")
+def test_a_terminal_that_is_gone_ends_no_command() -> None:
+    """As after `leaven train ... &` and `exit`."""
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stream:
+        console = SafeConsole(file=stream, stderr=True)
+        os.close(master)
+        console.print("step 1")
+        console.print("step 2")
+        assert console.quiet
+        stream.write("nothing reads this")
+
+
 def test_closed_standard_streams_are_the_null_device(tiny_file: Path) -> None:
     """Otherwise the next file that is opened would get what is printed."""
     words = f"RANK=0 WORLD_SIZE=1 {sys.executable} -m leaven show {tiny_file} >&- 2>&- <&-"

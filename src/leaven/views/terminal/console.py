@@ -3,9 +3,10 @@
 File names, recipes and messages of other programs may contain control characters, which are made visible.
 """
 
+import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
@@ -17,15 +18,47 @@ from leaven.errors import shown
 NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
+class _Stream:
+    """A stream of text for which a terminal that is gone is a broken pipe."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        return self._do(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def _do(self, function: Callable[..., Any], *arguments: str) -> Any:
+        try:
+            return function(*arguments)
+        except OSError as error:
+            if error.errno in {errno.EIO, errno.ENXIO}:
+                raise BrokenPipeError from error
+            raise
+
+
 class SafeConsole(Console):
     """A console that hides passwords and makes control characters visible."""
+
+    @property
+    def file(self) -> IO[str]:
+        return cast(IO[str], _Stream(super().file))
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
 
     def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
         for text, style, control in super().render(*arguments, **options):
             yield Segment(text if control else shown(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        """Drop all later output, because the program that read it has ended.
+        """Drop all later output, because the program that read it has ended, or the terminal was closed.
 
         A command goes on without its progress, warnings and errors, and ends without its results.
         """
