@@ -57,7 +57,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _met(name: str, value: float, aim: float) -> str:
-    return f"{name}: {'met' if round(value, 2) >= aim else 'missed'}"
+    return f"{name}: {'met' if value >= aim else 'missed'}"
 
 
 def _speed(row: dict[str, Any]) -> str:

@@ -5,7 +5,10 @@ import random
 from collections.abc import Callable
 from math import log2
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from benchmarks.lr_transfer import BASE, RECIPE, SCALES, judge, measure, seeds_of
 from tests.verification.families import pretend
@@ -13,6 +16,7 @@ from tests.verification.families import pretend
 from benchmarks import lr_transfer
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.verification.model_instance import RunScale
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import LINES
 
@@ -56,6 +60,24 @@ def test_undecided_sizes_get_more_seeds() -> None:
     assert seeds[0] == max(seeds) > 5
     assert "FAILED" not in found
     assert [n for n, verdict in zip(seeds[1:], found, strict=True) if verdict == "undecided"] in ([], [20], [20, 20])
+
+
+def test_a_size_that_more_seeds_of_the_base_make_undecided_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, first, second = SCALES["depth"][:3]
+    trained: list[tuple[int, list[RunScale]]] = []
+
+    def extended(_: object, quantity: str, grids: dict[RunScale, Any], store: object, seeds: int) -> Any:
+        trained.append((seeds, list(grids)))
+        return grids, {scale: SimpleNamespace(seeds=seeds, octaves=np.zeros(1), means=np.zeros(1)) for scale in grids}
+
+    def judged(_: object, losses: dict[RunScale, Any]) -> Any:
+        undecided = losses[first].seeds < 20, losses[base].seeds > losses[second].seeds == 5
+        return SimpleNamespace(rows=[SimpleNamespace(undecided=each) for each in undecided])
+
+    monkeypatch.setattr(lr_transfer, "extended", extended)
+    monkeypatch.setattr(lr_transfer, "judge", judged)
+    lr_transfer.measure(RecipeFamily(parse_recipe(RECIPE, "test")), [base, first, second], 0.016, Any, (5, 10, 20))
+    assert trained[2:] == [(5, [base, first, second]), (10, [base, first]), (10, [second]), (20, [base, first])]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -254,8 +254,10 @@ def _require_seen(checkpoint: Path, group: ProcessGroup) -> None:
     if group.size == 1:
         return
     wanted = group.broadcast(_seen(checkpoint))
+    if wanted == UNREADABLE:  # reading gives the error
+        return
     for looks_left in range(SEEN_AFTER, -1, -1):
-        late = _seen(checkpoint) != wanted
+        late = _seen(checkpoint) not in {wanted, UNREADABLE}
         if not group.any(late):
             return
         time.sleep(1 if looks_left else 0)
@@ -275,8 +277,8 @@ def _seen(checkpoint: Path) -> str:
         return f"{blake2b(files, digest_size=16).hexdigest()} {sizes}"
     except FileNotFoundError:
         return "missing"
-    except (OSError, InputError, *WRONG_TYPES):  # reading gives the error
-        return "unreadable"
+    except (OSError, InputError, *WRONG_TYPES):
+        return UNREADABLE
 
 
 def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoint:
@@ -354,6 +356,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": size, "blake2b": digest.hexdigest()}
 
 
+UNREADABLE = "unreadable"
 SEEN_AFTER = 60  # seconds; NFS may show a new file so late (acdirmax)
 GIVE_UP = 5.0
 """:meth:`CheckpointManager.close` waits at most this many seconds for other processes, which may be gone."""

@@ -25,7 +25,6 @@ _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in events, metrics, plan.json and the state of a checkpoint
-NO_ROOM = "No space left on device"  # why lines wait, if the disk or a quota is full
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
 
 # The values that events must have, because a run that is resumed relies on them.
@@ -161,8 +160,8 @@ class RunFolder:
     """The folder of a run on disk.
 
     A line that cannot be written, for example to a full disk, is kept in memory and written later. Meanwhile
-    ``unwritten`` is the error message, or ``NO_ROOM``. ``writes`` is true in only one process of a run; the others
-    write no lines and no recipe.
+    ``unwritten`` is the error message, and ``no_room`` whether the disk or a quota is full. ``writes`` is true in
+    only one process of a run; the others write no lines and no recipe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,6 +172,7 @@ class RunFolder:
         self.tokenizer_file = path / "tokenizer.json"
         self.plan_file = path / "plan.json"
         self.unwritten: str | None = None
+        self.no_room = False
         self.metrics_file = path / "metrics.jsonl"
         self.events_file = path / "events.jsonl"
         self.identity = ""  # the random identifier of the run, which is known once it has started
@@ -229,12 +229,16 @@ class RunFolder:
         if not self.recipe_file.exists():
             self._write_recipe(recipe)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
-            with suppress(InputError):  # a full disk: the last event has this recipe as well
-                self._write_recipe(current)
+            self._write_recipe(current, also_in_events=True)
 
-    def _write_recipe(self, recipe: Recipe) -> None:
-        """Write the recipe file, and keep the comments of an existing one, which the user may have written."""
-        write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
+    def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
+        """Write the recipe file, and keep the comments of an existing one, which the user may have written. If the
+        disk is full, do nothing if the recipe is ``also_in_events``."""
+        try:
+            write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
+        except InputError:
+            if not (also_in_events and storage.is_full(self.path)):
+                raise
 
     def require_there(self) -> None:
         """Raise InputError if the locked folder was deleted, moved or replaced by another one of the same name.
@@ -252,8 +256,7 @@ class RunFolder:
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
-            with suppress(InputError):  # a full disk: the event of the change has the recipe as well
-                self._write_recipe(recipe)
+            self._write_recipe(recipe, also_in_events=True)
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
@@ -416,11 +419,11 @@ class RunFolder:
             try:
                 storage.append(path, line)
             except OSError as error:
-                full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-                self.unwritten = NO_ROOM if full else error.strerror or str(error)
+                self.unwritten = error.strerror or str(error)
+                self.no_room = error.errno in {errno.ENOSPC, errno.EDQUOT}
                 return
             self._waiting.popleft()
-        self.unwritten = None
+        self.unwritten, self.no_room = None, False
 
 
 def _json_line(document: dict[str, Any]) -> bytes:

@@ -103,7 +103,6 @@ from leaven.training.profiling import RunProfile
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import (
     IDENTITY,
-    NO_ROOM,
     RunFolder,
     checkpoints,
     recorded_changes,
@@ -321,7 +320,7 @@ class RunTrainer:
         written = {"metrics": asdict(self.run.metrics_digest()), "events": asdict(self.run.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
         waits = False
-        while self.group.any(self.run.unwritten == NO_ROOM) and not stop():
+        while self.group.any(self.run.no_room) and not stop():
             if not waits:
                 self._tell_unwritten("waits")
             waits = True
@@ -358,6 +357,7 @@ class RunTrainer:
     def fail(self, values: dict[str, Any]) -> NoReturn:
         """Log why the run failed, and end it by raising Diverged."""
         self.event("stop", **values)
+        self._tell_unwritten("lines_lost")
         raise Diverged(values["why"])
 
     def event(self, name: str, **values: Any) -> None:
