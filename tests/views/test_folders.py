@@ -9,8 +9,9 @@ from written import demo, write_demo, write_losses_check
 
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
+from leaven.recipe.files import write_recipe
 from leaven.tuning.study_document import StudyDocument
-from leaven.views.folders import RunView, StudyView, read_folder, read_run
+from leaven.views.folders import RunView, StudyView, read_folder, read_run, read_study
 from leaven.views.page import folder_page
 from leaven.views.run_charts import run_charts
 
@@ -140,6 +141,11 @@ BROKEN: list[tuple[str, Any, str]] = [
     (".", ("demo.json", '{"schema": "leaven.demo/1"}'), "expected leaven.demo/2"),
     ("proxy", ("study.json", EMPTY_STUDY), "study.json: no trial has ended yet"),
     ("proxy", lambda folder: (folder / "centre.toml").unlink(), "centre.toml: no such file"),
+    (
+        "proxy",
+        ("study.json", "dimensions", 0, "centre", 0.5),
+        "in its centre.toml, but the study began at 0.5; remove",
+    ),
     ("runs/copied", ("metrics.jsonl", '{"step": 0}'), "no steps yet"),
     ("proxy", ("study.json", "trials", 3, "octaves", {"x": 1.0}), "trial 3: octaves has no hyper"),
     ("proxy", ("study.json", "trials", 3, "state", "x"), "trial 3: unknown state 'x' or purpose 'noise'"),
@@ -172,6 +178,15 @@ def test_an_unreadable_folder_is_a_one_line_error(folder, part, breaking, messag
         edit(*breaking, folder / part)
     with refused(message):
         read_folder(folder / part)
+
+
+def test_a_best_toml_of_another_study_is_named_and_not_shown(folder):
+    study = folder / "proxy"
+    assert "best.toml is not shown" not in folder_page(study)
+    best, path = read_study(study).best_recipe, "hyperparameters.lr"
+    write_recipe(best.replace({path: best.hyperparameters.lr / 2}), study / "best.toml")
+    assert read_study(study).best_recipe is None
+    assert f"The file best.toml is not shown: {path} is {best.hyperparameters.lr / 2} there" in folder_page(study)
 
 
 def test_a_bug_in_a_page_is_not_blamed_on_the_files(folder, monkeypatch):

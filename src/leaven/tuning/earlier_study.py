@@ -28,8 +28,8 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
-from leaven.tuning.command import CommandSpace, is_command_file
-from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, distance, levels, recipe_at, value_at
+from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
+from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, Value, distance, levels, recipe_at, value_at
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 
@@ -84,12 +84,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
         )
 
     def point_of(trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-        for each in document.dimensions:
-            if (value := value_at(centre, each.path)) != each.centre:
-                raise InputError(
-                    f"{what}: {each.path} is {value} in its centre.toml, but the study began at {each.centre}; "
-                    "remove this file and run the leaven tune command of that study again, which writes it"
-                )
+        require_start(document, centre, what)
         there = recipe_at(centre, trial.octaves or {})
         since = {path: (trial.octaves or {}).get(path, 0.0) for path in (BATCH, TOKENS)}
         for path in since.keys() & searched_paths(recipe):
@@ -98,6 +93,25 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
         return [*own, *(_octaves(other.path, there, space, since) / other.scale for other in others)]
 
     return point_of
+
+
+def require_start(document: StudyDocument, start: Recipe | CommandFile, what: str) -> None:
+    """Raise InputError if a study did not begin at ``start``, which was read from its centre.toml."""
+    for each in document.dimensions:
+        value = start_of(start, each.path)
+        if value != each.centre:
+            raise InputError(
+                f"{what}: {each.path} is {value} in its centre.toml, but the study began at {each.centre}; "
+                "remove this file and run the leaven tune command of that study again, which writes it"
+            )
+
+
+def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
+    """Return the value at which a search of a recipe or a command file starts; None if there is none at the path."""
+    try:
+        return value_at(start, path) if isinstance(start, Recipe) else start.space[path].dimension(path).centre
+    except (AttributeError, LookupError):
+        return None
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:

@@ -22,6 +22,7 @@ from leaven.training.integrity import changed_since, foreign_files, newest_state
 from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
+from leaven.tuning.earlier_study import require_start, start_of
 from leaven.tuning.point import Value
 from leaven.tuning.study_document import PRUNED, UNDER_WAY, StudyDocument, StudyTrial
 from leaven.views.checks import SLOPES
@@ -79,7 +80,9 @@ class StudyView(StudyDocument):
     """A study (a search for hyperparameters) as it is displayed."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
-    best_recipe: Recipe | None  # None if there is no best.toml yet, or if the search started from a command file
+    # None before the search has ended, if best.toml is not of this study, or if the search began at a command file.
+    best_recipe: Recipe | None = None
+    gap: str = ""  # why best.toml is not shown, or ""
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
@@ -222,13 +225,28 @@ def read_study(folder: Path) -> StudyView:
     _refuse(path, _faults_of_study(state))
     best, centre = folder / "best.toml", folder / "centre.toml"
     of_file = is_command_file(centre)
+    start = command_space(centre).file if of_file else read_recipe(centre)
+    require_start(state, start, str(folder))
     in_order = tuple(sorted(state.trials, key=lambda trial: trial.number))
-    return StudyView(
+    view = StudyView(
         **vars(state) | {"trials": in_order},
-        centre=command_space(centre).file if of_file else read_recipe(centre),
-        best_recipe=read_recipe(best) if best.exists() and not of_file else None,
+        centre=start,
         folder=os.path.relpath(os.path.realpath(folder), os.path.realpath(folder / state.command_folder)),
     )
+    if state.best is None or of_file or not best.exists():
+        return view
+    recipe = read_recipe(best)
+    for searched, value in view.values(state.octaves).items():
+        there = start_of(recipe, searched)
+        if not _same(there, value):
+            gap = f"best.toml is not shown: {searched} is {there} there, and {value} at the best point of this study"
+            return view.model_copy(update={"gap": gap})
+    return view.model_copy(update={"best_recipe": recipe})
+
+
+def _same(a: Value | None, b: Value) -> bool:
+    """Return whether two values are equal, except for the last bits, which depend on the processor."""
+    return math.isclose(a, b, rel_tol=1e-9) if isinstance(a, float) and not isinstance(b, str) else a == b
 
 
 def read_demo(folder: Path) -> DemoDocument:
