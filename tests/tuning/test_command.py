@@ -1,5 +1,6 @@
 """Studies over a command: another trainer reports its losses, and its failures mean something."""
 
+import errno
 import math
 import os
 import re
@@ -13,15 +14,17 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import chain, repeat
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.errors import refused
 from tests.tuning.bigram import train
 from typer.testing import CliRunner
 
+from leaven import storage
 from leaven.cli import app
 from leaven.cli.common import stop_on_signal
 from leaven.errors import InputError
@@ -30,10 +33,11 @@ from leaven.training.outcome import Baseline
 from leaven.training.run_logs import log_records, wandb_rows
 from leaven.tuning import search
 from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
-from leaven.tuning.service import command_study, processes
+from leaven.tuning.service import command_study, processes, search_loop
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.search_loop import Proposal, TrialReleased, WorkerDied
+from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import read_study
 from leaven.views.study_page import study_page
@@ -260,20 +264,15 @@ def test_a_trial_does_not_get_the_files_of_one_that_the_store_has_lost(write: Wr
     assert Path("study/trials/000001.1/out/log").read_text() == "iter 1: val loss 2"
 
 
-def test_the_folder_of_a_lost_trial_is_moved_before_a_command_waits_for_room(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If it were moved after the wait, and the wait were interrupted, the next attempt would take it for its own."""
-    run = trainer(write("echo iter 1: val loss {lr}; : {seed}", f"resume = true\nprune = false\n{PATTERN}", ONE))
-    Path("trials/000000/out").mkdir(parents=True)
-
-    def interrupted(proposal: Proposal) -> None:
-        raise TrialReleased
-
-    monkeypatch.setattr(run, "_wait_for_room", interrupted)
-    with run, pytest.raises(TrialReleased):
-        run(Proposal({"lr": 0.0}, 0))
-    assert [path.name for path in Path("trials").iterdir()] == ["000000.1"]
+def test_a_trial_that_would_resume_does_not_begin_again_without_a_word(write: Write) -> None:
+    file = write("echo iter 1: val loss {lr}; : {seed}", f"resume = true\nprune = false\n{PATTERN}", ONE)
+    for others in (False, True):  # without folders of other trials, their disk is not mounted
+        with trainer(file) as run, nullcontext() if others else refused("000004", "mount its disk, or type mkdir"):
+            run(Proposal({"lr": 0.0}, 6, origin=4))
+        Path("trials/000005").mkdir(exist_ok=True)
+    assert run.notes == [
+        "trials/000004, the folder of an earlier attempt at this trial, is gone; the trial begins again"
+    ]  # type: ignore[attr-defined]
 
 
 def test_only_the_end_of_a_large_output_is_read(write: Write) -> None:
@@ -295,14 +294,76 @@ def test_only_the_end_of_a_large_output_is_read(write: Write) -> None:
 
 
 def test_a_full_disk_fails_no_trial(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = chain([True, False, True, True], repeat(False))
-    monkeypatch.setattr(command_study, "is_full", lambda folder: next(answers))
+    answers, begun = chain([True, False, True, True], repeat(False)), list[int]()
+
+    def is_full(folder: Path) -> bool:
+        begun.append(Path("study/journal.log").read_text().count('"op_code":4'))
+        return next(answers)
+
+    monkeypatch.setattr(command_study, "is_full", is_full)
     file = write("test -e tried || { touch tried; exit 1; }; echo iter 1: val loss 3; : {lr} {seed}", PATTERN, ONE)
     code, printed = tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)
     assert code == 0, printed
     assert [trial.state for trial in document().trials] == ["complete"]
-    for number, note in ((0, "waits, because"), (0, "ended with exit code 1; the disk of"), (1, "waits, because")):
-        assert f"trial {number} {note}" in printed
+    assert begun == [0, 0, 1, 1, 1, 2]  # no attempt waits, because its time would count as --hours
+    assert "trial 0 ended with exit code 1; the disk of" in printed
+    assert printed.count("the next trial waits, because the disk of study/trials is full; make room") == 2
+
+
+def test_a_command_that_made_room_again_fails_no_trial(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_study, "FULL_SECONDS", 0.1)
+    monkeypatch.setattr(search_loop, "STORE_POLL", 0.05)
+    fails = "echo x >> ran; test $(wc -l < ran) -gt 5 || { echo '[Errno 28] No space left on device'; exit 1; }"
+    file = write(f"{fails}; echo iter 1: val loss 3; : {{lr}} {{seed}}", PATTERN, ONE)
+    code, printed = tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)
+    assert code == 0, printed
+    assert [trial.state for trial in document().trials] == ["complete"]
+    assert printed.count("ended with exit code 1; a disk is full, so it runs again") == 5
+    assert printed.count("the next trial waits, because a disk is full; make room") == 5
+    with trainer(write("echo Disk quota exceeded; exit 1; : {lr} {seed}", PATTERN, ONE), works=True) as run:
+        for failure in [TrialReleased] * command_study.MOST_REPEATS + [WorkerDied]:
+            with pytest.raises(failure):
+                run(Proposal({"lr": 0.0}, 0, origin=0))
+
+
+@pytest.mark.parametrize("loss", ["", 'loss = {jsonl = "{out}/log", key = "loss"}\n'])
+def test_a_disk_that_is_away_when_a_command_ends_is_waited_for(
+    write: Write, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    log = "echo '{\"loss\": 2}' > {out}/log; echo iter 1: val loss 2"
+    file = write(f"{log}; mv trials away; : {{lr}} {{seed}}", loss or PATTERN, ONE)
+    run = trainer(file)
+
+    def back(note: str) -> None:
+        run.notes.append(note)  # type: ignore[attr-defined]
+        Path("away").rename("trials")
+
+    monkeypatch.setattr(run, "_note", back)
+    with run:
+        assert run(Proposal({"lr": 0.0}, 0)).loss == 2
+        assert "trial 0 has ended, but" in run.notes[0]  # type: ignore[attr-defined]
+        monkeypatch.setattr(command_study, "AWAY_SECONDS", 0.0)
+        monkeypatch.setattr(run, "_note", lambda note: None)
+        with pytest.raises(StoreGone, match=r"cannot be read \(No such file.*\); run the same command"):
+            run(Proposal({"lr": 0.0}, 1))
+
+
+def test_a_log_on_a_disk_that_fails_over_is_waited_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, real = chain([errno.ESTALE, errno.EIO], repeat(0)), command_study.read_losses
+
+    def read(*words: object, complete: bool, **more: bool) -> object:
+        def stale(path: Path) -> bytes:
+            raise OSError(number, os.strerror(number), str(path))
+
+        if complete and (number := next(answers)):
+            with monkeypatch.context() as patched:
+                patched.setattr(storage, "read", stale)
+                return real(*words, complete=complete, **more)  # type: ignore[arg-type]
+        return real(*words, complete=complete, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command_study, "read_losses", read)
+    with trainer(write("echo iter 1: val loss 2; : {lr} {seed}", PATTERN, ONE)) as run:
+        assert run(Proposal({"lr": 0.0}, 0)).loss == 2
 
 
 @pytest.mark.parametrize("loss", ["nan", "-inf", "1e60", "nan; echo iter 2: val loss 3", "inf; exit 1"])

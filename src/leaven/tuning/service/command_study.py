@@ -23,6 +23,7 @@ import shlex
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -33,14 +34,15 @@ from typing import BinaryIO, Self
 from leaven.errors import InputError
 from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.files import write_recipe
-from leaven.storage import is_full, make_folder, open_file, open_to_write, write_text
+from leaven.storage import is_full, make_folder, open_file, open_to_write, require_file, write_text
 from leaven.training.early_stopping import expected, should_prune
-from leaven.training.outcome import Outcome, this_process
+from leaven.training.outcome import Curve, Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
 from leaven.tuning.point import Value, recipe_at
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
+from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument
@@ -51,6 +53,10 @@ COMMAND_POLL = 0.25  # seconds between checks of a running command
 SETTLING = 0.02  # the share of a command's time that leaven waits at its end for a signal that the command had, too
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
 MOST_BYTES = 2**26  # where the pattern ``diverged`` is looked for, at the end of an output
+# An attempt that fails and says this does not count, because the command may have removed what did not fit. No trial
+# begins for some seconds then. A trial with more repeats fails, because it may need more shared memory than there is.
+NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
+AWAY_SECONDS = 300.0  # how long a command that has ended waits for a disk that is away, as calls of the store do
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
 
 
@@ -79,6 +85,8 @@ class CommandTrainer:
         self._command, self._space, self._folder = command, space, folder
         self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
+        self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
+        self._full_until, self._lacked = 0.0, Counter[int]()  # by time.monotonic(); how often, by trial
 
     def __enter__(self) -> "CommandTrainer":
         self._commands.__enter__()
@@ -94,7 +102,9 @@ class CommandTrainer:
         Raises:
             TrialReleased: if the search is stopped meanwhile, or the command failed while the disk is full.
             WorkerDied: if the command failed for another reason.
-            InputError: if the command failed at the start point, before any trial had a result.
+            StoreGone: if the output of a command that has ended cannot be read for ``AWAY_SECONDS``.
+            InputError: if the command failed at the start point, before any trial had a result; or if an earlier
+                attempt has made the folder of the trial, and no trial has a folder now.
         """
         command = self._command
         number = proposal.origin if command.resume else proposal.number
@@ -103,12 +113,7 @@ class CommandTrainer:
             values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
             return Outcome(math.inf)
-        make_folder(self._folder)
-        if number == proposal.number and folder.exists():
-            moved = next(new for k in count(1) if not (new := self._folder / f"{folder.name}.{k}").exists())
-            folder.rename(moved)
-            self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
-        self._wait_for_room(proposal)
+        self._check_folder(folder, retry=number != proposal.number)
         make_folder(folder / "out")
         write_inputs(command, self._space, proposal, values)
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
@@ -133,25 +138,54 @@ class CommandTrainer:
                 self._note(
                     f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
                 )
-        if is_full(self._folder):  # also if the command succeeded: it may have lost the end of its log
-            how = outcome if isinstance(outcome, str) else "ended"
-            self._note(f"trial {proposal.number} {how}; the disk of {self._folder} is full, so it runs again")
+        failed = isinstance(outcome, str)
+        full = is_full(self._folder)  # also if the command succeeded: it may have lost the end of its log
+        if full or (failed and self._lacked_room(proposal.origin, folder / OUTPUT)):
+            disk = f"the disk of {self._folder}" if full else "a disk"
+            how = outcome if failed else "ended"
+            self._note(f"trial {proposal.number} {how}; {disk} is full, so it runs again")
             raise TrialReleased
         if isinstance(outcome, str):
             raise self._failure(proposal, folder / OUTPUT, outcome)
         self._works = True
         return outcome
 
-    def _wait_for_room(self, proposal: Proposal) -> None:
-        """Wait while the disk of the study's folder is full, because the output of the command would be lost."""
-        warned = False
-        while is_full(self._folder):
-            if self._stop() or self._leaving.is_set():
-                raise TrialReleased
-            if not warned:
-                self._note(f"trial {proposal.number} waits, because the disk of {self._folder} is full; make room")
-                warned = True
-            time.sleep(COMMAND_POLL)
+    def _check_folder(self, folder: Path, *, retry: bool) -> None:
+        """Move the folder of a trial away if it is of a lost trial. Name the folder if a retry misses it."""
+        make_folder(self._folder)
+        if folder.exists() and not retry:
+            moved = next(new for k in count(1) if not (new := self._folder / f"{folder.name}.{k}").exists())
+            folder.rename(moved)
+            self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
+        elif retry and not folder.exists():
+            missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
+            if not any(self._folder.iterdir()):  # perhaps a disk that is not mounted
+                self._leaving.set()
+                create = f"mkdir {shlex.quote(str(folder))}"
+                raise InputError(f"{missing}; mount its disk, or type {create} to begin the trial again")
+            self._note(f"{missing}; the trial begins again")
+
+    def has_room(self) -> bool:
+        """Return whether a trial may begin. If a disk is full, say so once, because the output would be lost."""
+        if is_full(self._folder if self._folder.exists() else self._folder.parent):
+            self._full = f"the disk of {self._folder}"
+        elif time.monotonic() >= self._full_until:
+            self._full = ""
+        if self._full and not self._waits:
+            self._note(f"the next trial waits, because {self._full} is full; make room")
+        self._waits = bool(self._full)
+        return not self._full
+
+    def _lacked_room(self, trial: int, output: Path) -> bool:
+        """Return whether the output of a failed command says that a disk was full. Then no trial begins for a while.
+
+        A trial that always fails so, for example because it needs more shared memory, counts as failed in the end.
+        """
+        if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
+            return False
+        self._lacked[trial] += 1
+        self._full, self._full_until = "a disk", time.monotonic() + FULL_SECONDS
+        return True
 
     def _lock_when_free(self, output: BinaryIO) -> None:
         """Lock the file ``output``, once the command of an earlier attempt has ended.
@@ -189,7 +223,7 @@ class CommandTrainer:
                 if look < next_look:
                     continue
             try:
-                found = read_losses(command.loss, where, complete=code is not None, resumed=command.resume)
+                found, text = self._reported(proposal, output, where, complete=code is not None)
             except InputError as error:
                 return f"reported a loss that cannot be read: {error}"
             curve = tuple(sorted(found))  # by step: a resumed attempt may repeat steps of the earlier attempt
@@ -200,7 +234,6 @@ class CommandTrainer:
                 curve=curve,
                 worker=f"{this_process()}-{proposal.worker + 1}",
             )
-            text = _end_of(output, MOST_BYTES) if command.diverged else ""
             finite = all(math.isfinite(loss) for _, loss in curve)
             if not finite or (command.diverged and re.search(command.diverged, text)):
                 return replace(ran, loss=math.inf)
@@ -212,6 +245,31 @@ class CommandTrainer:
             if code:
                 return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
             return ran if curve else why_none(command.loss, where)
+
+    def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
+        """Return the losses of a command, and the end of its output if a pattern is looked for there.
+
+        If the command has ended (``complete``), wait while the disk is away: leaven has made the file of the output.
+        """
+        command, began, warned = self._command, time.monotonic(), False
+        while True:
+            try:
+                require_file(output)
+                losses = read_losses(command.loss, where, complete=complete, resumed=command.resume)
+                return losses, _end_of(output, MOST_BYTES) if command.diverged else ""
+            except OSError as error:
+                if not complete:
+                    return (), ""
+                if time.monotonic() - began > AWAY_SECONDS:
+                    raise StoreGone(
+                        f"{where} cannot be read ({error.strerror}); run the same command again when its disk is back"
+                    ) from None
+            if not warned:
+                self._note(f"trial {proposal.number} has ended, but {where} cannot be read; waiting for its disk")
+                warned = True
+            time.sleep(COMMAND_POLL)
+            if self._stop() or self._leaving.is_set():
+                raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
         """Return the exception for a command that failed. If the search goes on, show the failure to the user."""
@@ -343,6 +401,7 @@ class CommandStudy(BaseStudy):
             stop=self._stop,
             note=self._screen.note,
         ) as trainer:
+            self._ready = trainer.has_room
             yield lambda proposals: [trainer(each) for each in proposals]
 
     def state(self) -> StudyDocument:

@@ -92,8 +92,9 @@ class SearchLoop:
                 ...
 
     An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended.
-    After the last event, ``trials`` has all trials of the study. If an exception other than StoreGone ends the
-    context, the running trials of this loop are released, so that they run again later.
+    A trial begins once ``ready`` returns true. After the last event, ``trials`` has all trials of the study. If an
+    exception other than StoreGone ends the context, the running trials of this loop are released, so that they run
+    again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -105,10 +106,12 @@ class SearchLoop:
         stop: Callable[[], bool],
         lease_seconds: float,
         stack: int = 1,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self.trials: list[StoredTrial] = []
         self._plan, self._stored, self._objectives, self._stop = plan, stored, objectives, stop
         self._sampler = None if by_surrogate(plan.method) else SeededSampler(plan.method, plan.axes, plan.seed)
+        self._ready = ready
         self._leases = Leases(stored.store, stored.id, lease_seconds, now=stored.now)
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._stack, self._next = stack, list[Proposal]()  # proposals collected for the next free thread
@@ -137,7 +140,8 @@ class SearchLoop:
             stopping, request = self._error is not None or self._stop(), None
             if self._free and not stopping:
                 request = self._plan.next(self.trials, turn, self._stored.now())
-            if request is not None:
+            waits = request is not None and not self._ready()
+            if request is not None and not waits:
                 if (proposal := self._begin(request)) is not None:
                     yield proposal
             elif self._next:  # the plan gives no further trial now, so start the collected ones
@@ -149,6 +153,8 @@ class SearchLoop:
                 for future in wait(self._pending, STORE_POLL, FIRST_COMPLETED).done:
                     self._end(self._pending[future], future)
                     del self._pending[future]  # not before, so that an error releases its trials
+            elif waits:
+                time.sleep(STORE_POLL)
             elif stopping or not any(trial.state == "running" for trial in self.trials):
                 # At the end of a search, fewer trials are left, each of which has failed twice.
                 if len(self._failed) >= FAILURES and any(trial.finished for trial in self.trials):

@@ -155,6 +155,7 @@ class BaseStudy(ABC):
         self.nothing = ""  # why :meth:`run` found no best point; empty if it found one
         self._screen: Screen = NoScreen()
         self._stop: Callable[[], bool] = lambda: False
+        self._ready: Callable[[], bool] = lambda: True  # whether a trial may begin
         self._next_save = 0.0  # by time.monotonic()
         self._check_folder()
 
@@ -366,7 +367,7 @@ class BaseStudy(ABC):
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack, self._ready) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
