@@ -465,7 +465,7 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
         InputError: if :func:`require_plain_file` refuses the path; or on a disk without flock, if a process that is
-            gone may have left the lock.
+            gone may have left the lock, and it names no process or ``seconds`` is 0.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 
@@ -481,9 +481,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
             with suppress(FileNotFoundError):  # released just now
                 empty = path.stat().st_size == 0
             if isinstance(held, SoftFileLock) and (seconds >= 0 or empty):
-                raise InputError(
-                    f"{path} is locked, on a disk without flock; remove it if no process uses this folder"
-                ) from None
+                advice = f"{path} is locked, on a disk without flock; remove it if no process uses this folder"
+                raise (InputError if empty or not seconds else TimeoutError)(advice) from None
             if seconds >= 0:
                 raise
             held.acquire()

@@ -41,6 +41,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     monkeypatch.setattr(stores, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(stores, "SECOND_LOOK", 0.0)
 
 
 def a_bit_of_everything(store: BaseStorage, queued: bool = True) -> list[Any]:
@@ -212,6 +213,48 @@ def test_a_journal_that_an_older_copy_has_replaced_is_away(tmp_path: Path) -> No
     with pytest.raises(StoreGone, match="an older copy has replaced the file"):
         store.create_new_trial(study)
     assert path.read_bytes() == older
+
+
+def test_a_line_that_cannot_be_read_for_a_moment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While other machines write, a network disk may show zeros in place of a line."""
+    path = tmp_path / "study.log"
+    whole: list[bytes] = []
+
+    def zeros() -> None:
+        whole.append(path.read_bytes())
+        *before, last = whole[-1].splitlines(keepends=True)
+        path.write_bytes(b"".join(before) + bytes(len(last) - 1) + b"\n")
+
+    store, study = begun(str(path), waited=lambda seconds: path.write_bytes(whole[-1]))
+    open_store(path).create_new_trial(study)
+    zeros()
+    assert len(store.get_all_trials(study)) == 1
+    zeros()
+    monkeypatch.setattr("time.sleep", lambda seconds: path.write_bytes(whole[-1]))
+    assert len(open_store(path).get_all_trials(study)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_the_lock_of_another_machine_on_a_disk_without_flock_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    def released(seconds: float) -> None:
+        lock.unlink()
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    monkeypatch.setattr(stores, "LOCK_SECONDS", 0.1)
+    lock = tmp_path / "study.log.flock"
+    store, study = begun(str(tmp_path / "study.log"), waited=released)
+    lock.write_text("12741\nnode17\n4592\n")
+    store.create_new_trial(study)
+    lock.touch()
+    with pytest.raises(InputError, match="remove it if no process uses"):
+        store.create_new_trial(study)
 
 
 def test_a_full_disk_is_waited_for_and_leaves_no_torn_line(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ BUSY_SECONDS = 60  # how long SQLite waits while another process writes
 OPENINGS = 20  # attempts to open a new database while other processes create its tables
 NEW_DATABASE = 2**20  # bytes; a new database with its tables and journal takes less
 LOCK_SECONDS = 30  # how long to wait for a lock; a process that holds it longer is suspended or has lost its disk
+SECOND_LOOK = 1.0  # seconds until a damaged line of a journal is read again
 GRACE_SECONDS = 3  # an older lock of Optuna counts as left by a killed process
 # The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
 RECORD, SQLITE = b'{"op_code":0,', b"SQLite format 3"
@@ -233,11 +234,12 @@ def _damaged(error: Exception) -> bool:
     """Return whether an error means that the content of a database cannot be read.
 
     A damaged page gives a plain DatabaseError, a damaged schema an OperationalError. A damaged cell gives a
-    LookupError or a ValueError, when SQLAlchemy or Optuna converts it.
+    LookupError or a ValueError, when SQLAlchemy or Optuna converts it. An OSError of a journal, whatever its cause,
+    means that its disk is away.
     """
     from sqlalchemy.exc import DatabaseError, OperationalError
 
-    return any(
+    return not isinstance(error, OSError) and any(
         type(cause) in {DatabaseError, LookupError}
         or (isinstance(cause, ValueError) and not isinstance(cause, InputError))
         or (isinstance(cause, OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
@@ -287,6 +289,8 @@ def open_journal(path: Path) -> JournalStorage:
                 raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
             if first[: len(RECORD)] != RECORD[: len(first)]:
                 raise _not_a_journal(path)
+            if storage.read_json_lines(path).damaged:
+                time.sleep(SECOND_LOOK)  # while others write, a network disk may show zeros for a moment
             if damaged := storage.read_json_lines(path).damaged:
                 raise InputError(
                     f"{path}: line {damaged[0]} is damaged; restore the file from a backup, or keep only the lines "
