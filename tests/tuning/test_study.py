@@ -406,6 +406,36 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
     assert not (tmp_path / "fewest.toml").exists()
 
 
+def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, tmp_path: Path) -> None:
+    around, notes = space(short, LR), list[str]()
+    answers = [
+        StudyDocument(
+            best=Best(3, 2.0, (1.9, 2.1), 2, 2),
+            octaves={LR: x},
+            coordinates=(Coordinate(LR, x, (x, x), 0.1, 0.5, worth=True),),
+            dimensions=around.dimensions,
+            name="tiny",
+            method="random",
+            space=around.paths,
+            trials=(),
+        )
+        for x in (1.0, 0.5)
+    ]
+    best, fewest = tmp_path / "best.toml", tmp_path / "fewest.toml"
+    write_results(tmp_path, around, answers[0], notes.append)
+    text = best.read_text()
+    edited = text + "# decided with Anna"
+    best.write_text(edited)
+    fewest.write_text("# mine")
+    write_results(tmp_path, around, answers[0], notes.append)
+    assert best.read_text() == edited
+    write_results(tmp_path, around, answers[1], notes.append)
+    assert (tmp_path / "best.toml.1").read_text() == edited
+    assert [note.partition(";")[0] for note in notes] == [f"{best} was edited and stays so", f"{best} was edited"]
+    write_results(tmp_path, around, answers[0], notes.append)
+    assert (best.read_text(), fewest.read_text(), len(notes)) == (text, "# mine", 2)
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: Path, tmp_path: Path) -> None:
     wild = [f"--set={LR}=1e19", "--set=hyperparameters.weight_decay=1e-30", "--set=data.tokens=2048"]

@@ -42,7 +42,6 @@ from leaven.errors import InputError
 from leaven.recipe.base import Part
 from leaven.recipe.files import parse_toml, read_text, update, validated
 from leaven.recipe.recipe import Difference, differing, short_path
-from leaven.storage import write_text
 from leaven.tuning.point import Value, distance_in, moved
 from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import Dimension
@@ -379,8 +378,8 @@ class CommandSpace(SearchSpace):
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
         return self.values(octaves)
 
-    def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a copy of the command file that starts at ``octaves``, with ``reasons`` added to ``[why]``."""
+    def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
+        """Return a copy of the command file that starts at ``octaves``, with ``reasons`` added to ``[why]``."""
         document = tomlkit.parse(self.text)
         changes: dict[str, Any] = {}
         for name, value in self.values(octaves).items():
@@ -389,7 +388,7 @@ class CommandSpace(SearchSpace):
                 {"start": value} if choices is None else {"choices": [value, *(c for c in choices if c != value)]}
             )
         update(document, {"name": self.name, "space": changes, "why": {**self.file.why, **reasons}}, prune=False)
-        write_text(path, tomlkit.dumps(document))
+        return str(tomlkit.dumps(document))
 
     def changes_since(self, path: Path) -> list[Difference]:
         there, here = (

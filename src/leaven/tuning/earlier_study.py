@@ -126,7 +126,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
     try:
         return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
     except OSError:
-        raise InputError(f"{what}: no study.json in this folder; give the folder of a study") from None
+        raise InputError(
+            f"{what}: no study.json in this folder; give the folder of a study, or resume a study that has read it "
+            "without --from-study"
+        ) from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
             f"{what}: its study.json is damaged; run the leaven tune command of that study again to rewrite it"

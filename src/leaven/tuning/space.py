@@ -33,7 +33,7 @@ from typing import ClassVar, Self
 from leaven.catalogue.expectations import expectations
 from leaven.catalogue.findings import Case
 from leaven.errors import InputError
-from leaven.recipe.files import read_recipe, write_recipe
+from leaven.recipe.files import read_recipe, render
 from leaven.recipe.recipe import Difference, Recipe, differences, flatten, short_path, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.scaling.table import adamw_rows
@@ -97,8 +97,8 @@ class SearchSpace(ABC):
         """
 
     @abstractmethod
-    def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
-        """Write a recipe or command file that starts at ``octaves``, with ``reasons`` under ``[why]``."""
+    def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
+        """Return a recipe or command file that starts at ``octaves``, with ``reasons`` under ``[why]``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
@@ -175,11 +175,11 @@ class Space(SearchSpace):
         found |= {path: value for path in paths if (value := point.value_at(recipe, path)) is not None}
         return found | {short_path(path): value for path, value in found.items()}
 
-    def write(self, path: Path, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> None:
+    def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
         changes = (
             {"scaling.base": self.recipe.base.model_dump(), "why": {**self.recipe.why, **reasons}} if reasons else {}
         )
-        write_recipe(recipe_at(self.recipe, octaves).replace(changes), path)
+        return render(recipe_at(self.recipe, octaves).replace(changes))
 
     def changes_since(self, path: Path) -> list[Difference]:
         return differences(read_recipe(path), self.recipe)

@@ -251,6 +251,7 @@ class StudyDocument(Answer):
     stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
+    written: dict[str, str] = {}  # digests of best.toml and fewest.toml, as leaven wrote them
     command: str = ""  # the shell command of a trial, with placeholders; empty if leaven trained the trials
     loss_pattern: str = ""  # with --command: the regular expression for its losses
     best_command: str = ""  # the command with the best values

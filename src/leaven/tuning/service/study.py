@@ -46,6 +46,8 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from glob import escape
+from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -226,7 +228,7 @@ class BaseStudy(ABC):
             saved_id, saved = self._saved_results()
             self._require_same_study(saved_id, self._stored.random_id)
             if not (self.out / "centre.toml").exists():
-                self.space.write(self.out / "centre.toml", {}, {})
+                write_text(self.out / "centre.toml", self.space.text_at({}, {}))
             if not (saved_id or saved):
                 with suppress(InputError):  # a full disk: it is written again when trials end
                     self.save()
@@ -453,22 +455,56 @@ class BaseStudy(ABC):
             InputError: if they cannot be written, or if study.json belongs to another study.
         """
         self._require_same_study(self._saved_results()[0], self._stored.random_id)
-        state = self.state()
-        write_results(self.out, self.space, state)
-        return state
+        return write_results(self.out, self.space, self.state(), self._screen.note)
 
 
-def write_results(out: Path, space: SearchSpace, state: StudyDocument) -> None:
-    """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None)."""
-    write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
-    if state.best is None:
-        return
-    for file, point, fewest in (("best.toml", state.octaves, False), ("fewest.toml", state.fewer, True)):
+def write_results(
+    out: Path, space: SearchSpace, state: StudyDocument, note: Callable[[str], None] = lambda text: None
+) -> StudyDocument:
+    """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None).
+    Return the document in study.json.
+
+    If a user has edited one of the recipes, it stays while leaven would write the same as before. After that it is
+    moved aside, and ``note`` says so.
+    """
+    before, written = _written(out), dict[str, str]()
+    recipes = () if state.best is None else (("best.toml", state.octaves, False), ("fewest.toml", state.fewer, True))
+    for file, point, fewest in recipes:
+        path, there = out / file, None
+        with suppress(OSError):
+            there = _digest(read(path))
+        edited = before is not None and there not in {None, before.get(file)}
         if point is None:  # remove the file of an earlier answer
-            (out / file).unlink(missing_ok=True)
+            if not edited:
+                path.unlink(missing_ok=True)
             continue
-        reasons = {path: reason(path, state, space, fewest=fewest) for path in space.paths}
-        space.write(out / file, point, reasons)
+        text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
+        written[file] = _digest(text.encode(errors="replace"))
+        if edited and before is not None and there != written[file]:
+            if before.get(file) == written[file]:
+                note(f"{path} was edited and stays so; remove it to have it written again")
+                continue
+            moved = next(new for k in count(1) if not (new := out / f"{file}.{k}").exists())
+            with suppress(OSError):
+                path.rename(moved)
+                note(f"{path} was edited; it is now {moved}, because the search has another answer")
+        write_text(path, text)
+    state = state.model_copy(update={"written": written})
+    write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
+    return state
+
+
+def _written(out: Path) -> dict[str, str] | None:
+    """Return the digests of recipes in study.json; None if there are none, as in a study of an older version."""
+    try:
+        written = json.loads(read(out / "study.json"))["written"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return written if isinstance(written, dict) else None
+
+
+def _digest(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
