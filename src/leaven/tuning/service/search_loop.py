@@ -153,15 +153,13 @@ class SearchLoop:
                 for future in wait(self._pending, STORE_POLL, FIRST_COMPLETED).done:
                     self._end(self._pending[future], future)
                     del self._pending[future]  # not before, so that an error releases its trials
-            elif waits:
-                time.sleep(STORE_POLL)
-            elif stopping or not any(trial.state == "running" for trial in self.trials):
+            elif not waits and (stopping or not any(trial.state == "running" for trial in self.trials)):
                 # At the end of a search, fewer trials are left, each of which has failed twice.
                 if len(self._failed) >= FAILURES and any(trial.finished for trial in self.trials):
                     self._give_back()
                 break
             else:
-                time.sleep(STORE_POLL)  # other commands are running trials
+                time.sleep(STORE_POLL)  # a trial may not begin yet, or other commands are running trials
         if self._error is not None:
             raise self._error
 
