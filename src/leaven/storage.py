@@ -37,6 +37,12 @@ PAGE = b"<!doctype html"
 # A URL, whose :// becomes :/ in a path, or password= as in the login of a database. C:/ of Windows is no URL.
 _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of a disk or quota that is full."""
+
+AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
+"""Errors of a network disk that is away for a while."""
+
 SOFT = 10.0
 """Seconds until a lock on a disk without flock is refused, if its file does not name a process."""
 
@@ -260,7 +266,7 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno in {errno.ENOSPC, errno.EDQUOT}
+        return error.errno in FULL
     return False
 
 

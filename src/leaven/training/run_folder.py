@@ -1,6 +1,5 @@
 """Reads and writes the folder of a run: recipe, metrics, events and checkpoints. Does not import torch."""
 
-import errno
 import json
 import math
 import os
@@ -420,7 +419,7 @@ class RunFolder:
                 storage.append(path, line)
             except OSError as error:
                 self.unwritten = error.strerror or str(error)
-                self.no_room = error.errno in {errno.ENOSPC, errno.EDQUOT}
+                self.no_room = error.errno in storage.FULL
                 return
             self._waiting.popleft()
         self.unwritten, self.no_room = None, False

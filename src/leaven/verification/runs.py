@@ -4,7 +4,6 @@ A result is saved under the ``key`` of its trial: a hash of what determines the 
 So several checks can share a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
-import errno
 import json
 import math
 import re
@@ -31,7 +30,6 @@ from leaven.verification.model_instance import RunSetting
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
 TEXT = "text"  # key of the fingerprint of the text, which lines of older versions and of foreign models do not have
-PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # faults of a disk that may pass
 COUNT = "earlier_runs"  # key of the number of finished runs before a line, which lines of older versions do not have
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
@@ -145,7 +143,7 @@ class RunStore:
             try:
                 storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
             except OSError as error:
-                if error.errno not in PASSING:
+                if error.errno not in storage.FULL | storage.AWAY:
                     raise
                 if not self._waits:
                     why = error.strerror or error

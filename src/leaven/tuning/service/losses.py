@@ -1,7 +1,6 @@
 """Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B
 (Weights & Biases). Files are read while a command writes them, so an incomplete last line or record is ignored."""
 
-import errno
 import math
 import re
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
 MOST_NAMES = 20  # names of values that a message lists
-AWAY = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)  # errors of a network disk that fails for a while
 LARGEST_STEP = 2**63 - 1  # of the steps that a log reports
 
 
@@ -33,7 +31,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
 
     Raises:
         InputError: if a loss or step is not a number, or if the file of a command that has ended cannot be read.
-        OSError: if it cannot be read because its disk is away (``AWAY``).
+        OSError: if it cannot be read because its disk is away (``storage.AWAY``).
     """
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
@@ -48,7 +46,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
     except OSError as error:
         if not complete:
             return ()
-        if error.errno in AWAY:
+        if error.errno in storage.AWAY:
             raise
         raise InputError(f"{where}: {error.strerror}; correct the path of the losses in the command file") from None
     except LogDamaged:
