@@ -182,6 +182,7 @@ def _matches(
     while recursive and rest[:1] == ("**",):
         rest = rest[1:]
     if not (recursive or _MAGIC & set(name)):  # also "..", and a name in other letters on a disk that ignores case
+        _require_target(folder / name)
         if rest and (folder / name).is_dir():
             yield from _matches(folder / name, rest, above)
         elif not rest and (folder / name).is_file():
@@ -199,15 +200,21 @@ def _matches(
             if hidden or entry.name in _OF_DISKS or not (recursive or fnmatch(entry.name, name)):
                 continue
             path = folder / entry.name
-            if not recursive and entry.is_symlink() and not path.exists():
-                raise InputError(
-                    f"{path} is a link to {os.readlink(path)}, which is missing (is its disk mounted?); remove the "
-                    "link, or give a pattern without it in data.source"
-                )
+            if not recursive:
+                _require_target(path)
             if entry.is_dir() and (rest or recursive):
                 yield from _matches(path, pattern if recursive else rest, above)
             elif not (recursive or rest) and entry.is_file():
                 yield path
+
+
+def _require_target(path: Path) -> None:
+    """Raise InputError if a path is a link to nothing."""
+    if path.is_symlink() and not path.exists():
+        raise InputError(
+            f"{path} is a link to {os.readlink(path)}, which is missing (is its disk mounted?); remove the link, or "
+            "give a pattern without it in data.source"
+        )
 
 
 def _standard_library() -> list[tuple[str, Path]]:
