@@ -266,10 +266,15 @@ def test_a_trial_does_not_get_the_files_of_one_that_the_store_has_lost(write: Wr
 
 def test_a_trial_that_would_resume_does_not_begin_again_without_a_word(write: Write) -> None:
     file = write("echo iter 1: val loss {lr}; : {seed}", f"resume = true\nprune = false\n{PATTERN}", ONE)
-    for others in (False, True):  # without folders of other trials, their disk is not mounted
-        with trainer(file) as run, nullcontext() if others else refused("000004", "mount its disk, or type mkdir"):
+    # With a result but without folders of other trials, their disk is not mounted, or they are on other machines.
+    for known, one_folder in ((True, True), (False, True), (True, False)):
+        lost = known and one_folder
+        with (
+            trainer(file, works=known, one_folder=one_folder) as run,
+            refused("000004", "mount its disk, or type mkdir") if lost else nullcontext(),
+        ):
             run(Proposal({"lr": 0.0}, 6, origin=4))
-        Path("trials/000005").mkdir(exist_ok=True)
+        shutil.rmtree("trials")
     assert run.notes == [
         "trials/000004, the folder of an earlier attempt at this trial, is gone; the trial begins again"
     ]  # type: ignore[attr-defined]

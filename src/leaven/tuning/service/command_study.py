@@ -69,6 +69,7 @@ class CommandTrainer:
         works: whether a trial of the study already has a result, so that the command is known to work.
         stop: a function that returns whether to stop and release the trials.
         note: a function that shows a line to the user.
+        one_folder: whether all commands on the study use ``folder``. With a database, each machine may have its own.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class CommandTrainer:
         works: bool,
         stop: Callable[[], bool],
         note: Callable[[str], None],
+        one_folder: bool = True,
     ) -> None:
-        self._command, self._space, self._folder = command, space, folder
+        self._command, self._space, self._folder, self._one_folder = command, space, folder, one_folder
         self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
         self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
@@ -159,7 +161,8 @@ class CommandTrainer:
             self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
         elif retry and not folder.exists():
             missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
-            if not any(self._folder.iterdir()):  # perhaps a disk that is not mounted
+            # Other trials have had folders here, so their disk may not be mounted.
+            if self._works and self._one_folder and not any(self._folder.iterdir()):
                 self._leaving.set()
                 create = f"mkdir {shlex.quote(str(folder))}"
                 raise InputError(f"{missing}; mount its disk, or type {create} to begin the trial again")
@@ -400,6 +403,7 @@ class CommandStudy(BaseStudy):
             works=any(trial.finished for trial in self._stored.trials),
             stop=self._stop,
             note=self._screen.note,
+            one_folder=isinstance(self._where, Path),
         ) as trainer:
             self._ready = trainer.has_room
             yield lambda proposals: [trainer(each) for each in proposals]
