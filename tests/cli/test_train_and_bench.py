@@ -87,14 +87,15 @@ def test_a_closed_terminal_stops_a_run_and_saves_it(tiny_file: Path, tmp_path: P
     assert len(checkpoints(RunFolder(run).checkpoints)) == 2  # at the start, and at the stop
 
 
-def test_a_second_ctrl_c_interrupts_at_once_but_a_second_sigterm_does_not() -> None:
-    """A scheduler and torchrun both send SIGTERM."""
+def test_a_second_ctrl_c_interrupts_at_once_but_a_second_sigterm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler and torchrun both send SIGTERM or SIGINT."""
     with stop_on_signal() as stop:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
-            os.kill(os.getpid(), number)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.raise_signal(number)
             assert stop()
+        monkeypatch.setattr("leaven.cli.common.AGAIN_AFTER", -1.0)  # later
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 # A command like `leaven train 2>&1 | tee log`. Before its {signal}, tee has ended.

@@ -9,6 +9,7 @@ import select
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -205,22 +206,28 @@ def _without_reader(descriptor: int) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
+AGAIN_AFTER = 1.0  # seconds after the first signal, from which on Ctrl-C interrupts at once
+
+
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. Ctrl-C then interrupts at once.
+    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. Another Ctrl-C, after `AGAIN_AFTER`
+    seconds or more, interrupts at once.
 
-    Another SIGTERM or SIGHUP does nothing: a scheduler sends SIGTERM to torchrun and to its processes, to which
-    torchrun then sends it as well; a closed terminal often sends SIGHUP twice. If the terminal is closed, or the
+    Other repeated signals do nothing: a scheduler sends a signal to torchrun and to its processes, to which torchrun
+    then sends it as well; a closed terminal often sends SIGHUP twice. If the terminal is closed, or the
     program that reads the output has ended, the command goes on, and what it prints is lost.
     """
-    requested = False
+    requested: float | None = None  # when the first one arrived, by time.monotonic()
     readers = [number for number in (1, 2) if _has_reader(number)]
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
-        if requested and number == signal.SIGINT:
+        now, first = time.monotonic(), requested is None
+        requested = now if requested is None else requested
+        # torchrun repeats the signal that its processes get, too; a person presses Ctrl-C again later.
+        if number == signal.SIGINT and now > requested + AGAIN_AFTER:
             raise KeyboardInterrupt
-        first, requested = not requested, True
         if number == hang_up:  # later lines to a closed terminal or pipe would raise errors
             _drop_output(readers)
         # RuntimeError: the signal has interrupted another write to this stream.
@@ -234,7 +241,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         numbers.append(hang_up)
     before = {number: signal.signal(number, request) for number in numbers}
     try:
-        yield lambda: requested
+        yield lambda: requested is not None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

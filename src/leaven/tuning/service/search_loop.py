@@ -155,7 +155,8 @@ class SearchLoop:
                     del self._pending[future]  # not before, so that an error releases its trials
             elif not waits and (stopping or not any(trial.state == "running" for trial in self.trials)):
                 # At the end of a search, fewer trials are left, each of which has failed twice.
-                if len(self._failed) >= FAILURES and any(trial.finished for trial in self.trials):
+                over = self._error is None and not stopping
+                if over and len(self._failed) >= FAILURES and any(trial.finished for trial in self.trials):
                     self._give_back()
                 break
             else:
@@ -210,7 +211,8 @@ class SearchLoop:
         except WorkerDied as died:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=self._error is not None)
-            self._failed.append(proposals)
+            if self._error is None:
+                self._failed.append(proposals)
             self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
             if self._error is None and len({call[0].origin for call in self._failed}) >= FAILURES:
                 self._give_back()
