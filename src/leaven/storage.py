@@ -392,17 +392,26 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
         try:
             while lines:
                 lines = lines[file.write(lines) :]
-            if sync:
-                os.fsync(file.fileno())
         except OSError:
             with suppress(OSError):
                 file.truncate(max(before, _end(file) - len(_torn(file))))
             raise
+        if sync:
+            os.fsync(file.fileno())
 
 
 def append_json(path: Path, document: Mapping[str, Any], *, sync: bool = False) -> None:
     """Append a JSON object as one line. The caller must hold a lock. With ``sync``, the line survives a power cut."""
     append(path, json.dumps(document).encode() + b"\n", sync=sync)
+
+
+def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
+    """Return whether the last line of a file is that of :func:`append_json`, whose flush may have failed."""
+    line = json.dumps(document).encode() + b"\n"
+    with suppress(FileNotFoundError), open_file(path) as file:
+        file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
+        return file.read() == line
+    return False
 
 
 def _end(file: FileIO) -> int:

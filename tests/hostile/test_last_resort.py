@@ -102,6 +102,15 @@ def test_a_terminal_that_is_gone_ends_no_command() -> None:
         stream.write("nothing reads this")
 
 
+def test_a_log_on_a_full_disk_ends_no_command() -> None:
+    with open("/dev/full", "w") as stream:
+        console = SafeConsole(file=stream, stderr=True)
+        console.print("step 1")
+        console.print("step 2")
+        assert not console.quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # there is room again
+
+
 def test_closed_standard_streams_are_the_null_device(tiny_file: Path) -> None:
     """Otherwise the next file that is opened would get what is printed."""
     words = f"RANK=0 WORLD_SIZE=1 {sys.executable} -m leaven show {tiny_file} >&- 2>&- <&-"

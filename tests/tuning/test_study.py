@@ -429,11 +429,14 @@ def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, 
     fewest.write_text("# mine")
     write_results(tmp_path, around, answers[0], notes.append)
     assert best.read_text() == edited
+    write_results(tmp_path, around, answers[0].model_copy(update={"method": "gp"}), notes.append)  # another reason
+    assert best.read_text() == edited
     write_results(tmp_path, around, answers[1], notes.append)
     assert (tmp_path / "best.toml.1").read_text() == edited
-    assert [note.partition(";")[0] for note in notes] == [f"{best} was edited and stays so", f"{best} was edited"]
+    stays = f"{best} was edited and stays so"
+    assert [note.partition(";")[0] for note in notes] == [stays, stays, f"{best} was edited"]
     write_results(tmp_path, around, answers[0], notes.append)
-    assert (best.read_text(), fewest.read_text(), len(notes)) == (text, "# mine", 2)
+    assert (best.read_text(), fewest.read_text(), len(notes)) == (text, "# mine", 3)
 
 
 @pytest.mark.usefixtures("in_this_process")

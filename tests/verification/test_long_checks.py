@@ -3,7 +3,9 @@
 import errno
 import json
 import math
+import os
 import random
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -235,6 +237,27 @@ def test_finished_runs_wait_for_room_on_the_disk(
     assert notes == [
         f"caution: {tmp_path / runs.LINES}: No space left on device; finished runs wait until it can be written"
     ]
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the name of a file in /proc")
+def test_a_line_whose_flush_failed_is_written_once(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, fsync = list[int](), os.fsync
+
+    def fails(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").resolve().name == runs.LINES:
+            tries.append(descriptor)
+            if len(tries) < 3:
+                raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with RunStore(tmp_path, 1) as store:
+        store.run([RecipeTrial(tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128}))])
+    assert len(tries) >= 3
+    assert len((tmp_path / runs.LINES).read_text().splitlines()) == 1
 
 
 @pytest.mark.usefixtures("in_this_process")

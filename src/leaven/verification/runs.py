@@ -141,7 +141,11 @@ class RunStore:
         while self._unsaved:
             self._locked.require()
             try:
-                storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
+                # The flush of a line may have failed after it was written.
+                if self._waits and storage.ends_with(self.folder / LINES, self._unsaved[0]):
+                    storage.sync_file(self.folder / LINES)
+                else:
+                    storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
             except OSError as error:
                 if error.errno not in storage.FULL | storage.AWAY:
                     raise

@@ -211,7 +211,8 @@ class SearchLoop:
         except WorkerDied as died:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=self._error is not None)
-            if self._error is None:
+            # A call that began earlier and still runs shows that the machine works.
+            if self._error is None and next(iter(self._pending)) is future:
                 self._failed.append(proposals)
             self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
             if self._error is None and len({call[0].origin for call in self._failed}) >= FAILURES:

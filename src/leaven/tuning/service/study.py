@@ -41,8 +41,8 @@ import re
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
 from glob import escape
@@ -56,7 +56,7 @@ from optuna.storages import BaseStorage
 
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
-from leaven.storage import lock, make_folder, read, require_folder_name, write_text
+from leaven.storage import AWAY, lock, make_folder, read, require_folder_name, write_text
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
@@ -159,6 +159,7 @@ class BaseStudy(ABC):
         self._stop: Callable[[], bool] = lambda: False
         self._ready: Callable[[], bool] = lambda: True  # whether a trial may begin
         self._next_save = 0.0  # by time.monotonic()
+        self._noted: set[str] = set()
         self._check_folder()
 
     @abstractmethod
@@ -222,16 +223,22 @@ class BaseStudy(ABC):
     def _claim_folder(self) -> None:
         """Write centre.toml and study.json if they are missing. Raise InputError if another study has the folder."""
         make_folder(self.out)
-        with ExitStack() as held:
-            with suppress(OSError):  # the disk is full, or has no locks: go on without the lock
-                held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
+        with self._folder_lock():
             saved_id, saved = self._saved_results()
             self._require_same_study(saved_id, self._stored.random_id)
             if not (self.out / "centre.toml").exists():
                 write_text(self.out / "centre.toml", self.space.text_at({}, {}))
             if not (saved_id or saved):
                 with suppress(InputError):  # a full disk: it is written again when trials end
-                    self.save()
+                    self._write()
+
+    @contextmanager
+    def _folder_lock(self) -> Iterator[None]:
+        """Lock the folder, unless its disk is full or has no locks."""
+        with ExitStack() as held:
+            with suppress(OSError):
+                held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
+            yield
 
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
@@ -454,8 +461,20 @@ class BaseStudy(ABC):
         Raises:
             InputError: if they cannot be written, or if study.json belongs to another study.
         """
+        with self._folder_lock():  # another command may save, too
+            return self._write()
+
+    def _write(self) -> StudyDocument:
         self._require_same_study(self._saved_results()[0], self._stored.random_id)
-        return write_results(self.out, self.space, self.state(), self._screen.note)
+        try:
+            return write_results(self.out, self.space, self.state(), self._note_once)
+        except OSError as error:
+            raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._screen.note(text)
 
 
 def write_results(
@@ -464,43 +483,56 @@ def write_results(
     """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None).
     Return the document in study.json.
 
-    If a user has edited one of the recipes, it stays while leaven would write the same as before. After that it is
-    moved aside, and ``note`` says so.
+    If a user has edited one of the recipes, it stays while the answer is the same. Before another answer is written,
+    it is moved aside. ``note`` says so.
     """
-    before, written = _written(out), dict[str, str]()
-    recipes = () if state.best is None else (("best.toml", state.octaves, False), ("fewest.toml", state.fewer, True))
-    for file, point, fewest in recipes:
-        path, there = out / file, None
-        with suppress(OSError):
-            there = _digest(read(path))
-        edited = before is not None and there not in {None, before.get(file)}
+    before, written = _saved(out), dict[str, str]()
+    # A study of an older version has no digests, so nothing counts as edited.
+    known = before["written"] if isinstance(before.get("written"), dict) else None
+    recipes = () if state.best is None else (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True))
+    for file, key, fewest in recipes:
+        path, point = out / file, state.fewer if fewest else state.octaves
+        there = _digest_on_disk(path)
+        edited = known is not None and there not in {None, known.get(file)}
         if point is None:  # remove the file of an earlier answer
             if not edited:
                 path.unlink(missing_ok=True)
             continue
         text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
-        written[file] = _digest(text.encode(errors="replace"))
-        if edited and before is not None and there != written[file]:
-            if before.get(file) == written[file]:
+        digest = _digest(text.encode(errors="replace"))
+        if known is not None and edited and there != digest:
+            if before.get(key) == getattr(state, key):
                 note(f"{path} was edited and stays so; remove it to have it written again")
+                written[file] = known.get(file, digest)
                 continue
             moved = next(new for k in count(1) if not (new := out / f"{file}.{k}").exists())
-            with suppress(OSError):
-                path.rename(moved)
-                note(f"{path} was edited; it is now {moved}, because the search has another answer")
+            path.rename(moved)
+            note(f"{path} was edited; it is now {moved}, because the search has another answer")
         write_text(path, text)
+        written[file] = digest
     state = state.model_copy(update={"written": written})
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     return state
 
 
-def _written(out: Path) -> dict[str, str] | None:
-    """Return the digests of recipes in study.json; None if there are none, as in a study of an older version."""
+def _saved(out: Path) -> dict[str, Any]:
+    """Return study.json; {} if it is missing or damaged."""
     try:
-        written = json.loads(read(out / "study.json"))["written"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        document = json.loads(read(out / "study.json"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _digest_on_disk(path: Path) -> str | None:
+    """Return the digest of a file; None if it is missing or no file that leaven writes. Raise OSError if its disk is
+    away."""
+    try:
+        return _digest(read(path))
+    except OSError as error:
+        if error.errno in AWAY:
+            raise
         return None
-    return written if isinstance(written, dict) else None
 
 
 def _digest(content: bytes) -> str:

@@ -19,10 +19,11 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class _Stream:
-    """A stream of text for which a terminal that is gone is a broken pipe."""
+    """A stream of text for which a terminal that is gone is a broken pipe. With ``forgiving``, other errors, such as
+    a full disk, end no command: the stream keeps what it could not write."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
+        self._stream, self._forgiving = stream, forgiving
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -37,9 +38,10 @@ class _Stream:
         try:
             return function(*arguments)
         except OSError as error:
-            if error.errno in {errno.EIO, errno.ENXIO}:
+            if error.errno in {errno.EIO, errno.ENXIO, errno.ECONNRESET}:
                 raise BrokenPipeError from error
-            raise
+            if not self._forgiving or isinstance(error, BrokenPipeError):
+                raise
 
 
 class SafeConsole(Console):
@@ -47,7 +49,7 @@ class SafeConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        return cast(IO[str], _Stream(super().file))
+        return cast(IO[str], _Stream(super().file, forgiving=self.stderr))
 
     @file.setter
     def file(self, new_file: IO[str]) -> None:
