@@ -539,6 +539,24 @@ def test_a_search_in_which_most_points_fail_by_their_values_ends_after_a_few_com
     assert len(attempts) == 24
 
 
+def test_failures_beside_a_trial_that_runs_longer_do_not_end_a_search() -> None:
+    enough, deaths = threading.Event(), list[int]()
+
+    def objective(x: Proposal) -> float:
+        if x.origin == 3:
+            assert enough.wait(60)
+        elif x.origin > 3 and not enough.is_set():
+            deaths.append(x.origin)
+            if len(deaths) == 10:
+                enough.set()
+            raise WorkerDied
+        return bowl(x)
+
+    found = search(objective, SPACE, trials=14, workers=2, method="random")
+    assert len(set(deaths)) == 5
+    assert len(found.trials) == 14 - 5
+
+
 def test_trials_that_fail_on_a_broken_machine_run_on_another_one() -> None:
     store, begun = InMemoryStorage(), threading.Event()
 
