@@ -211,12 +211,13 @@ class SearchLoop:
         except WorkerDied as died:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=self._error is not None)
-            # A call that began earlier and still runs shows that the machine works.
-            if self._error is None and next(iter(self._pending)) is future:
+            if self._error is None:
                 self._failed.append(proposals)
-            self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
-            if self._error is None and len({call[0].origin for call in self._failed}) >= FAILURES:
-                self._give_back()
+                self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
+                # A call that began earlier and still runs may show that the machine works.
+                oldest = next(iter(self._pending)) is future
+                if oldest and len({call[0].origin for call in self._failed}) >= FAILURES:
+                    self._give_back()
         except BaseException as error:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=True)
