@@ -292,6 +292,23 @@ def test_a_checkpoint_that_one_process_sees_late_is_not_damaged(
         assert second.startswith(f"InputError: rank 1 {said}")
 
 
+def test_checkpoints_that_only_another_process_sees_are_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of the run folder is not mounted on the machine of the first process."""
+    write_all(tmp_path, 1, 2)
+    monkeypatch.setattr(checkpoint, "SEEN_AFTER", 0)
+
+    def body(group: ProcessGroup) -> str:
+        with pytest.raises(InputError) as refused:
+            read_checkpoint(tmp_path / "not mounted" if group.is_first else tmp_path, group=group)
+        return str(refused.value)
+
+    first, second = together(2, body)
+    assert first.startswith("another rank does not see")
+    assert second.startswith(f"rank 1 does not see {tmp_path} as rank 0 does")
+
+
 def test_all_processes_read_the_checkpoint_that_the_first_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

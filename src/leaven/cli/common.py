@@ -244,7 +244,9 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         yield lambda: requested is not None
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # A scheduler may repeat SIGTERM until the process has ended, which then must not change the exit code.
+            if requested is None or number == signal.SIGINT:
+                signal.signal(number, handler)
         _drop_output(filter(_without_reader, readers))  # Ctrl-C also ends `tee log`
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,10 +228,15 @@ def read_checkpoint(
         InputError: if reading fails for a reason other than damage, for example missing permissions.
     """
     damaged: list[Path] = []
-    for candidate in reversed(group.broadcast(checkpoints(folder))):
+    listed = group.broadcast(checkpoints(folder))
+    names = {path.name for path in listed}
+    _require_seen(folder, lambda: any(path.name not in names for path in checkpoints(folder)), group)
+    for candidate in reversed(listed):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
-        _require_seen(candidate, group)
+        wanted = group.broadcast(_seen(candidate))
+        if wanted != UNREADABLE:  # reading gives the error
+            _require_seen(candidate, partial(_differs, candidate, wanted), group)
         try:
             found, unreadable = _read(candidate, group, recipe), None
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, SafetensorError, *WRONG_TYPES):
@@ -248,24 +254,25 @@ def read_checkpoint(
     return None, damaged
 
 
-def _require_seen(checkpoint: Path, group: ProcessGroup) -> None:
-    """Wait until every process sees a checkpoint as the first process does, for up to `SEEN_AFTER` seconds: a network
-    disk may show new files late. Raise InputError on all processes if one does not see it."""
+def _require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
+    """Wait until ``differs`` returns False on every process, for up to `SEEN_AFTER` seconds: a network disk may show
+    new files late. Otherwise raise InputError on all processes."""
     if group.size == 1:
         return
-    wanted = group.broadcast(_seen(checkpoint))
-    if wanted == UNREADABLE:  # reading gives the error
-        return
     for looks_left in range(SEEN_AFTER, -1, -1):
-        late = _seen(checkpoint) not in {wanted, UNREADABLE}
+        late = differs()
         if not group.any(late):
             return
         time.sleep(1 if looks_left else 0)
     kind, who = (InputError, f"rank {group.rank}") if late else (Settled, "another rank")
     raise kind(
-        f"{who} does not see {checkpoint} as rank 0 does; give all ranks the same run folder (is its disk mounted "
+        f"{who} does not see {path} as rank 0 does; give all ranks the same run folder (is its disk mounted "
         "everywhere?) and run the same command again"
     )
+
+
+def _differs(checkpoint: Path, wanted: str) -> bool:
+    return _seen(checkpoint) not in {wanted, UNREADABLE}
 
 
 def _seen(checkpoint: Path) -> str:

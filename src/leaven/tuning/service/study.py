@@ -487,20 +487,20 @@ def write_results(
     it is moved aside. ``note`` says so.
     """
     before, written = _saved(out), dict[str, str]()
-    # A study of an older version has no digests, so nothing counts as edited.
-    known = before["written"] if isinstance(before.get("written"), dict) else None
+    # Without digests, as in a study of an older version, every file counts as edited.
+    known: dict[str, str] = before["written"] if isinstance(before.get("written"), dict) else {}
     recipes = () if state.best is None else (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True))
     for file, key, fewest in recipes:
         path, point = out / file, state.fewer if fewest else state.octaves
         there = _digest_on_disk(path)
-        edited = known is not None and there not in {None, known.get(file)}
+        edited = there is not None and there != known.get(file)
         if point is None:  # remove the file of an earlier answer
             if not edited:
                 path.unlink(missing_ok=True)
             continue
         text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
         digest = _digest(text.encode(errors="replace"))
-        if known is not None and edited and there != digest:
+        if edited and there != digest:
             if before.get(key) == getattr(state, key):
                 note(f"{path} was edited and stays so; remove it to have it written again")
                 written[file] = known.get(file, digest)
