@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -82,6 +83,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEAVEN_CACHE", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Restore the handlers of signals, which a command that was stopped leaves as they are."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ import errno
 import os
 import platform
 import shlex
+import signal
 import sys
 import tempfile
 import traceback
@@ -135,7 +136,15 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):  # its encoding may lack characters of a name or a sample
             stream.reconfigure(errors="backslashreplace")
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # not under torchrun; some clusters set RANK in every shell
-        sys.exit(_run())
+        code = _run()
+        if (loaded := sys.modules.get("multiprocessing")) is not None:
+            for process in loaded.active_children():  # a worker that was being started when Ctrl-C interrupted
+                process.kill()
+        if code == INTERRUPTED:  # a scheduler may repeat the signal until the process has ended
+            for name in ("SIGTERM", "SIGHUP"):
+                if hasattr(signal, name):
+                    signal.signal(getattr(signal, name), signal.SIG_IGN)
+        sys.exit(code)
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
     code = _run()
     # Under torchrun, torch threads may still wait for other processes. They would abort a normal exit, and torchrun

@@ -244,7 +244,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         yield lambda: requested is not None
     finally:
         for number, handler in before.items():
-            # A scheduler may repeat SIGTERM until the process has ended, which then must not change the exit code.
+            # A scheduler may repeat SIGTERM until the command has ended, which must not change its exit code.
             if requested is None or number == signal.SIGINT:
                 signal.signal(number, handler)
         _drop_output(filter(_without_reader, readers))  # Ctrl-C also ends `tee log`

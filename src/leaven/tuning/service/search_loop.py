@@ -154,10 +154,11 @@ class SearchLoop:
                     self._end(self._pending[future], future)
                     del self._pending[future]  # not before, so that an error releases its trials
             elif not waits and (stopping or not any(trial.state == "running" for trial in self.trials)):
-                # At the end of a search, fewer trials are left, each of which has failed twice.
-                over = self._error is None and not stopping
-                if over and len(self._failed) >= FAILURES and any(trial.finished for trial in self.trials):
-                    self._give_back()
+                # At the end of a search, fewer trials are left, each of which has failed twice. A user who stops a
+                # command may have seen that its trials fail.
+                enough = stopping or len(self._failed) >= FAILURES
+                if self._error is None and enough and any(trial.finished for trial in self.trials):
+                    self._give_back(fails=not stopping)
                 break
             else:
                 time.sleep(STORE_POLL)  # a trial may not begin yet, or other commands are running trials
@@ -231,11 +232,12 @@ class SearchLoop:
                 if self._stored.record(proposal.number, outcome):
                     self._ended.append(proposal.number)
 
-    def _give_back(self) -> None:
-        """Give the trials that failed in a row back to the study, and end the search. If all of them were given back
-        before, the cause is taken to be their values: they have failed, and the search goes on."""
+    def _give_back(self, *, fails: bool = True) -> None:
+        """Give the trials that failed in a row back to the study, and end the search, with an error if it ``fails``.
+        If all of them were given back before, the cause is taken to be their values: they have failed, and the search
+        goes on."""
         numbers = {proposal.number for call in self._failed for proposal in call}
-        if self._stored.give_back(numbers, self._leases.node):
+        if numbers and self._stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
                 f"{len(self._failed)} attempts in a row failed on this machine: {self._failure}; correct the cause, "
                 "and run the same command again: it runs their trials again"
