@@ -1,46 +1,50 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. Every run goes through the ten files in bold: to follow a run, open
-these. Each other file answers the question beside it.
+What ``leaven train recipe.toml`` does, in order. To follow a run, open the four files in bold. Each other file
+answers the question beside it.
 
 1. **cli/train.py** reads the recipe. ``--set a.b=value`` replaces a value of the TOML document, and pydantic
-   validates the result. The first mistake becomes one line that says what to type (How? ``recipe/files.py``; which
-   rules? ``recipe/recipe.py``). The command also checks that the processes and devices can train the recipe, and that
-   the folder is new or has a run of this recipe. (Where does an error become a line and an exit code?
-   ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
-2. By default a BPE of ``model.vocab_size`` tokens is trained on the text. The text then becomes token ids in shards.
-   Both stay in a cache for the next run (How? ``data/tokens.py``). About 5% of the text is held out for validation
-   (Which documents? ``data/corpus.py``). **data/stream.py** numbers the training samples. Sample n depends only on
-   the seed and n, so a run resumes at sample n without a stored state of the data.
-3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. It builds the
-   state (:class:`~leaven.training.engine.Training`), and chooses the micro-batch if the recipe says "auto" (How?
-   ``micro_batch.py``). Then it locks the folder and restores the newest undamaged checkpoint. A new run saves a
+   validates the result. The first mistake becomes one line that says what to type (How? ``recipe/files.py``;
+   which rules? ``recipe/recipe.py``). The command also checks that the processes and devices can train the
+   recipe, and that the folder is new or has a run of this recipe. (Where does an error become a line and an exit
+   code? ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
+2. By default a BPE of ``model.vocab_size`` tokens is trained on the text. The text then becomes token ids in
+   shards. Both stay in a cache for the next run (How? ``data/tokens.py``). About 5% of the text is held out for
+   validation (Which documents? ``data/corpus.py``). ``data/stream.py`` numbers the training samples, which never
+   end: each epoch has them in another order. Sample n depends only on the seed and n, so a run resumes at sample
+   n without a stored state of the data.
+3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. It builds
+   the state (:class:`~leaven.training.engine.Training`), and chooses the micro-batch, by default by timing a few
+   (``micro_batch.py``). Then it locks the folder and restores the newest undamaged checkpoint. A new run saves a
    checkpoint before its first step, so that it can always roll back.
-4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does not
-   wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
-   guard.
-5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
-   The device skips the update if the loss or the gradient norm is not finite, or above the limits of the spike guard.
-6. **distributed/sharded_model.py** runs the passes in the compute dtype, a micro-batch at a time: loss,
+4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does
+   not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
+   checkpoints, spike guard.
+5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping,
+   update. The device skips the update if the loss or the gradient norm is not finite, or above the limits of the
+   spike guard.
+6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time: loss,
    ``backward()``, and in a run of several processes the exchange between them (Where are the model and its loss?
    ``model/transformer.py`` and ``model/loss.py``. Which layers has a process? ``distributed/pipeline.py``).
-7. **optimizer.py** clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr x
-   multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each step
-   multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.
-8. **metrics.py** has three parts. ``Telemetry``, which the engine calls, measures the step. The callback ``StepLog``
-   appends a line to metrics.jsonl and points to the curves. The callback ``Validation`` computes the validation loss,
-   by default ten times in a run. When a run resumes or rolls back, the lines of the steps after its checkpoint are
-   cut off.
-9. **checkpoint.py** copies the state to host memory, and a thread writes it while training continues: safetensors
-   files, then state.json with their digests. Last, the folder is renamed to its final name. The newest two
-   checkpoints (by default) are kept, and the last one before a possible anomaly. (How does one process read a tensor
-   that several processes saved? ``checkpoint_tensors.py``.)
-10. **spikes.py** is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At an
-    anomaly, :meth:`RunTrainer.roll_back` (by default) restores a checkpoint before it. The run then skips the data of
-    the anomaly (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default) it stops.
-11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a single
-    process drops the step that is under way, and saves the state before it; several processes finish the step. It
-    returns a ``TrainDocument``, which the command prints with the next commands (``views/terminal/training.py``).
+7. ``optimizer.py`` clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr
+   x multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each
+   step multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.
+8. ``metrics.py`` has three parts. ``Telemetry``, which the engine calls, measures the step. The callback
+   ``StepLog`` appends a line to metrics.jsonl (loss, lr, norms, speed, memory) and points to the curves. The
+   callback ``Validation`` computes the validation loss, by default ten times in a run. When a run resumes or
+   rolls back, the lines of the steps after its checkpoint are cut off.
+9. By default ten times in a run, ``checkpoint.py`` copies the state to host memory, and a thread writes it while
+   training continues: safetensors files, then state.json with their digests. Last, the folder is renamed to its
+   final name. The newest two checkpoints (by default) are kept, and the last one before a possible anomaly. (How
+   does one process read a tensor that several processes saved? ``checkpoint_tensors.py``.)
+10. ``spikes.py`` is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At
+    an anomaly, :meth:`RunTrainer.roll_back` (by default) restores a checkpoint before it. The run then skips the
+    data of the anomaly (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default)
+    it stops.
+11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a
+    single process drops the step that is under way, and saves the state before it; several processes finish the
+    step. It returns a ``TrainDocument``, which the command prints with the next commands
+    (``views/terminal/training.py``).
 
 The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
 resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory:
