@@ -5,9 +5,9 @@ answers the question beside it.
 
 1. **cli/train.py** reads the recipe. ``--set a.b=value`` replaces a value of the TOML document, and pydantic
    validates the result. The first mistake becomes one line that says what to type (How? ``recipe/files.py``;
-   which rules? ``recipe/recipe.py``). The command also checks that the processes and devices can train the
-   recipe, and that the folder is new or has a run of this recipe. (Where does an error become a line and an exit
-   code? ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
+   which rules? ``recipe/recipe.py``). The command also checks that there are enough processes and devices, and
+   that the folder is new or has a run of this recipe. (Where does an error become a line and an exit code?
+   ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
 2. By default a BPE of ``model.vocab_size`` tokens is trained on the text. The text then becomes token ids in
    shards. Both stay in a cache for the next run (How? ``data/tokens.py``). About 5% of the text is held out for
    validation (Which documents? ``data/corpus.py``). ``data/stream.py`` numbers the training samples, which never
@@ -15,14 +15,15 @@ answers the question beside it.
    n without a stored state of the data.
 3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. It builds
    the state (:class:`~leaven.training.engine.Training`), and chooses the micro-batch, by default by timing a few
-   (``micro_batch.py``). Then it locks the folder and restores the newest undamaged checkpoint. A new run saves a
-   checkpoint before its first step, so that it can always roll back.
+   without compiling (``micro_batch.py``; not in short runs, nor with several processes). Then it locks the folder
+   and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that it
+   can always roll back.
 4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does
    not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
    checkpoints, spike guard.
-5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping,
-   update. The device skips the update if the loss or the gradient norm is not finite, or above the limits of the
-   spike guard.
+5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes (with
+   ``compile``, each block is compiled in the first), clipping, update. The device skips the update if the loss or
+   the gradient norm is not finite, or with ``on_spike = "skip"`` above the limits of the spike guard.
 6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time: loss,
    ``backward()``, and in a run of several processes the exchange between them (Where are the model and its loss?
    ``model/transformer.py`` and ``model/loss.py``. Which layers has a process? ``distributed/pipeline.py``).
@@ -47,9 +48,9 @@ answers the question beside it.
     (``views/terminal/training.py``).
 
 The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
-resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory:
-``profiling.py``), checkpoints/ and tensorboard/. (How are lines added, and what if the disk is full?
-``run_folder.py``.)
+resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory),
+checkpoints/ and tensorboard/ (How are lines added, and what if the disk is full? ``run_folder.py``). At the end,
+a line with the time of a step is also added to the user's cache, for later plans (``profiling.py``).
 """
 
 import math

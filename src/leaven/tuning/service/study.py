@@ -10,12 +10,13 @@ dies, the trial gets another attempt.
    checks the arguments. When its context is entered, it opens the store of all trials: an Optuna journal in the
    folder, or a database (What if it is damaged or cannot be reached? ``stores.py``). Then it joins the study in
    the store, or creates the study (``stored_study.py``).
-2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used. The loop asks
-   the plan (**search_plan.py**) for the next trial: first the start, then proposals of the search, then some of
-   the best points again. ``algorithm/trust_region.py`` proposes a point, from a model of the loss that is fitted
-   to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer` (``recipe_study.py``) puts the values
-   of the point into the recipe and trains it in a worker process (**training/trial.py**), with the loop and the
-   step of ``leaven train`` but without a run folder, metrics and spike guard; or it trains several trials at once
+2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used (by default 32
+   trials). The loop asks the plan (**search_plan.py**) for the next trial: first the start, then proposals of the
+   search, then some of the best points again. ``algorithm/trust_region.py`` proposes a point, from a model of the
+   loss that is fitted to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer`
+   (``recipe_study.py``) puts the values of the point into the recipe and trains it in a worker process
+   (**training/trial.py**), with the loop and the step of ``leaven train`` but without a run folder, metrics and
+   spike guard, and with the validation loss after the last step as its loss; or it trains several trials at once
    (``training/stack.py``). In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``).
    A trial ends early if it diverges, or if it is pruned: once the noise is known, a trial that is too far behind
    the best one (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds
@@ -24,11 +25,12 @@ dies, the trial gets another attempt.
    proposal, up to 3 trials of the start, which is the recipe itself, measure it (``REPEATS`` in
    ``search_plan.py``).
 4. If the search has found a better point than the start, it ends with final trials of the best points (the
-   finalists), with fresh seeds. The budget decides how many (``FINALS``). If there are several finalists, the
-   best of them and the start have confirmation trials with more seeds.
+   finalists), with fresh seeds. The budget decides how many (``FINALS``): with 32 trials, one finalist with two
+   trials. If there are several finalists, the best of them and the start have confirmation trials with more
+   seeds.
 5. The trials with fresh seeds choose a point (``algorithm/answer.py``): the start, unless the best point gains
-   more than the noise. The reported loss is then a mean over fresh seeds, and its 95% interval is mean +- t x
-   noise / sqrt(trials). Without such trials, the loss has no interval.
+   clearly more than the noise. The reported loss is then a mean over fresh seeds, and its 95% interval is mean +-
+   t x noise / sqrt(trials). Without such trials, the loss has no interval.
 6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
 7. :meth:`BaseStudy.save` writes the document, study.json, at the start and when trials end. Once the search has
    ended, it also writes best.toml and, if another point with fewer changes is as good, fewest.toml, with a reason
