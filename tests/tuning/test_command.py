@@ -266,11 +266,13 @@ def test_a_trial_does_not_get_the_files_of_one_that_the_store_has_lost(write: Wr
 
 def test_a_trial_that_would_resume_does_not_begin_again_without_a_word(write: Write) -> None:
     file = write("echo iter 1: val loss {lr}; : {seed}", f"resume = true\nprune = false\n{PATTERN}", ONE)
-    # With a result but without folders of other trials, their disk is not mounted, or they are on other machines.
-    for known, one_folder in ((True, True), (False, True), (True, False)):
-        lost = known and one_folder
+    # An empty folder is that of a disk which is not mounted, unless other machines have folders of their own.
+    for made, one_folder in ((True, True), (False, True), (True, False)):
+        lost = made and one_folder
+        if made:
+            Path("trials").mkdir()
         with (
-            trainer(file, works=known, one_folder=one_folder) as run,
+            trainer(file, one_folder=one_folder) as run,
             refused("000004", "mount its disk, or type mkdir") if lost else nullcontext(),
         ):
             run(Proposal({"lr": 0.0}, 6, origin=4))

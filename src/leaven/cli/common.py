@@ -186,9 +186,10 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether a terminal or the process at the other end of a pipe reads what is written."""
+    """Return whether a terminal, or the process at the other end of a pipe or socket, reads what is written."""
     with suppress(OSError):
-        return os.isatty(descriptor) or stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        mode = os.fstat(descriptor).st_mode
+        return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
     return False
 
 
@@ -198,12 +199,12 @@ def _drop_output(descriptors: Iterable[int]) -> None:
 
 
 def _without_reader(descriptor: int) -> bool:
-    """Return whether the process that read a pipe has ended. On Windows, the answer is False."""
+    """Return whether the process that read a pipe or socket has ended. On Windows, the answer is False."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()
     poll.register(descriptor, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 AGAIN_AFTER = 1.0  # seconds after the first signal, from which on Ctrl-C interrupts at once

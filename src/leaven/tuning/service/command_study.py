@@ -154,6 +154,7 @@ class CommandTrainer:
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
         """Move the folder of a trial away if it is of a lost trial. Name the folder if a retry misses it."""
+        made_before = self._folder.exists()
         make_folder(self._folder)
         if folder.exists() and not retry:
             moved = next(new for k in count(1) if not (new := self._folder / f"{folder.name}.{k}").exists())
@@ -161,8 +162,8 @@ class CommandTrainer:
             self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
         elif retry and not folder.exists():
             missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
-            # Other trials have had folders here, so their disk may not be mounted.
-            if self._works and self._one_folder and not any(self._folder.iterdir()):
+            # The mount point of a disk that is not mounted is empty.
+            if made_before and self._one_folder and not any(self._folder.iterdir()):
                 self._leaving.set()
                 create = f"mkdir {shlex.quote(str(folder))}"
                 raise InputError(f"{missing}; mount its disk, or type {create} to begin the trial again")
