@@ -90,6 +90,8 @@ def signals() -> Iterator[None]:
     """Restore the handlers of signals, which a command that was stopped leaves as they are."""
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:  # nohup ignores SIGHUP
+        signal.signal(number, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -17,6 +17,7 @@ from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
 from leaven.errors import ProcessLost
 from leaven.training.checkpoint import CheckpointManager, Saved, read_checkpoint, write_checkpoint
+from leaven.training.rewind import Rewind
 
 
 def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def test_killed_while_saving(killed: Path, number: int) -> None:
 
     def restarted(group: ProcessGroup) -> str | None:
         manager = CheckpointManager(folder, 256, 2, None, group=group)
-        manager.clear(256)
+        manager.clear(256, rewinds=[Rewind(256, 0, 0)])
         error = saved(manager, rows(2, group.rank, 2)).error  # on fewer processes
         manager.close()
         return error

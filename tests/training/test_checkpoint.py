@@ -155,7 +155,7 @@ def test_which_checkpoints_are_kept(
 def test_checkpoints_kept_for_good_stay_if_a_rewind_makes_others_rarer(tmp_path: Path) -> None:
     for to, every, due in ((0, 1, range(1, 8)), (6, 4, [8])):  # a rewind to one that is kept for good
         manager = CheckpointManager(tmp_path, 256 * every, 1, 2 * 256)
-        manager.clear(to * 256, returned=True)
+        manager.clear(to * 256, rewinds=[Rewind(to * 256, 0, 0)])
         for step in due:
             save(manager, step, step)
         manager.close()
@@ -188,7 +188,10 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ma
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
     (tmp_path / ".tokens-000000000000999.0badcafe-1.tmp").mkdir()  # of a run that was killed
-    manager.clear(256, damaged=[checkpoints(tmp_path)[-1]])
+    with pytest.raises(InputError, match=r"512 was not seen at first .* run the same command again"):
+        manager.clear(256, [checkpoints(tmp_path)[-1]])  # a sound one, which no rewind has undone
+    assert len(checkpoints(tmp_path)) == 3
+    manager.clear(256, [checkpoints(tmp_path)[-1]], [Rewind(256, 0, 0)])
     assert {path.name for path in tmp_path.iterdir()} == {f"damaged-tokens-{768:015}", f"tokens-{256:015}"}
 
 
@@ -199,9 +202,9 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_damaged_one(
         write_checkpoint(tmp_path, checkpoint(step))
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before it
-        manager.clear(256)
+        manager.clear(256, rewinds=[Rewind(256, 0, 0)])
     assert [tokens_of(path) for path in checkpoints(tmp_path)] == [256]
-    manager.clear(256)
+    manager.clear(256, rewinds=[Rewind(256, 0, 0)])
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -234,7 +234,7 @@ def read_checkpoint(
     for candidate in reversed(listed):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
-        wanted = group.broadcast(_seen(candidate))
+        wanted = group.broadcast(_seen(candidate)) if group.size > 1 else UNREADABLE
         if wanted != UNREADABLE:  # reading gives the error
             _require_seen(candidate, partial(_differs, candidate, wanted), group)
         try:
@@ -279,7 +279,7 @@ def _seen(checkpoint: Path) -> str:
     """Return a text that says which files of a checkpoint this process sees, and how large they are."""
     try:
         files = storage.read(checkpoint / "state.json")
-        names = sorted(json.loads(files)["files"])
+        names = sorted((storage.json_object(files) or {})["files"])
         sizes = [(checkpoint / name).stat().st_size if (checkpoint / name).exists() else None for name in names]
         return f"{blake2b(files, digest_size=16).hexdigest()} {sizes}"
     except FileNotFoundError:
@@ -341,6 +341,15 @@ def _require_types(progress: Progress, state: Any) -> None:
     )
     if not right:
         raise ValueError("a value of state.json has a wrong type")
+
+
+def _undone(checkpoint: Path, rewinds: Sequence[Rewind]) -> bool:
+    """Return whether a rewind has undone a checkpoint. If it cannot be read, return False."""
+    try:
+        known = len(read_state(checkpoint)["rewinds"])
+    except (OSError, InputError, *WRONG_TYPES):
+        return False
+    return undone(tokens_of(checkpoint), rewinds[known:])
 
 
 def _remove(checkpoint: Path) -> None:
@@ -429,26 +438,37 @@ class CheckpointManager:
         self._exchange.shorten_timeout(GIVE_UP)
         self._thread.shutdown()
 
-    def clear(self, after_tokens: int, damaged: Sequence[Path] = (), *, returned: bool = False) -> None:
+    def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
         """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
-        unfinished and later ones. ``returned`` is whether a rewind has returned to ``after_tokens``.
+        unfinished ones and those that one of the run's ``rewinds`` has undone. Raise InputError on all processes if
+        there are other later ones.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
         """
         self._group.barrier()
+        new: Path | None = None
+        if self._group.is_first:
+            later = [path for path in checkpoints(self._folder) if tokens_of(path) > after_tokens]
+            others = [path for path in later if path not in damaged and not _undone(path, rewinds)]
+            new = next(iter(others), None)
+        if (new := self._group.broadcast(new)) is not None:
+            raise InputError(
+                f"{new} was not seen at first (a network disk may show new files late); run the same command again"
+            )
         if self._group.is_first:
             for path in self._folder.glob(UNFINISHED):
                 shutil.rmtree(path, ignore_errors=True)
             for path in damaged:
                 with suppress(OSError):
                     path.replace(path.with_name(f"damaged-{path.name}"))
-            for path in checkpoints(self._folder):
-                if tokens_of(path) > after_tokens and path not in damaged:
+            for path in later:
+                if path not in damaged:
                     _remove(path)
             # These stay even if a rewind has made checkpoints rarer. Without a rewind, the newest may be that of a
             # stop, which has no interval of its own.
             there = list(map(tokens_of, checkpoints(self._folder)))
+            returned = any(rewind.to_tokens == after_tokens for rewind in rewinds)
             self._for_good = kept_for_good(there if returned else there[:-1], self._keep_every)
         self._group.barrier()
 
@@ -561,8 +581,7 @@ class Checkpoints(Callback):
         return saved.error
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        returned = any(rewind.to_tokens == self.training.tokens for rewind in self.training.rewinds)
-        self._manager.clear(self.training.tokens, self.trainer.damaged, returned=returned)
+        self._manager.clear(self.training.tokens, self.trainer.damaged, self.training.rewinds)
         self._saved_step = self.training.progress.step
 
     def close(self) -> None:
