@@ -77,7 +77,7 @@ def test_nothing_is_removed_while_a_process_still_reads(tmp_path: Path) -> None:
         if not group.is_first:
             time.sleep(0.1)
             assert steps(tmp_path) == [1, 2, 3]
-        manager.clear(300)
+        manager.clear(300, rewinds=[Rewind(300, 0, 0)])
         return steps(tmp_path)
 
     assert together(2, body) == [[1], [1]]
