@@ -124,9 +124,9 @@ CASES: Mapping[str, Case] = {
     "post-norm-alpha-half": Case(
         ["model.norm_placement=output", "model.qk_norm_whole=true", "scaling.alpha=0.5"], lr=0.128, axes=("depth",)
     ),
-    # lr x weight_decay x steps is about 30 at the best lr, as in OLMo 2 7B.
+    # Ten times the default weight decay.
     "post-norm-decay": Case(
-        ["model.norm_placement=output", "model.qk_norm_whole=true", "hyperparameters.weight_decay=1.0"], lr=0.128
+        ["model.norm_placement=output", "model.qk_norm_whole=true", "hyperparameters.weight_decay=1.0"], lr=0.016
     ),
     "experts": Case(["model.experts={number=4, active=2, d_expert=32}"]),
     # Branches are multiplied by depth^-1/2 and not by depth^-1, and the lr inside blocks falls as depth^-1/2.
