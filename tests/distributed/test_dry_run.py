@@ -49,7 +49,7 @@ def taken(recipe: Recipe) -> StepMemory:
     "layout",
     [
         pytest.param("tp=1", marks=pytest.mark.slow),
-        "tp=2,recompute=full",
+        pytest.param("tp=2,recompute=full", marks=pytest.mark.slow),
         pytest.param("pp=2", marks=pytest.mark.slow),
         "dp=2,zero=3",
         pytest.param("dp=2,tp=2,pp=2,zero=1", marks=pytest.mark.slow),

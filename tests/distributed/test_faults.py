@@ -93,7 +93,7 @@ def waits_for_room(recipe: Recipe, tokens: TokenSet, folder: Path) -> bool:
 
     def on_event(event: str, values: dict[str, Any]) -> None:
         if event == "waits":
-            time.sleep(1)  # the others wait, too
+            time.sleep(0.1)  # the others wait, too
             full.clear()
 
     with (

@@ -49,10 +49,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-QUICK = {
-    "muon: dp3, 2x2x2 zero2, one process",
-    "experts: 2x2x2 ep2, one process, dp4 ep2 zero3, dp3",
-}  # `make test-slow` runs all
+QUICK = {"experts: 2x2x2 ep2, one process, dp4 ep2 zero3, dp3"}  # `make test-slow` runs all
 
 
 @pytest.mark.parametrize(
