@@ -1,5 +1,6 @@
 """A run with missing or changed files does not start again from 0, and copies are not used as checkpoints."""
 
+import errno
 import json
 import os
 import re
@@ -313,6 +314,28 @@ def test_a_run_that_has_lost_its_recipe_says_how_to_go_on(run: RunFolder, recipe
         train(recipe, tokens, run.path)
     shutil.copy(kept, run.recipe_file)
     assert train(recipe, tokens, run.path).finished
+
+
+def test_lines_that_a_stop_on_a_full_disk_loses_are_named(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, steps, told = storage.append, list[int](), list[str]()
+
+    def full(path: Path, line: bytes) -> None:
+        if path.name == "metrics.jsonl":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(path, line)
+
+    monkeypatch.setattr(storage, "append", full)
+    train(
+        recipe,
+        tokens,
+        tmp_path / "run",
+        on_step=lambda step: steps.append(step.step),
+        on_event=lambda event, values: told.append(event),
+        stop=lambda: len(steps) >= 3,
+    )
+    assert told[-1] == "lines_lost"
 
 
 def test_comments_of_a_recipe_in_its_run_folder_stay(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

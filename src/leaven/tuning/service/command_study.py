@@ -153,7 +153,7 @@ class CommandTrainer:
         return outcome
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Move the folder of a trial away if it is of a lost trial. Name the folder if a retry misses it."""
+        """Move a folder aside that a trial left which the store has lost. If a retry misses its folder, say so."""
         made_before = self._folder.exists()
         make_folder(self._folder)
         if folder.exists() and not retry:
