@@ -30,6 +30,11 @@ GROUPS = {
 }
 
 
+def group_of(name: str) -> str:
+    """Return the group of an operation or of a compiled kernel."""
+    return next(group for group, names in GROUPS.items() if re.search(names, name))
+
+
 def profiled(task: Task, steps: int) -> dict[str, Any]:
     """Return the seconds of a step with and without the profiler, the shares of groups, and of single operations."""
     config.cpp.enable_kernel_profile = task.compiled  # compiled kernels appear under their names
@@ -43,7 +48,7 @@ def profiled(task: Task, steps: int) -> dict[str, Any]:
     times = Counter({event.key: event.self_cpu_time_total for event in recorded.key_averages()})
     total, groups = sum(times.values()), Counter(dict.fromkeys(GROUPS, 0.0))
     for name, microseconds in times.items():
-        groups[next(group for group, names in GROUPS.items() if re.search(names, name))] += microseconds / total
+        groups[group_of(name)] += microseconds / total
     operations = {name: microseconds / total for name, microseconds in times.most_common(30)}
     return {"seconds": seconds, "profiled": total / 1e6 / steps, "shares": dict(groups), "operations": operations}
 
