@@ -1,13 +1,15 @@
 """Show where the time of leaven's training step goes, by group of operations: `python -m benchmarks.profile_step`.
 
 It trains the shapes of benchmarks/throughput.py under torch.profiler, and adds up the time that each operation itself
-takes on the main thread. To profile an older version, put its src folder first: `PYTHONPATH=OLDER/src python -m
-benchmarks.profile_step`. `--table BEFORE.json AFTER.json` prints the table of docs/evidence/performance.md.
+takes on the main thread. Times are medians of rounds. To profile an older version, put its src folder first:
+`PYTHONPATH=OLDER/src python -m benchmarks.profile_step`. `--table BEFORE.json AFTER.json` prints the table of
+docs/evidence/performance.md.
 """
 
 import argparse
 import json
 import re
+import statistics
 import time
 from collections import Counter
 from pathlib import Path
@@ -35,34 +37,34 @@ def group_of(name: str) -> str:
     return next(group for group, names in GROUPS.items() if re.search(names, name))
 
 
-def profiled(task: Task, steps: int) -> dict[str, Any]:
-    """Return the seconds of a step with and without the profiler, the shares of groups, and of single operations."""
+def profiled(task: Task, rounds: int, steps: int) -> dict[str, Any]:
+    """Return the seconds of a step, in all and of each group: medians of rounds with and without the profiler."""
     config.cpp.enable_kernel_profile = task.compiled  # compiled kernels appear under their names
     run, _ = leaven_steps(task)
     run(3)  # compiles, and creates the optimizer states
-    began = time.perf_counter()
-    run(steps)
-    seconds = (time.perf_counter() - began) / steps
-    with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function("steps"):
+    seconds, groups = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
         run(steps)
-    times = Counter({event.key: event.self_cpu_time_total for event in recorded.key_averages()})
-    total, groups = sum(times.values()), Counter(dict.fromkeys(GROUPS, 0.0))
-    for name, microseconds in times.items():
-        groups[group_of(name)] += microseconds / total
-    operations = {name: microseconds / total for name, microseconds in times.most_common(30)}
-    return {"seconds": seconds, "profiled": total / 1e6 / steps, "shares": dict(groups), "operations": operations}
+        seconds.append((time.perf_counter() - began) / steps)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded, record_function("steps"):
+            run(steps)
+        groups.append(Counter[str]())
+        for event in recorded.key_averages():
+            groups[-1][group_of(event.key)] += event.self_cpu_time_total / 1e6 / steps
+    by_group = {group: statistics.median(each[group] for each in groups) for group in GROUPS}
+    return {"seconds": statistics.median(seconds), "least": min(seconds), "most": max(seconds), "groups": by_group}
 
 
 def table(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """Return a table of milliseconds, before -> after, with a column for each case that both have."""
+    """Return a table of shares, before → after, with a column for each case that both have."""
     olds = {_title(old): old for old in before}
     pairs = [(_title(new), olds[_title(new)], new) for new in after if _title(new) in olds]
-    lines = ["| ms of a step | " + " | ".join(title for title, *_ in pairs) + " |", "|---" * (len(pairs) + 1) + "|"]
+    lines = ["| | " + " | ".join(title for title, *_ in pairs) + " |", "|---" * (len(pairs) + 1) + "|"]
     for group in GROUPS:
-        cells = [[run["shares"][group] * run["seconds"] * 1e3 for run in runs] for _, *runs in pairs]
-        lines.append(f"| {group} | " + " | ".join(f"{old:.0f} → {new:.0f}" for old, new in cells) + " |")
-    sums = [[run["seconds"] * 1e3 for run in runs] for _, *runs in pairs]
-    return "\n".join([*lines, "| **all** | " + " | ".join(f"**{old:.0f} → {new:.0f}**" for old, new in sums) + " |"])
+        cells = [[run["groups"][group] / sum(run["groups"].values()) for run in runs] for _, *runs in pairs]
+        lines.append(f"| {group} | " + " | ".join(f"{old:.0%} → {new:.0%}" for old, new in cells) + " |")
+    return "\n".join(lines)
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -77,7 +79,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="fp32")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="steps in a round")
     parser.add_argument("--json", type=Path, help="add the result to this file")
     parser.add_argument("--table", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="only print this table")
     args = parser.parse_args()
@@ -85,11 +88,11 @@ def main() -> None:
         return print(table(*(json.loads(path.read_text()) for path in args.table)))
     torch.set_num_threads(args.threads)
     task = Task(args.arm, args.case, args.compiled, args.dtype, "cpu", args.threads, 1, "wall", 0.0)
-    result = vars(task) | profiled(task, args.steps)
-    plain, slower = result["seconds"] * 1e3, result["profiled"] * 1e3
-    print(f"{_title(result)}: {plain:.0f} ms a step ({slower:.0f} with the profiler)")
-    for group, share in result["shares"].items():
-        print(f"{share:>6.1%}  {group}")
+    result = vars(task) | profiled(task, args.rounds, args.steps)
+    median, least, most = (result[key] * 1e3 for key in ("seconds", "least", "most"))
+    print(f"{_title(result)}: {median:.0f} ms a step ({least:.0f} to {most:.0f}), without the profiler")
+    for group, seconds in result["groups"].items():
+        print(f"{seconds * 1e3:>8.1f} ms {seconds / sum(result['groups'].values()):>6.1%}  {group}")
     if args.json:
         saved = json.loads(args.json.read_text()) if args.json.exists() else []
         args.json.write_text(json.dumps([*saved, result], indent=1) + "\n")

@@ -47,10 +47,13 @@ def test_flops_of_products_on_onednn_are_counted(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("sizes", [(5, 3), (3, 5)])
-def test_a_linear_layer_on_onednn(sizes: tuple[int, int], compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sizes", "wide"), [((5, 3), 0), ((3, 5), 0), ((3, 5), 6)])
+def test_a_linear_layer_on_onednn(
+    sizes: tuple[int, int], wide: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "PREFERS_ONEDNN", True)
     monkeypatch.setattr(kernels, "SMALL_PRODUCT", 0)
+    monkeypatch.setattr(kernels, "WIDE", wide)  # 6: torch computes the gradient of the weight
     x, weight = torch.randn(2, 7, sizes[0], requires_grad=True), torch.randn(sizes[::-1], requires_grad=True)
     function = torch.compile(linear, backend="aot_eager") if compiled else linear
     y = function(x, weight)

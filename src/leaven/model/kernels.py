@@ -105,6 +105,10 @@ def on_host(sizes: Tensor, total: int) -> list[int]:
 SMALL_PRODUCT = 2**24
 """Products with fewer multiplications than this stay with torch, because a call of oneDNN takes longer (measured)."""
 
+WIDE = 1024
+"""oneDNN computes the gradient of a weight only if one of its sides is at least this long (measured: docs/log.md).
+It needs a transposed copy, which torch makes on one thread: for a short weight, this costs more than it gains."""
+
 
 PREFERS_ONEDNN = (
     torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -157,6 +161,8 @@ def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
 
     oneDNN needs a transposed copy of one of the matrices, and copying the smaller one is faster.
     """
+    if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
+        return a_KN.T @ b_KM
     if a_KN.shape[1] > b_KM.shape[1]:
         return times_transposed(b_KM.T, a_KN.T).T
     return times_transposed(a_KN.T, b_KM.T)
