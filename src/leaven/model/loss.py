@@ -78,12 +78,9 @@ class WholeVocabulary:
         targets_n1 = targets_n.clamp(min=0)[:, None]
         # log Z = logit - log(softmax), here of the largest logit: its softmax cannot underflow. A log-softmax and its
         # exponentials would compute the exponentials of all logits twice.
-        largest_n, chosen_n = logits_nV.amax(-1), logits_nV.gather(1, targets_n1)[:, 0]
-        # In fp32 on a CPU, the softmax overwrites the logits, which saves memory traffic.
-        out_nV = logits_nV if logits_nV.is_cpu and logits_nV.dtype == weight.dtype else None
-        p_nV = torch.softmax(logits_nV, -1, dtype=weight.dtype, out=out_nV)
-        log_z_n = largest_n - p_nV.amax(-1).log()
-        loss = (log_z_n - chosen_n).masked_fill(~counts_n, 0).sum()
+        p_nV = torch.softmax(logits_nV, -1, dtype=weight.dtype)
+        log_z_n = logits_nV.amax(-1) - p_nV.amax(-1).log()
+        loss = (log_z_n - logits_nV.gather(1, targets_n1)[:, 0]).masked_fill(~counts_n, 0).sum()
         if not learns:
             return loss, None
         # d loss / d logits = softmax - one-hot. The result overwrites the softmax and then the logits.
