@@ -39,9 +39,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "stopped": bool,
 }
 STORE_POLL = 0.5  # seconds between reads of the store while trials run
-# A command ends if so many of its trials fail one after another, because its machine is probably broken: a disk or a
-# GPU is away. If a fifth of all points fail because of their values, most searches of 64 trials have two such trials
-# one after the other, but fewer than one in ten has four.
+# A command ends if so many of its trials, or of one of its workers, fail one after another, because its machine is
+# probably broken: a disk or a GPU is away. If a fifth of all points fail because of their values, most searches of 64
+# trials have two such trials one after the other, but fewer than one in ten has four.
 FAILURES = 4
 
 
@@ -118,7 +118,8 @@ class SearchLoop:
         self._pending: dict[Future[Sequence[float | Outcome]], list[Proposal]] = {}
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
-        self._failed: list[Sequence[Proposal]] = []  # calls of the objective that failed since one worked
+        self._failed: list[Sequence[Proposal]] = []  # calls of the objective since one of the same worker did not fail
+        self._in_a_row = set[int]()  # origins of those that failed since a call of any worker did not
         self._failure = ""  # the text about the last of them
 
     def __enter__(self) -> "SearchLoop":
@@ -214,10 +215,13 @@ class SearchLoop:
                 self._stored.close(proposal.number, released=self._error is not None)
             if self._error is None:
                 self._failed.append(proposals)
+                self._in_a_row.add(proposals[0].origin)
                 self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
-                # A call that began earlier and still runs may show that the machine works.
+                # A call that began earlier and still runs may show that the machine works, though one GPU of it may
+                # be broken.
                 oldest = next(iter(self._pending)) is future
-                if oldest and len({call[0].origin for call in self._failed}) >= FAILURES:
+                of_worker = {call[0].origin for call in self._failed if call[0].worker == proposals[0].worker}
+                if len(of_worker) >= FAILURES or (oldest and len(self._in_a_row) >= FAILURES):
                     self._give_back()
         except BaseException as error:
             for proposal in proposals:
@@ -227,7 +231,8 @@ class SearchLoop:
             if not isinstance(error, TrialReleased):
                 self._error = error
         else:
-            self._failed.clear()
+            self._failed = [call for call in self._failed if call[0].worker != proposals[0].worker]
+            self._in_a_row.clear()
             for proposal, outcome in zip(proposals, outcomes, strict=True):
                 if self._stored.record(proposal.number, outcome):
                     self._ended.append(proposal.number)
@@ -243,6 +248,7 @@ class SearchLoop:
                 "and run the same command again: it runs their trials again"
             )
         self._failed.clear()
+        self._in_a_row.clear()
 
 
 def _outcome(result: object) -> Outcome:
