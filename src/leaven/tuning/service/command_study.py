@@ -33,7 +33,7 @@ from typing import BinaryIO, Self
 
 from leaven.errors import InputError
 from leaven.planning.this_machine import VISIBLE
-from leaven.recipe.files import write_recipe
+from leaven.recipe.files import render
 from leaven.storage import is_full, make_folder, open_file, open_to_write, require_file, write_text
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
@@ -117,7 +117,9 @@ class CommandTrainer:
             return Outcome(math.inf)
         self._check_folder(folder, retry=number != proposal.number)
         make_folder(folder / "out")
-        write_inputs(command, self._space, proposal, values)
+        for path, text in inputs_of(command, self._space, proposal, values).items():
+            make_folder(path.parent)
+            write_text(path, text)
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
         environment = {"PYTHONUNBUFFERED": "1"}
         if (device := self._devices[proposal.worker]) is not None:
@@ -309,15 +311,16 @@ def values_of(  # noqa: PLR0917 - one of each
     return found | {RECIPE: str(folder / "recipe.toml")}
 
 
-def write_inputs(
+def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
-) -> None:
-    """Write the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
+) -> dict[Path, str]:
+    """Return the texts of the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
+    found = dict[Path, str]()
     if command.config is not None:
-        make_folder(Path(str(values[CONFIG])).parent)
-        write_text(str(values[CONFIG]), fill(command.template, values))
+        found[Path(str(values[CONFIG]))] = fill(command.template, values)
     if RECIPE in command.used and isinstance(space, Space):
-        write_recipe(recipe_at(space.recipe, point, int(values[SEED])), str(values[RECIPE]))
+        found[Path(str(values[RECIPE]))] = render(recipe_at(space.recipe, point, int(values[SEED])))
+    return found
 
 
 def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
@@ -416,13 +419,11 @@ class CommandStudy(BaseStudy):
         best = self._command.line(self._best_values(state.octaves))
         return state.model_copy(update={"best_command": best})
 
-    def save(self) -> StudyDocument:
-        """Write the results, and the files that the best command reads. Return the document."""
-        state = super().save()
-        if state.best is not None and {CONFIG, RECIPE} & self._command.used:
-            make_folder(self.out / BEST)
-            write_inputs(self._command, self.space, state.octaves, self._best_values(state.octaves))
-        return state
+    def _inputs(self, state: StudyDocument) -> dict[str, str]:
+        if state.best is None:
+            return {}
+        found = inputs_of(self._command, self.space, state.octaves, self._best_values(state.octaves))
+        return {str(path.relative_to(self.out.absolute())): text for path, text in found.items()}
 
     def _best_values(self, point: Mapping[str, float]) -> dict[str, Value]:
         found = values_of(self._command, self.space, point, self.out / BEST)

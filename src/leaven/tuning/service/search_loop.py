@@ -118,7 +118,7 @@ class SearchLoop:
         self._pending: dict[Future[Sequence[float | Outcome]], list[Proposal]] = {}
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
-        self._failed: list[Sequence[Proposal]] = []  # calls of the objective since one of the same worker did not fail
+        self._failed: list[Sequence[Proposal]] = []  # calls since one of the same worker did not fail
         self._in_a_row = set[int]()  # origins of those that failed since a call of any worker did not
         self._failure = ""  # the text about the last of them
 

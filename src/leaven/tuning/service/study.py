@@ -472,9 +472,14 @@ class BaseStudy(ABC):
     def _write(self) -> StudyDocument:
         self._require_same_study(self._saved_results()[0], self._stored.random_id)
         try:
-            return write_results(self.out, self.space, self.state(), self._note_once)
+            state = self.state()
+            return write_results(self.out, self.space, state, self._note_once, self._inputs(state))
         except OSError as error:
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
+
+    def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
+        """Return the texts of the files that the best command reads, by their paths in the study's folder."""
+        return {}
 
     def _note_once(self, text: str) -> None:
         if text not in self._noted:
@@ -483,27 +488,41 @@ class BaseStudy(ABC):
 
 
 def write_results(
-    out: Path, space: SearchSpace, state: StudyDocument, note: Callable[[str], None] = lambda text: None
+    out: Path,
+    space: SearchSpace,
+    state: StudyDocument,
+    note: Callable[[str], None] = lambda text: None,
+    inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
     """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None).
     Return the document in study.json.
 
-    If a user has edited one of the recipes, it stays while the answer is the same. Before another answer is written,
-    it is moved aside. ``note`` says so.
+    If a user has edited one of the recipes, or put a link in its place, it stays while the answer is the same. Before
+    another answer is written, it is moved aside. ``note`` says so.
+
+    Args:
+        inputs: the texts of further files for the best point, by their paths in ``out``. They are treated in the same
+            way.
     """
     before, written = _saved(out), dict[str, str]()
     # Without digests, as in a study of an older version, every file counts as edited.
     known: dict[str, str] = before["written"] if isinstance(before.get("written"), dict) else {}
-    recipes = () if state.best is None else (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True))
-    for file, key, fewest in recipes:
-        path, point = out / file, state.fewer if fewest else state.octaves
-        there = _digest_on_disk(path)
+    answers: list[tuple[str, str, str | None]] = []  # name, field of the point in the document, text
+    if state.best is not None:
+        for file, key, fewest in (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True)):
+            text, point = None, state.fewer if fewest else state.octaves
+            if point is not None:
+                text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
+            answers.append((file, key, text))
+        answers += [(file, "octaves", text) for file, text in (inputs or {}).items()]
+    for file, key, text in answers:
+        path = out / file
+        there = "a link" if path.is_symlink() else _digest_on_disk(path)
         edited = there is not None and there != known.get(file)
-        if point is None:  # remove the file of an earlier answer
+        if text is None:  # remove the file of an earlier answer
             if not edited:
                 path.unlink(missing_ok=True)
             continue
-        text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
         digest = _digest(text.encode(errors="replace"))
         if edited and there != digest:
             if before.get(key) == getattr(state, key):
@@ -513,6 +532,8 @@ def write_results(
             moved = next(new for k in count(1) if not (new := out / f"{file}.{k}").exists())
             path.rename(moved)
             note(f"{path} was edited; it is now {moved}, because the search has another answer")
+        if inputs:
+            make_folder(path.parent)
         write_text(path, text)
         written[file] = digest
     state = state.model_copy(update={"written": written})
@@ -530,14 +551,16 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return the digest of a file; None if it is missing or no file that leaven writes. Raise OSError if its disk is
+    """Return the digest of a file, None if it is missing, or why it cannot be read. Raise OSError if its disk is
     away."""
     try:
         return _digest(read(path))
+    except FileNotFoundError:
+        return None
     except OSError as error:
         if error.errno in AWAY:
             raise
-        return None
+        return str(error)
 
 
 def _digest(content: bytes) -> str:
