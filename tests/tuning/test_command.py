@@ -15,6 +15,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -646,6 +647,11 @@ def test_an_earlier_study_informs_the_next(write: Write) -> None:
     assert earlier is not None
     first = [trial.octaves for trial in document("first").trials]
     assert [point[0] for point in earlier.points] == pytest.approx([x["lr"] - 2 for x in first], abs=1e-4)  # type: ignore[index]
+    # The columns are in the order of the command that began the study.
+    swapped = replace(study.space, dimensions=study.space.dimensions[::-1], earlier=None)
+    with CommandStudy(Path("third"), command_space(Path("wide.toml")).file, swapped, "trust-region") as again:
+        assert again.space.earlier is not None
+        assert again.space.earlier.points[:, ::-1].tolist() == earlier.points.tolist()
 
 
 RUN = "run {lr} {seed}"
@@ -1017,6 +1023,16 @@ def test_commands_on_a_database_may_have_other_folders(write: Write, monkeypatch
             there.chdir(folder)
             code, printed = tune(file, "--study", store, "--out", Path("/", file.parent, "results"), "--trials", 1)
         assert code == 0, printed
+
+
+@pytest.mark.parametrize("other", ['["lion", "adamw"]', '["adamw", "muon"]'])
+def test_commands_on_a_database_have_the_same_values(write: Write, other: str) -> None:
+    store = f"sqlite:///{Path('store.db').absolute()}"
+    file = write("echo iter 1: val loss 3; : {opt} {seed}", PATTERN, '[space]\nopt.choices = ["adamw", "lion"]\n')
+    assert tune(file, "--study", store, "--out", "a", "--trials", 2)[0] == 0
+    file.write_text(file.read_text().replace('["adamw", "lion"]', other))
+    code, printed = tune(file, "--study", store, "--out", "b", "--trials", 4)
+    assert (code, "has another values: opt" in printed) == (2, True), printed
 
 
 @pytest.mark.parametrize("config", ["output.log", "out", "recipe.toml", "config"])

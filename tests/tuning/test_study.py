@@ -33,7 +33,9 @@ from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training import device
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.load import export_run, load_run
 from leaven.training.run_folder import tokens_of
+from leaven.training.trainer import train
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.service import recipe_study
 from leaven.tuning.service.recipe_study import Study
@@ -807,9 +809,33 @@ def test_a_journal_of_another_user_is_one_line(
 @pytest.mark.usefixtures("in_this_process")
 def test_a_text_that_changes_while_a_study_runs_ends_it(study: Callable[..., Study]) -> None:
     with study() as opened:
-        opened._tokens = replace(opened._tokens, fingerprint="of the text when the command began")
-        with pytest.raises(InputError, match="the text has changed since this command began"):
+        opened._fingerprint = "of the text when the command began"
+        with pytest.raises(InputError, match="the text, or the weights of .start., have changed since this command"):
             opened.run(1, 1)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_trials_begin_with_the_same_weights(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    train(short, tokens, tmp_path / "run")
+    export_run(load_run(tmp_path / "run"), weights)
+    recipe = short.replace({"start.weights": str(weights)})
+
+    def study() -> Study:
+        return Study(tmp_path / "study", recipe, space(recipe, LR), "random", tokens)
+
+    with study() as opened:
+        opened.run(1, 1)
+        [file] = weights.glob("*.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(InputError, match="the weights of .start., have changed since this command began"):
+            opened.run(2, 1)
+    with pytest.raises(InputError, match="has another weights"):
+        study().__enter__()
+    file.write_bytes(content)
+    with study() as opened:
+        assert len(opened.run(2, 1).trials) == 2
 
 
 def without_numbers(document: dict[str, Any]) -> str:

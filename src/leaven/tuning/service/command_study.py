@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from leaven.errors import InputError
 from leaven.planning.this_machine import VISIBLE
@@ -37,11 +37,12 @@ from leaven.recipe.files import render
 from leaven.storage import is_full, make_folder, open_file, open_to_write, require_file, write_text
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
-from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
+from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
 from leaven.tuning.point import Value, recipe_at
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
+from leaven.tuning.service.stored_study import VALUES
 from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.space import SearchSpace, Space
@@ -361,6 +362,9 @@ class CommandStudy(BaseStudy):
                 "--noise 0 if equal values always give the same loss"
             )
         self._command = command
+        shared: dict[str, Any] = {"command": command.settings}
+        if isinstance(space, CommandSpace):  # a machine that uses another folder has no centre.toml to compare with
+            shared[VALUES] = {name: value.model_dump(mode="json") for name, value in space.file.space.items()}
         for point in _with_each_choice(space):
             try:
                 values = values_of(command, space, point, out / BEST)
@@ -374,7 +378,7 @@ class CommandStudy(BaseStudy):
             store,
             noise=noise,
             from_study=from_study,
-            shared={"command": command.settings},
+            shared=shared,
             about={
                 "command": command.command,
                 "loss_pattern": command.loss.pattern or "",

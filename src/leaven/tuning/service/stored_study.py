@@ -56,6 +56,8 @@ ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, 
 ID = "id"  # the setting with the random id of a study, which is also in its study.json
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
+VALUES, WEIGHTS = "values", "weights"  # the settings with the starts and choices of a command file; start weights
+ADDED = {VALUES, WEIGHTS}  # settings that a study of an older version does not have
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 # Names of user attributes of an attempt: fields of an Outcome, and others.
@@ -529,14 +531,14 @@ def join_study(
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
     for key, value in here.items():
-        if key not in there:
+        if key not in there and key not in ADDED:
             raise InputError(f"{what} has no {key}, so another program created it; {instead}")
-        if there[key] != value:
+        if there.get(key, value) != value:
             raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    known = replace(axes, expected=expected, earlier=earlier)
+    known = replace(axes, expected=expected, earlier=_reordered(earlier, list(there["space"]), list(axes.limits)))
     return StoredStudy(store, study, known, noise, what, digests)
 
 
@@ -567,6 +569,15 @@ def _knowledge(
         {key: (optimum, deviation) for key, (optimum, deviation) in settings.get(EXPECTED, {}).items()},
         earlier and EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"]),
     )
+
+
+def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
+    """Return the earlier trials with columns in the order ``names`` of this command. In the study they have the order
+    ``stored``, in which the command that began it named the values."""
+    if earlier is None:
+        return None
+    columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
+    return replace(earlier, points=earlier.points[:, columns])
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
