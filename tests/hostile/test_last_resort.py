@@ -178,6 +178,9 @@ def test_errors_of_the_file_system_say_what_to_do_and_those_of_memory_give_no_wr
         assert "; check that the disk is mounted" in str(error_message(OSError(number, os.strerror(number), "a")))
     assert error_message(OSError(errno.EBADF, "Bad file descriptor", "a")) is None
     assert "use smaller files" in str(error_message(MemoryError()))
+    assert "type cd with a folder" in str(error_message(FileNotFoundError(errno.ENOENT, "No such file or directory")))
+    for error in (BlockingIOError(errno.EAGAIN, "no process"), RuntimeError("can't start new thread")):
+        assert "allows no further process or thread" in str(error_message(error))
 
 
 def _denied() -> list[str]:

@@ -272,6 +272,7 @@ def test_a_trial_that_would_resume_does_not_begin_again_without_a_word(write: Wr
         lost = made and one_folder
         if made:
             Path("trials").mkdir()
+            Path("trials", "NOT_MOUNTED").touch()
         with (
             trainer(file, one_folder=one_folder) as run,
             refused("000004", "mount its disk, or type mkdir") if lost else nullcontext(),

@@ -86,6 +86,10 @@ EXTRAS = {
 }
 
 FAILED, WRONG_INPUT, BUG, INTERRUPTED = 1, 2, 70, 75
+_NO_PROCESS = (
+    "this machine allows no further process or thread; raise its limit (ulimit -u shows it) or use fewer workers, "
+    "and run the same command again"
+)
 DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -208,11 +212,15 @@ def error_message(error: BaseException) -> str | None:
         what = f"out of memory ({str(error) or type(error).__name__}); to"
         files = "use smaller files, " if isinstance(error, MemoryError) else ""  # not the memory of a GPU
         return f'{what} train with less memory, {files}lower micro_batch in [batch], or set it to "auto"'
-    return usage_message(error)
+    return _NO_PROCESS if str(error) == "can't start new thread" else usage_message(error)
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return the message for a file error that the user can fix, such as a full disk, or None."""
+    """Return the message for an error of the system that the user can fix, such as a full disk, or None."""
+    if isinstance(error, BlockingIOError):
+        return _NO_PROCESS
+    if error.errno == errno.ENOENT and error.filename is None:  # only os.getcwd raises it without a name
+        return "the current folder was removed; type cd with a folder that exists, and run the same command again"
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"

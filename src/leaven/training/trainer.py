@@ -136,7 +136,8 @@ def train(
     """Train a recipe in a run folder, and return the result.
 
     A run in the folder resumes from its newest undamaged checkpoint. A finished run only returns its result. On a
-    CPU, a resumed run has the same bits as one that was never stopped (docs/concepts/promises.md).
+    CPU, a resumed run has the same bits as one that was never stopped (docs/concepts/promises.md). Train one run at a
+    time in a process: dropout uses torch's global random generator, and seeds it at every step.
 
     Args:
         on_step: called with the metrics of each step.

@@ -104,7 +104,7 @@ class CommandTrainer:
 
         Raises:
             TrialReleased: if the search is stopped meanwhile, or the command failed while the disk is full.
-            WorkerDied: if the command failed for another reason.
+            WorkerDied: if the command failed for another reason, or no process can be started.
             StoreGone: if the output of a command that has ended cannot be read for ``AWAY_SECONDS``.
             InputError: if the command failed at the start point, before any trial had a result; or if an earlier
                 attempt has made the folder of the trial, and no trial has a folder now.
@@ -130,7 +130,10 @@ class CommandTrainer:
         with open_to_write(folder / OUTPUT, flags, separate=not command.resume) as output:
             if command.resume:
                 self._lock_when_free(output)
-            process = self._commands.start(command.filled(values), environment, output)
+            try:
+                process = self._commands.start(command.filled(values), environment, output)
+            except BlockingIOError as error:  # the limit of processes, which other programs reach as well
+                raise WorkerDied(f"could not be started: {error.strerror}") from None
         try:
             where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
             outcome = self._watch(process, proposal, folder / OUTPUT, where)
@@ -165,8 +168,8 @@ class CommandTrainer:
             self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
         elif retry and not folder.exists():
             missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
-            # The mount point of a disk that is not mounted is empty.
-            if made_before and self._one_folder and not any(self._folder.iterdir()):
+            # The mount point of a disk that is not mounted is empty, or has a file that says so.
+            if made_before and self._one_folder and not any(path.name.isdigit() for path in self._folder.iterdir()):
                 self._leaving.set()
                 create = f"mkdir {shlex.quote(str(folder))}"
                 raise InputError(f"{missing}; mount its disk, or type {create} to begin the trial again")

@@ -94,7 +94,8 @@ class SearchLoop:
     An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended.
     A trial begins once ``ready`` returns true. After the last event, ``trials`` has all trials of the study. If an
     exception other than StoreGone ends the context, the running trials of this loop are released, so that they run
-    again later.
+    again later. At Ctrl-C without an earlier ``stop``, the context first waits for them, because nothing else can
+    stop a call of an objective in this process, and records their results. A second Ctrl-C leaves them.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -127,13 +128,19 @@ class SearchLoop:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt) and not self._stop()
         try:
-            self._pool.shutdown(wait=error is None, cancel_futures=error is not None)
-            if error is not None and not isinstance(error, StoreGone):
-                for proposal in chain(self._next, *self._pending.values()):
-                    self._stored.close(proposal.number, released=True)
+            self._pool.shutdown(wait=error is None or interrupted, cancel_futures=error is not None)
+            for future in [each for each in self._pending if interrupted and not each.cancelled()]:
+                self._end(self._pending[future], future)
+                del self._pending[future]
         finally:
-            self._leases.__exit__()
+            try:
+                if error is not None and not isinstance(error, StoreGone):
+                    for proposal in chain(self._next, *self._pending.values()):
+                        self._stored.close(proposal.number, released=True)
+            finally:
+                self._leases.__exit__()
 
     def __iter__(self) -> "Iterator[Proposal | list[int]]":
         while True:
