@@ -20,8 +20,10 @@ from leaven.data import corpus as module
 from leaven.data import readers
 from leaven.data.corpus import VALIDATION_SHARE, Corpus, open_corpora
 from leaven.data.readers import File
+from leaven.data.sources import source_parts
+from leaven.data.tokens import prepare
 from leaven.errors import InputError
-from leaven.recipe.data import DataSource
+from leaven.recipe.data import Data, DataSource
 
 
 def opened(source: object, share: float = 0.0, text: str = "text", memory: Path | None = None) -> Corpus:
@@ -321,6 +323,15 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "lost+found").mkdir()  # which the root of a disk has, and only root can list
     (tmp_path / "a" / "lost+found" / "a.txt").write_text("no text")
     assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
+    (tmp_path / "a" / "mount").mkdir()
+    (tmp_path / "a" / "d").mkdir()
+    write(tmp_path / "a" / "d" / "a.txt", "a")
+    for matching in (pattern, f"{tmp_path}/a/*/*.txt", f"{tmp_path}/a/*/a.txt"):
+        assert source_parts(DataSource(source=matching)).empty == (tmp_path / "a" / "mount",)
+    data = Data(source=pattern, tokens=1_024)
+    assert prepare(data, 300, tmp_path / "cache").notes == (
+        f"{tmp_path}/a/mount is empty; if a disk belongs there, mount it, and begin again",
+    )
     (tmp_path / "disk").rename(tmp_path / "away")
     for missed in (pattern, f"{tmp_path.parent}/{tmp_path.name[:-1]}?/b/*.txt"):
         with pytest.raises(InputError, match=rf"b is a link to {tmp_path}/disk, which is missing \(is its disk moun"):

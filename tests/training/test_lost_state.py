@@ -680,6 +680,48 @@ def test_checkpoints_of_another_run_are_refused(
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
 
 
+def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    train(recipe, tokens, run.path)
+    elsewhere, copy = tmp_path / "elsewhere", RunFolder(tmp_path / "copy")
+    run.checkpoints.rename(elsewhere)
+    run.checkpoints.symlink_to(elsewhere)
+    assert train(recipe, tokens, run.path).finished
+    shutil.copytree(run.path, copy.path, symlinks=True)
+    before = files(elsewhere)
+    for rewind in (None, ManualRewind(9_216)):
+        with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
+            train(recipe, tokens, copy.path, rewind=rewind)
+    assert files(elsewhere) == before
+    copy.checkpoints.unlink()
+    shutil.copytree(elsewhere, copy.checkpoints)
+    assert train(recipe, tokens, copy.path, rewind=ManualRewind(9_216)).finished
+    assert files(elsewhere) == before
+    moved = run.path.rename(tmp_path / "moved")  # it is no copy: the link leads to its own checkpoints
+    assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
+
+
+@pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])
+def test_files_of_one_copy_beside_the_checkpoints_of_another_are_refused(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, tokens_to: int, lr: float
+) -> None:
+    """The copies are rewound to different places, or with different values of the recipe."""
+    train(recipe, tokens, run.path)
+    other = RunFolder(tmp_path / "other")
+    shutil.copytree(run.path, other.path)
+    changed = recipe.replace({"hyperparameters.lr": lr})
+    train(recipe.replace({"hyperparameters.lr": 0.004}), tokens, run.path, rewind=ManualRewind(9_216))
+    train(changed, tokens, other.path, rewind=ManualRewind(tokens_to))
+    for name in ("events.jsonl", "metrics.jsonl", "recipe.toml", "plan.json"):
+        shutil.copy(other.path / name, run.path)
+    before = files(run.path)
+    for read in (lambda: train(changed, tokens, run.path), lambda: load_run(run.path)):
+        with pytest.raises(InputError, match="belong to different copies of a run|was changed after the checkpoint"):
+            read()
+    assert files(run.path) == before
+
+
 def test_the_finish_of_another_run_does_not_end_a_run(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class SourceParts(NamedTuple):
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
     validation: tuple[TokenPart, ...] = ()  # the parts of ``source.validation``
+    empty: tuple[Path, ...] = ()  # folders without any file that the pattern has matched, as of a disk that is away
 
 
 def source_parts(source: DataSource) -> SourceParts:
@@ -76,10 +78,11 @@ def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
         return SourceParts(ids=(split,)) if isinstance(split, HubTokens) else SourceParts(texts=(split,))
-    found = _files(source.source)
+    empty: list[Path] = []
+    found = _files(source.source, empty)
     if found[0][1].suffix in TOKEN_SUFFIXES:
-        return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found))
-    return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found))
+        return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found), empty=tuple(empty))
+    return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), empty=tuple(empty))
 
 
 def estimated_tokens(source: DataSource) -> int | None:
@@ -118,8 +121,8 @@ def opened(part: TokenPart) -> MappedTokens:
         raise InputError(f"{part.name} {error}".encode(errors="replace").decode()) from None
 
 
-def _files(source: str) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key."""
+def _files(source: str, empty: list[Path]) -> list[tuple[str, Path]]:
+    """Return the key and path of each file of a source, sorted by key. Add folders without any file to ``empty``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -140,7 +143,7 @@ def _files(source: str) -> list[tuple[str, Path]]:
         root = Path(*path.parts[:fixed])
         pattern = path.parts[fixed:]
         try:
-            paths = set(_matches(root, pattern)) if pattern and root.is_dir() else set[Path]()
+            paths = set(_matches(root, pattern, empty)) if pattern and root.is_dir() else set[Path]()
         except OSError as error:
             raise InputError(
                 f"data.source {source!r}: {error.filename} cannot be read: {error.strerror}; make it readable, or "
@@ -164,13 +167,14 @@ def _files(source: str) -> list[tuple[str, Path]]:
 
 
 def _matches(
-    folder: Path, pattern: tuple[str, ...], above: frozenset[tuple[int, int]] = frozenset()
+    folder: Path, pattern: tuple[str, ...], empty: list[Path], above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
     """Yield the files below a folder that the parts of a pattern match, as ``glob.glob(recursive=True)`` does.
 
     glob leaves out what it cannot read, so that a part of a text could be missing without a word.
 
     Args:
+        empty: gets the folders that have no entry at all.
         above: (device, inode) of the folders that ``**`` has matched, because a link may lead back to one of them.
 
     Raises:
@@ -178,13 +182,15 @@ def _matches(
         OSError: if a folder cannot be read.
     """
     name, rest = pattern[0], pattern[1:]
+    if folder not in empty and _is_empty(folder):
+        empty.append(folder)
     recursive = name == "**"
     while recursive and rest[:1] == ("**",):
         rest = rest[1:]
     if not (recursive or _MAGIC & set(name)):  # also "..", and a name in other letters on a disk that ignores case
         _require_target(folder / name)
         if rest and (folder / name).is_dir():
-            yield from _matches(folder / name, rest, above)
+            yield from _matches(folder / name, rest, empty, above)
         elif not rest and (folder / name).is_file():
             yield folder / name
         return
@@ -193,7 +199,7 @@ def _matches(
         if (found.st_dev, found.st_ino) in above:
             return
         above |= {(found.st_dev, found.st_ino)}
-        yield from _matches(folder, rest or ("*",), above)
+        yield from _matches(folder, rest or ("*",), empty, above)
     with os.scandir(folder) as entries:
         for entry in entries:
             hidden = entry.name.startswith(".") and not name.startswith(".")
@@ -203,9 +209,15 @@ def _matches(
             if not recursive:
                 _require_target(path)
             if entry.is_dir() and (rest or recursive):
-                yield from _matches(path, pattern if recursive else rest, above)
+                yield from _matches(path, pattern if recursive else rest, empty, above)
             elif not (recursive or rest) and entry.is_file():
                 yield path
+
+
+def _is_empty(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return all(entry.name in _OF_DISKS for entry in entries)
+    return False
 
 
 def _require_target(path: Path) -> None:

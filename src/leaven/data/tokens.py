@@ -155,6 +155,10 @@ def prepare(
         ) from None
     sources = [found[source.source] for source in data.sources]
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
+    empty = [path for found_parts in parts.values() for path in found_parts.empty]
+    if empty:
+        more = f" and {len(empty) - 1:,} more folders are" if len(empty) > 1 else " is"
+        skipped.append(f"{empty[0]}{more} empty; if a disk belongs there, mount it, and begin again")
     fingerprints = [source.fingerprint for source in sources]
     return TokenSet(
         names=tuple(source.source for source in data.sources),

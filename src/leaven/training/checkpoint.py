@@ -574,6 +574,7 @@ class Checkpoints(Callback):
         if saved.path is not None:
             self.trainer.event("checkpoint", **at, path=saved.path.name)
             mark_trained(self.trainer.run)
+            self.trainer.run.claim_checkpoints()
             self.trainer.profile.write()
         else:
             self._saved_step = -1

@@ -77,6 +77,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
             f"use another --run{or_back}"
         )
+    run.require_own_checkpoints()
     require_own_files(run, newest_state(run))
     if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
         raise InputError(
@@ -105,6 +106,11 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
     if other is not None:
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
         yield f"{where} different runs; restore the files of one run, or start again with another --run"
+    if _has_other_rewinds(run):
+        yield (
+            f"{run.events_file} and {run.checkpoints} belong to different copies of a run, with different rewinds; "
+            "restore the files of one of them"
+        )
     try:
         there = _tokenizer_digests(run)
         if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:
@@ -119,6 +125,19 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
         changes = [each for each in changes if not _without_weights(each)]
     if changes:
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
+
+
+def _has_other_rewinds(run: RunFolder) -> bool:
+    """Return whether a rewind in events.jsonl differs from the one at its position in the newest checkpoint. Either
+    may know of later ones: a rewind is no part of a checkpoint yet, or its event is lost."""
+    saved = newest_document(run).get("rewinds")
+    for event in run.read_events():
+        earlier = event.get("earlier_rewinds")
+        if event["event"] in RETURNS and isinstance(earlier, list) and isinstance(saved, list):
+            pairs = zip([*earlier, event], saved, strict=False)
+            if any(one.get(key) != other.get(key) for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
+                return True
+    return False
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
@@ -207,13 +226,16 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe in the last event that changed it or, without one, in the
-    checkpoint. If a process was killed after that event, recipe.toml may still have the values of before. Those do
-    not count.
+    """Return how recipe.toml differs from the recipe in the last event that changed it. Without such an event, or if
+    the newest checkpoint was saved after it, compare with the recipe in the checkpoint. If a process was killed after
+    that event, recipe.toml may still have the values of before. Those do not count.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
+        if run.rewinds_ahead(run.read_events()) == 0:
+            with suppress(KeyError, ValidationError):
+                recipe = Recipe.model_validate(newest_state(run)[RECIPE])
         changes = differing(_trained_values(recipe), there)
         return [each for each in changes if each[0] not in before or before[each[0]] != each[2]]
     try:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics
 
 LOCK = ".lock"
+OWNER = ".run"  # file in the folder of checkpoints: the path of the run folder that uses it
 UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or were when the process was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
@@ -209,9 +211,14 @@ class RunFolder:
 
     def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the newest checkpoint knows of more rewinds than the events, for example an older copy."""
+        return self.rewinds_ahead(events) > 0
+
+    def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many rewinds the newest checkpoint has more than the events. It has fewer, and the number is
+        below 0, until a checkpoint is saved after a rewind, or if it is damaged."""
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
-            return len(newest_document(self)["rewinds"]) > _rewinds_known(events)
-        return False
+            return len(newest_document(self)["rewinds"]) - _rewinds_known(events)
+        return -1
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -229,6 +236,27 @@ class RunFolder:
             self._write_recipe(recipe)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
             self._write_recipe(current, also_in_events=True)
+
+    def claim_checkpoints(self) -> None:
+        """Write into the folder of checkpoints to which run it belongs, for :meth:`require_own_checkpoints`."""
+        file, path = self.checkpoints / OWNER, str(self.path.resolve())
+        with suppress(OSError, InputError):  # without it, a later command only knows less
+            if self.writes and not (file.exists() and storage.read(file) == path.encode()):
+                storage.write_text(file, path)
+
+    def require_own_checkpoints(self) -> None:
+        """Raise InputError if the folder of checkpoints is a link, and another run uses it. A copy of a run copies a
+        link as a link."""
+        try:
+            other = Path(storage.read(self.checkpoints / OWNER).decode())
+            own = other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints)
+        except (OSError, ValueError):  # of an older version, or the run was moved
+            return
+        if not own:
+            raise InputError(
+                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would change; "
+                f"replace the link by a copy of them: cp -r {shlex.quote(str(other / 'checkpoints'))}/. FOLDER"
+            )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
         """Write the recipe file, and keep the comments of an existing one, which the user may have written. If the
