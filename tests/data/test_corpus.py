@@ -221,6 +221,7 @@ def flipped(raw: bytes) -> bytes:
 LINES = b"\n".join(good_lines(2_000))
 BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-2_000], "ended before the end-of-stream"),
+    "empty gzip": ("x.jsonl.gz", lambda: b"", "0 bytes"),
     "no gzip": ("x.jsonl.gz", lambda: LINES, "Not a gzipped file"),
     "flipped gzip": ("x.jsonl.gz", lambda: flipped(gzip.compress(LINES)), "cannot be read to its end ("),
     "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
@@ -323,6 +324,10 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "lost+found").mkdir()  # which the root of a disk has, and only root can list
     (tmp_path / "a" / "lost+found" / "a.txt").write_text("no text")
     assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
+    (tmp_path / "a" / "run").mkdir()  # of leaven, and no text
+    for name in ("recipe.toml", "metrics.jsonl"):
+        (tmp_path / "a" / "run" / name).write_text("{}")
+    assert [part.key for part in opened(f"{tmp_path}/a/**/*.[jt][sx]*").parts] == ["a.txt"]
     (tmp_path / "a" / "mount").mkdir()
     (tmp_path / "a" / "d").mkdir()
     write(tmp_path / "a" / "d" / "a.txt", "a")

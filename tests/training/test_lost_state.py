@@ -680,6 +680,25 @@ def test_checkpoints_of_another_run_are_refused(
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
 
 
+def test_a_newer_checkpoint_that_a_network_disk_shows_late_changes_nothing(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, before = checkpoints(run.checkpoints)[-1], files(run.path)
+
+    def early(*arguments: Any, **more: Any) -> Any:
+        newest.rename(tmp_path / "not yet")
+        try:
+            return checkpoint.read_checkpoint(*arguments, **more)
+        finally:
+            (tmp_path / "not yet").rename(newest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("leaven.training.trainer.read_checkpoint", early)
+        with pytest.raises(InputError, match="was not seen at first"):
+            train(recipe, tokens, run.path)
+    assert files(run.path) == before
+
+
 def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:

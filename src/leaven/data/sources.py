@@ -149,7 +149,7 @@ def _files(source: str, empty: list[Path]) -> list[tuple[str, Path]]:
                 f"data.source {source!r}: {error.filename} cannot be read: {error.strerror}; make it readable, or "
                 "give a pattern without it"
             ) from None
-        found = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+        found = sorted((path.relative_to(root).as_posix(), path) for path in paths if not _is_of_leaven(path))
     if not found:
         raise InputError(
             f"data.source {source!r} matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset, or a "
@@ -212,6 +212,12 @@ def _matches(
                 yield from _matches(path, pattern if recursive else rest, empty, above)
             elif not (recursive or rest) and entry.is_file():
                 yield path
+
+
+def _is_of_leaven(path: Path) -> bool:
+    """Return whether a file has the lines of a run or check, whose folder may lie beside the text."""
+    lines = path.name in {"events.jsonl", "metrics.jsonl", "runs.jsonl"}
+    return lines and any((path.parent / name).exists() for name in (".lock", "recipe.toml"))
 
 
 def _is_empty(folder: Path) -> bool:

@@ -254,8 +254,8 @@ class RunFolder:
             return
         if not own:
             raise InputError(
-                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would change; "
-                f"replace the link by a copy of them: cp -r {shlex.quote(str(other / 'checkpoints'))}/. FOLDER"
+                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would "
+                f"change; replace the link by a copy: cp -r {shlex.quote(str(other / 'checkpoints'))}/. FOLDER"
             )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:

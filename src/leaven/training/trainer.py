@@ -401,7 +401,8 @@ class RunTrainer:
         if found is not None:
             self.training.restore(found)
         self.training.follow(rewinds)
-        for callback in self.callbacks:
+        # The checkpoints first: if another process shows a newer one just now, nothing may be changed.
+        for callback in sorted(self.callbacks, key=lambda each: each is not self.checkpoints):
             callback.restore(found.state if found is not None else {})
 
 
