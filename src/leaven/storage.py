@@ -270,6 +270,11 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
     return False
 
 
+def may_pass(error: str) -> bool:
+    """Return whether the text of an error says that a disk is full, or away for a while."""
+    return any(os.strerror(number) in error for number in FULL | AWAY)
+
+
 def require_writable(path: Path) -> None:
     """Before long work: raise InputError if ``path`` is a URL, or leaven is not permitted to write or create it."""
     require_folder_name(path)

@@ -680,6 +680,30 @@ def test_checkpoints_of_another_run_are_refused(
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
 
 
+def test_checkpoints_are_not_saved_in_the_place_of_a_folder_that_is_away(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    """As if its disk had been unmounted, and mounted again while the run waits at its end."""
+    run, seen = RunFolder(tmp_path / "run"), list[str]()
+
+    def on_step(step: Step) -> None:
+        if step.step == 20:
+            run.checkpoints.rename(tmp_path / "away")
+            run.checkpoints.mkdir()
+
+    def on_event(event: str, values: dict[str, Any]) -> None:
+        seen.append(event)
+        if event == "waits":
+            assert checkpoints(run.checkpoints) == []
+            run.checkpoints.rmdir()
+            (tmp_path / "away").rename(run.checkpoints)
+
+    assert train(recipe, tokens, run.path, on_step=on_step, on_event=on_event).finished
+    assert seen.count("waits") == 1
+    assert "checkpoint_failed" in seen
+    assert checkpoints(run.checkpoints)[-1].name == f"tokens-{recipe.data.tokens:015d}"
+
+
 def test_a_newer_checkpoint_that_a_network_disk_shows_late_changes_nothing(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -970,6 +994,8 @@ def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe
     run = RunFolder(tmp_path / "run")
     with pytest.raises(InputError, match=r"train-00000.bin has been truncated to 1,000 of .*; remove it and run"):
         train(recipe, prepared(), run.path, on_step=harm)
+    # What was trained since the last checkpoint is saved.
+    assert read_state(checkpoints(run.checkpoints)[-1])["step"] == run.metrics()[-1]["step"] >= 20
     again = prepared()
     assert again.notes  # rebuilt
     train(recipe, again, run.path)

@@ -104,11 +104,13 @@ def write_checkpoint(
     checkpoint: Checkpoint,
     exchange: Exchange | None = None,
     tidy: Callable[[], None] = lambda: None,
+    require: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path.
 
     All processes of ``exchange`` must call this, from any thread, and get the same result. The first process calls
     ``tidy`` when the checkpoint is complete, for example to remove older ones. The other processes return after that.
+    Before it writes, each process calls ``require``, which raises OSError if the folder is not the right one.
 
     Raises:
         NotSaved: if a process cannot write, rank 1 or higher does not answer, or the parts do not form whole tensors.
@@ -119,6 +121,7 @@ def write_checkpoint(
     temporary = folder / f".{final.name}.{exchange.name}.tmp"
     mine: dict[str, Any]
     try:
+        require()
         mine = _write_part(temporary, checkpoint, exchange.group)
     except (OSError, SafetensorError) as error:
         mine = {"error": _reason(error)}
@@ -407,8 +410,9 @@ class CheckpointManager:
         group: ProcessGroup = SINGLE_PROCESS,
         timeout: timedelta = timedelta(minutes=30),
         sync: Callable[[], None] = lambda: None,
+        require: Callable[[], None] = lambda: None,
     ) -> None:
-        self._sync = sync
+        self._sync, self._require = sync, require
         self._for_good: list[int] = []  # token counts of checkpoints that an earlier start has kept for good
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
         self._group, self._exchange = group, Exchange(group, timeout)
@@ -484,7 +488,7 @@ class CheckpointManager:
 
         self._sync()  # its steps are not trained again, so their lines must survive a power cut as well
         try:
-            path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy)
+            path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy, self._require)
         except NotSaved as error:
             return Saved(checkpoint.progress, error=str(error))
         return Saved(checkpoint.progress, path)
@@ -531,6 +535,7 @@ class Checkpoints(Callback):
             stability.keep_every_tokens,
             group=trainer.group,
             sync=trainer.run.sync,
+            require=trainer.run.require_claimed,
         )
         self._saved_step = -1
         # Of token ids there is no tokenizer, though the user may put one into the folder.

@@ -17,7 +17,7 @@ from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded_model import ShardedModel
-from leaven.errors import InputError
+from leaven.errors import InputError, TextUnreadable
 from leaven.interop.weights import require_start, router_biases, start_from
 from leaven.model.initialisation import name_seed
 from leaven.model.kernels import widened
@@ -267,7 +267,10 @@ class Training:
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
         start, count = self._own_sequences(sequences)
-        windows = torch.from_numpy(self.stream.batch(tokens // seq_len + start, max(count, 1)))
+        try:
+            windows = torch.from_numpy(self.stream.batch(tokens // seq_len + start, max(count, 1)))
+        except InputError as error:
+            raise TextUnreadable(str(error)) from None
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:

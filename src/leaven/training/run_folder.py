@@ -1,5 +1,6 @@
 """Reads and writes the folder of a run: recipe, metrics, events and checkpoints. Does not import torch."""
 
+import errno
 import json
 import math
 import os
@@ -161,8 +162,8 @@ class RunFolder:
     """The folder of a run on disk.
 
     A line that cannot be written, for example to a full disk, is kept in memory and written later. Meanwhile
-    ``unwritten`` is the error message, and ``no_room`` whether the disk or a quota is full. ``writes`` is true in
-    only one process of a run; the others write no lines and no recipe.
+    ``unwritten`` is the error message, and ``no_room`` whether this may pass: a disk or a quota is full, or a disk is
+    away. ``writes`` is true in only one process of a run; the others write no lines and no recipe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,6 +180,7 @@ class RunFolder:
         self.identity = ""  # the random identifier of the run, which is known once it has started
         self._waiting: deque[tuple[Path, bytes]] = deque()
         self._locked: LockedFolder | None = None  # once this process has locked the folder
+        self._claimed = False
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
@@ -243,6 +245,14 @@ class RunFolder:
         with suppress(OSError, InputError):  # without it, a later command only knows less
             if self.writes and not (file.exists() and storage.read(file) == path.encode()):
                 storage.write_text(file, path)
+            self._claimed = self.writes
+
+    def require_claimed(self) -> None:
+        """Raise OSError if the folder of checkpoints is no longer the one that :meth:`claim_checkpoints` has
+        claimed: its disk is not mounted, or it was moved."""
+        if self._claimed and not (self.checkpoints / OWNER).exists():
+            stale = os.strerror(errno.ESTALE)
+            raise OSError(errno.ESTALE, f"{stale}; it is another folder than before (is its disk mounted?)")
 
     def require_own_checkpoints(self) -> None:
         """Raise InputError if the folder of checkpoints is a link, and another run uses it. A copy of a run copies a
@@ -447,7 +457,7 @@ class RunFolder:
                 storage.append(path, line)
             except OSError as error:
                 self.unwritten = error.strerror or str(error)
-                self.no_room = error.errno in storage.FULL
+                self.no_room = error.errno in storage.FULL | storage.AWAY
                 return
             self._waiting.popleft()
         self.unwritten, self.no_room = None, False

@@ -64,11 +64,11 @@ from secrets import token_hex
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from leaven import __version__
+from leaven import __version__, storage
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
-from leaven.errors import InputError, Settled, out_of_memory
+from leaven.errors import InputError, Settled, TextUnreadable, out_of_memory
 from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
@@ -117,6 +117,8 @@ from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
+
+SHORT_PAUSE = 0.5  # seconds between looks at a disk that is full or away
 
 
 def train(
@@ -312,12 +314,19 @@ class RunTrainer:
             self.training.abandon_step()
             self.loop.read()
             result = None
+        except TextUnreadable:
+            if self.group is SINGLE_PROCESS:  # other processes do not know of this error
+                with suppress(InputError):
+                    self.training.abandon_step()
+                    self.loop.read()
+                    self.checkpoints.save_last()
+            raise
         error = self.checkpoints.save_last()
         if result is None:
             self.event("stop", why="interrupted")
             self._tell_unwritten("lines_lost")
             return _summary(self.run, self.training.progress, None, error)
-        if error is not None:
+        if (error := self._save_when_possible(error, stop)) is not None:
             raise InputError(
                 f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
             )
@@ -330,10 +339,23 @@ class RunTrainer:
             if not waits:
                 self._tell_unwritten("waits")
             waits = True
-            time.sleep(0.5)
+            time.sleep(SHORT_PAUSE)
             self.run.write_waiting()
         self.run.require_written()
         return _summary(self.run, self.training.progress, result)
+
+    def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
+        """While the last checkpoint could not be saved because a disk is full or away, try it again, until ``stop``
+        returns True. Return the error that is left."""
+        pause, folder = SHORT_PAUSE, self.run.checkpoints
+        if waits := self.group.any(error is not None and storage.may_pass(error)):
+            self._tell("waits", str(error))
+        while waits and not stop():
+            time.sleep(pause)
+            if not self.group.any(storage.is_full(folder)):
+                error = self.checkpoints.save_last()
+                waits, pause = self.group.any(error is not None and storage.may_pass(error)), min(2 * pause, 30.0)
+        return error
 
     def rearrange(self, changes: list[Difference]) -> None:
         """Record that the run continues with another parallel layout or micro-batch."""
@@ -378,8 +400,11 @@ class RunTrainer:
     def _tell_unwritten(self, event: str) -> None:
         """Pass an event to ``on_event`` if lines wait for room on the disk, where it cannot be written."""
         if self.run.unwritten is not None:
-            at = {"step": self.training.progress.step, "tokens": self.training.tokens}
-            self._on_event(event, at | {"why": self.run.unwritten})
+            self._tell(event, self.run.unwritten)
+
+    def _tell(self, event: str, why: str) -> None:
+        at = {"step": self.training.progress.step, "tokens": self.training.tokens}
+        self._on_event(event, at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
         """Return the newest undamaged checkpoint that no rewind has undone. Store newer, damaged ones in

@@ -33,8 +33,8 @@ EVENTS = {
     "checkpoint_failed": "the checkpoint at {tokens:q} tokens is not saved: {why}; the run continues, and older "
     "checkpoints are kept",
     "unwritten": "files cannot be written at {tokens:q} tokens: {why}; the run continues and writes them later",
-    "waits": "the run is done, and waits until it can write its last lines of metrics and events: {why}; Ctrl-C "
-    "gives them up",
+    "waits": "the run is done, and waits until it can write its last checkpoint and lines: {why}; Ctrl-C gives them "
+    "up",
     "lines_lost": "the last lines of metrics and events are lost: {why}",
     "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
     "{micro_batch}",
