@@ -139,10 +139,10 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
     return {"type": "log", "range": ends, "tickvals": places, "ticktext": labels, **more}
 
 
-def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
-    """Return a logarithmic axis with ticks at the ``values``, or at every n-th of them: at most ``most`` ticks."""
+def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
+    """Return a logarithmic axis with a tick at each of the ``values``, or at every n-th: at most 8 ticks."""
     places = sorted(set(values))
-    shown = places[:: -(-len(places) // most)]
+    shown = places[:: -(-len(places) // 8)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
 
 

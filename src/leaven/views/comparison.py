@@ -39,21 +39,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
-    return _page([_run(folder, folders) for folder in folders], output)
-
-
-def _run(folder: Path, folders: Sequence[Path]) -> RunView:
-    if sum(folder.resolve() == other.resolve() for other in folders) > 1:
-        raise InputError(f"{folder} is given twice; give different runs")
-    run = read_folder(folder)
-    if not isinstance(run, RunView):
-        raise InputError(
-            f"{folder} is not a training run, and only runs can be compared; to report on this folder, give it alone"
-        )
-    return replace(run, title=str(folder))
-
-
-def _page(runs: list[RunView], output: Path) -> tuple[str, ComparisonDocument]:
+    runs = [_run(folder, folders) for folder in folders]
     document = compare(runs, output)
     results, different = comparison_tables(document)
     page = render(
@@ -66,9 +52,20 @@ def _page(runs: list[RunView], output: Path) -> tuple[str, ComparisonDocument]:
         colours=colours(len(runs)),
         different=different,
         averaged=any(run.averaged for run in runs),
-        command=shlex.join(["leaven", "report", *(run.title for run in runs), "-o", str(output)]),
+        command=shlex.join(["leaven", "report", *map(str, folders), "-o", str(output)]),
     )
     return page, document
+
+
+def _run(folder: Path, folders: Sequence[Path]) -> RunView:
+    if sum(folder.resolve() == other.resolve() for other in folders) > 1:
+        raise InputError(f"{folder} is given twice; give different runs")
+    run = read_folder(folder)
+    if not isinstance(run, RunView):
+        raise InputError(
+            f"{folder} is not a training run, and only runs can be compared; to report on this folder, give it alone"
+        )
+    return replace(run, title=str(folder))
 
 
 def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:

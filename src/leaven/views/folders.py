@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from leaven import storage
-from leaven.documents.checks import CheckDocument, MeasuredRow
+from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -51,8 +51,7 @@ class RunView:
 
     @property
     def tokens(self) -> int:
-        tokens: int = self.steps[-1]["tokens"]
-        return tokens
+        return int(self.steps[-1]["tokens"])
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -295,10 +294,6 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
             yield f"{key}: {others[0]!r} is not under dimensions"
 
 
-def _one_end(row: MeasuredRow) -> bool:
-    return (row.low is None) != (row.high is None)
-
-
 def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
     for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
@@ -309,7 +304,8 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     for row in check.rows:
         if abs(row.limit or 0) > FARTHEST:
             yield f"rows: {row.module}: limit {row.limit:g} is more than {FARTHEST}"
-    yield from (f"measured: {each.name}: its interval has one end" for each in check.measured if _one_end(each))
+    one_end = (row.name for row in check.measured if (row.low is None) != (row.high is None))
+    yield from (f"measured: {name}: its interval has one end" for name in one_end)
     for curve in check.curves:
         where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
         if not count or len(curve.y) != count or {len(curve.low), len(curve.high)} - {0, count}:

@@ -149,10 +149,7 @@ def costs(cost: CostRow) -> list[str]:
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:
         unit, scale = ("MWh", 1_000) if cost.energy_kwh >= 1_000 else ("kWh", 1)
-        building = "" if cost.pue == 1 else f" x {cost.pue:g}"
-        texts.append(
-            f"{format_number(cost.energy_kwh / scale)} {unit} (boards at {cost.board_power_w:g} W{building})"
-        )
+        texts.append(f"{format_number(cost.energy_kwh / scale)} {unit} (boards at {cost.board_power_w:g} W)")
     if (price := cost.price_per_gpu_hour) is not None:
         unit = "" if price.currency else " (no currency given)"
         texts.append(f"{money(price, cost.gpu_hours)}{unit} at {money(price)} a {cost.device}-h")

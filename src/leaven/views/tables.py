@@ -159,13 +159,9 @@ def joined(parts: Sequence[Cell], room: int) -> list[Text]:
         elif len(text) <= room:
             lines.append(text)
         else:
-            lines += (Text(line, text.style) for line in folded(text.plain, room))
+            wrapped = textwrap.wrap(text.plain, max(room, 20), break_long_words=False, break_on_hyphens=False)
+            lines += (Text(line, text.style) for line in wrapped)
     return lines
-
-
-def folded(text: str, width: int, indent: int = 0) -> list[str]:
-    """Wrap text to lines of ``width - indent`` characters, but at least 20. Words and ids are never broken."""
-    return textwrap.wrap(text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
 
 
 def _aligned(cell: Cell, width: int, left: bool) -> Text:
