@@ -57,8 +57,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules and all seeds but the first, which is
-        in the grid."""
+        """Return the final runs: ``lr`` at the largest width, with both rules. The first seed is in the grid."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -135,8 +134,11 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into this folder, or None if the demo is new. Raise InputError
-    if the folder contains anything but this demo with its runs."""
+    """Return the document that an earlier call wrote into this folder, or None if the demo is new.
+
+    Raises:
+        InputError: if the folder contains other files, a demo of another size or text, or a demo without its runs.
+    """
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -231,6 +233,7 @@ def result_of(demo: DemoDocument) -> DemoResult:
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
+    """Write demo.json."""
     write_text(folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
 
 
@@ -251,8 +254,10 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run in a worker process (one thread), from the speed of four steps. A validation
-    token is assumed to take a third of the time of a training token."""
+    """Estimate the seconds of a run in a worker process (one thread) from the speed of four steps.
+
+    A validation token is assumed to take a third of the time of a training token.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -264,8 +269,10 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean of ``first`` - ``second``, and half the width of its 95% confidence interval (Student's t). The
-    lists have one value for each seed, in the same order."""
+    """Return the mean of ``first`` - ``second``, and half the width of its 95% confidence interval (Student's t).
+
+    The lists have one value for each seed, in the same order.
+    """
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread

@@ -131,8 +131,11 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError unless ``path`` is a new file in an existing folder, or a device such as /dev/null. With
-    ``force``, the file may exist. ``force`` is None for a command without the option ``--force``."""
+    """Raise InputError unless a new file can be written at ``path``, whose folder must exist.
+
+    A device such as /dev/null is allowed, and with ``force`` an existing file. ``force`` is None for a command
+    without the option ``--force``, which the message then does not mention.
+    """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
     if not path.parent.exists():
@@ -143,7 +146,10 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for the recipe in a file: the file's, with hyphens for special characters, or ``default``."""
+    """Return a name for the recipe in a file: the file's name, with hyphens for special characters.
+
+    Return ``default`` if nothing else is left of the name.
+    """
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
@@ -186,7 +192,7 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether a terminal, or the process at the other end of a pipe or socket, reads what is written."""
+    """Return whether this is a terminal, pipe or socket, whose reader may end before leaven does."""
     with suppress(OSError):
         mode = os.fstat(descriptor).st_mode
         return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
@@ -194,12 +200,13 @@ def _has_reader(descriptor: int) -> bool:
 
 
 def _drop_output(descriptors: Iterable[int]) -> None:
+    """Send what is written to these file descriptors to the null device from now on."""
     for descriptor in descriptors:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _without_reader(descriptor: int) -> bool:
-    """Return whether the process that read a pipe or socket has ended. On Windows, the answer is False."""
+    """Return whether the reader of a terminal, pipe or socket has ended. On Windows, always return False."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()
@@ -207,17 +214,17 @@ def _without_reader(descriptor: int) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-AGAIN_AFTER = 1.0  # seconds after the first signal, from which on Ctrl-C interrupts at once
+AGAIN_AFTER = 1.0  # seconds; an earlier second Ctrl-C does not interrupt
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. Another Ctrl-C, after `AGAIN_AFTER`
-    seconds or more, interrupts at once.
+    """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
-    Other repeated signals do nothing: a scheduler sends a signal to torchrun and to its processes, to which torchrun
-    then sends it as well; a closed terminal often sends SIGHUP twice. If the terminal is closed, or the
-    program that reads the output has ended, the command goes on, and what it prints is lost.
+    A later Ctrl-C raises KeyboardInterrupt, if it comes `AGAIN_AFTER` seconds or more after the first signal. Other
+    repeats do nothing: under torchrun, a process gets a scheduler's signal twice (from the scheduler and from
+    torchrun), and a closed terminal often sends SIGHUP twice. If the terminal is closed, or the program that reads
+    the output has ended, the command goes on, and what it prints is lost.
     """
     requested: float | None = None  # when the first one arrived, by time.monotonic()
     readers = [number for number in (1, 2) if _has_reader(number)]
@@ -226,7 +233,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         nonlocal requested
         now, first = time.monotonic(), requested is None
         requested = now if requested is None else requested
-        # torchrun repeats the signal that its processes get, too; a person presses Ctrl-C again later.
+        # The repeat of torchrun comes at once; a person presses Ctrl-C again later.
         if number == signal.SIGINT and now > requested + AGAIN_AFTER:
             raise KeyboardInterrupt
         if number == hang_up:  # later lines to a closed terminal or pipe would raise errors
@@ -258,7 +265,7 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
-    """Return the tokens that ``data`` names. Show the progress of reading and tokenising text."""
+    """Return the tokens of the text that ``data`` names, and show the progress of reading and tokenising it."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

@@ -107,9 +107,10 @@ def parse_keys(text: str) -> dict[str, Any]:
 
 
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
+    """Return the layout and the micro-batch size of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    Without dp in the text, dp is ``gpus`` / (tp x pp x cp) if whole, else 1. ``compile`` is the default of its key.
+    Without ``mbs``, the micro-batch size is None. Without ``dp``, dp is ``gpus`` / (tp x pp x cp), or 1 if this is
+    not whole or ``gpus`` is None. ``compile`` is the default of its key.
 
     Raises:
         InputError: if a key or a value is wrong, or two values cannot be combined.
@@ -129,6 +130,7 @@ def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -
 
 
 def listed(values: Iterable[object]) -> str:
+    """Return values as text: ``1, 2 or 4``."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -183,6 +185,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
 
 
 def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
+    """Return why a model cannot be split over ``tp`` tensor-parallel ranks: what ``tp`` does not divide."""
     sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
         if model.qk_norm_whole:
@@ -202,7 +205,7 @@ def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
 
 
 def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
-    """Return the number of micro-batches, rounded up, that a rank runs in a step of ``batch_tokens`` tokens."""
+    """Return how many micro-batches a rank runs in a step of ``batch_tokens`` tokens, rounded up."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 

@@ -80,7 +80,7 @@ class BlockTable:
     activation: str
     qk_norm: bool = False
     dropout: bool = False
-    # the norms over the width, by the names of :attr:`leaven.recipe.shape.ModelShape.block_norms`
+    # Norms over the width, by their names in :attr:`leaven.recipe.shape.ModelShape.block_norms`.
     norms: tuple[str, ...] = ("attention", "mlp")
 
     @cached_property

@@ -165,10 +165,13 @@ class _Speeds:
     records: Sequence[CalibrationRecord] = ()  # earlier runs, which correct the planned speeds
     vocab: int | None = None  # vocabulary size; None: chosen by model size
     seq_len: int | None = None  # sequence length; None: chosen by model size
-    planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # speeds by number of parameters
+    planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the row named ``law``: the model that ``size`` (FLOPs -> parameters) gives for cluster and time."""
+        """Return the row ``law``: the model that the cluster can train, with the size that the law gives.
+
+        ``size`` is the law: it returns the best number of parameters for a number of FLOPs.
+        """
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

@@ -94,7 +94,7 @@ def predicted(
 
 
 def remember(record: CalibrationRecord) -> bool:
-    """Append a record to the calibration history; return whether it was written."""
+    """Append a record to the calibration history, and return whether it was written."""
     folder = cache_folder()
     path = folder / _NAME
     try:
@@ -128,7 +128,7 @@ def calibration(
     compute: str,
     step_seconds: float,
 ) -> CalibrationRow | None:
-    """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
+    """Return factors that correct the planned time and memory of a model in a layout, or None without usable records.
 
     A factor is the weighted median of measured / predicted over past runs on the same accelerator (on a CPU, the same
     processor) in the same dtype. Predictions are computed again with the current planner. The weight of a run is 1 /

@@ -13,7 +13,7 @@ _PUE = 1.0
 
 
 def cluster_cost(cluster: Cluster, seconds: float, price: Price | None = None) -> CostRow:
-    """Return the cost of the whole cluster for ``seconds`` seconds, at a ``price`` for one GPU-hour."""
+    """Return the cost of the whole cluster for ``seconds`` seconds; money only with a ``price`` of one GPU-hour."""
     gpu_hours, power = seconds / 3_600 * cluster.gpus, cluster.accelerator.power_w
     return CostRow(
         days=seconds / 86_400,

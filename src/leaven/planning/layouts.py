@@ -29,8 +29,8 @@ from leaven.recipe.layout import Layout, Recompute
 USABLE = 0.85
 # Up to this many tokens per forward pass, a larger micro-batch saves kernel launches; above, it gains nothing.
 _ENOUGH_TOKENS = 8192
-# Largest micro-batch that is searched, in tokens and in sequences: 64 x 1,024, the largest in 131 published runs of
-# MPT.
+# Largest micro-batch that is searched, in tokens and in sequences. The largest in 131 published runs of MPT is 64
+# sequences of 1,024 tokens.
 _MOST_TOKENS = 65_536
 _LARGEST = 64
 # Context parallelism leaves each rank at least this many tokens of a sequence.
@@ -175,7 +175,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """With ``job.by_leaven``: the best fitting layout that leaven cannot train, if 2% faster than ``choices``."""
+        """The best layout that fits but that leaven cannot train, if it is 2% faster than all ``choices``.
+
+        None without such a layout, and if ``job.by_leaven`` is false.
+        """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None

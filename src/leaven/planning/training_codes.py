@@ -176,9 +176,10 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return one row of bytes for each kind of state (weights, gradients, moments, ...), before sharding over ranks.
+    """Return a row for each kind of state (weights, gradients, moments, ...) with its bytes, before sharding.
 
-    ``matrices`` is the number of parameters in the matrices of the blocks, for which Muon stores less.
+    ``params`` is the number of all parameters, and ``matrices`` of those in matrices of blocks: Muon stores less for
+    them. Kinds without bytes are left out.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

@@ -1,8 +1,8 @@
 """The web server of ``leaven serve``: pages of folders, a planner and a page of published runs.
 
-The server answers only GET requests that are addressed to this machine and contain the token of the address that
-``leaven serve`` prints. A request cannot choose a path to open: the server shows only folders that
-:func:`leaven.server.folders.find` has found.
+The server answers only GET requests that are addressed to this machine and contain the token from the address that
+``leaven serve`` prints. A request cannot open any path: the server shows only folders that
+:func:`leaven.server.folders.find` finds.
 """
 
 import secrets
@@ -101,7 +101,8 @@ class TokenRequired:
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
     """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises.
 
-    A page of the folders ``found`` updates itself: the browser asks every two seconds whether they have changed.
+    ``here`` is the name of the page in ``LINKS``, or "". With ``found``, the folders that the page shows, the page
+    updates itself: the browser asks every two seconds whether they have changed.
     """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
@@ -144,6 +145,7 @@ def _counted(found: list[Found]) -> str:
 
 
 def _named(roots: list[Path], root: str, name: str) -> Found | None:
+    """Return the folder with the address ``root/name``, or None if :func:`find` does not find one."""
     return next((each for each in find(roots) if (str(each.root), each.name) == (root, name)), None)
 
 

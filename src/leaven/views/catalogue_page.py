@@ -48,7 +48,8 @@ class CatalogueChart:
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is a field of a law's result, such as ``lr``. Laws without it and other forms of a law are left out.
+    ``predicted`` is a field of a law's result, such as ``lr``. Laws that do not predict it are left out, and so are
+    other forms of a law that is shown.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -146,6 +147,7 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
+    """Return plotly's name of a run's symbol, which shows muP, the optimizer, and whether the model has experts."""
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -194,7 +196,7 @@ def scatter(
         traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
     if own and own_value:
         place = [(own.model.params_active, own_value)]
-        hover = f"<b>{charts.text(own.name)}</b><br>{_said(quantity, own_value, own.model.params_active)}"
+        hover = f"<b>{charts.text(own.name)}</b><br>{_value_and_size(quantity, own_value, own.model.params_active)}"
         traces.append(charts.dots(place, charts.INK, 17, marker={"symbol": "star"}, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
@@ -213,14 +215,14 @@ def scatter(
     return figure, names
 
 
-def _said(quantity: CatalogueChart, value: float, params: int) -> str:
+def _value_and_size(quantity: CatalogueChart, value: float, params: int) -> str:
     shown = numbers.quantity(value) if value >= 1 else numbers.value(value)
     return f"{quantity.hover.format(shown)}, {numbers.quantity(params)} parameters"
 
 
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
     """Return the tooltip of a point, with the run's id, value, lineage and source."""
-    lines = [_said(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
+    lines = [_value_and_size(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
     if run.kind == "moe":
         lines.append(f"experts, {numbers.quantity(run.params_total)} in total")
     if "square" in symbol(run):
@@ -255,7 +257,10 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap."""
+    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap.
+
+    ``decades`` is the height of the chart in factors of 10.
+    """
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):

@@ -11,6 +11,7 @@ from leaven.views.render import render
 
 _COLOURS = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
 QUARTERS = [0.0, 0.25, 0.5, 0.75, 1.0]
+# The quantities that the page shows, with the titles of their charts, by the name of the check.
 _SLOPES = {
     "coordinates": {"change": "change of the output", "end": "output after the steps"},
     "gradients": {"start": "gradient over eps at the start", "end": "gradient over eps after the steps"},
@@ -66,10 +67,10 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve, divided by its first value, so that it starts at 1.
+    """Return the points of a curve divided by its first value, so that it starts at 1.
 
-    Before that, each value is divided by the value of ``eps`` at the same size. The list is empty if a value is 0 or
-    missing, because a logarithmic axis cannot show it.
+    With ``eps``, each value is first divided by that of ``eps`` at the same size. The list is empty if a value is 0
+    or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]

@@ -109,7 +109,7 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
-LARGEST_NUMBER = 1e100  # charts show numbers from 1 / this to this, so that squares and quotients do not overflow
+LARGEST_NUMBER = 1e100  # charts show 0 and numbers from 1e-100 to 1e100; their squares and quotients do not overflow
 FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
 STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)  # of trials
 PURPOSES = ("search", "noise", "rerun")  # of trials
@@ -191,7 +191,10 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be shown."""
+    """Return a line of metrics.jsonl or events.jsonl, with None for each value that is no number charts can show.
+
+    The texts ``event`` and ``why`` are kept.
+    """
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -203,7 +206,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
-    """Return how many seconds a run has trained, without the pauses between a stop and a resume."""
+    """Return the seconds of a run without the pauses before each resume, or None if no event has a time."""
     times = [(event["event"], event["time"]) for event in events if event.get("time") is not None]
     spent = (after - before for (_, before), (event, after) in pairwise(times) if event not in {"start", "resume"})
     return sum(spent) if times else None
@@ -339,11 +342,13 @@ def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
 
 
 def _refuse(path: Path, faults: Iterator[str]) -> None:
+    """Raise InputError with the first of ``faults``, if there is one."""
     if (fault := next(faults, None)) is not None:
         raise InputError(f"{path}: {fault}; {_AGAIN}")
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
+    """Return the document in a file. Raise InputError if it is damaged, or has a number that charts cannot show."""
     try:
         document = kind.model_validate_json(storage.read(path))
     except OSError as error:
@@ -357,9 +362,9 @@ def _document(path: Path, kind: type[Kind]) -> Kind:
 
 
 def _undrawable(value: Any, where: str) -> Iterator[str]:
-    """Yield a message for each number inside ``value`` that charts cannot show.
+    """Yield a message for each number in ``value`` that charts cannot show.
 
-    ``where`` is the place of ``value`` in its file, such as ``"trials: 3: "``.
+    ``value`` is a document or a part of it. ``where`` is its place in the file, such as ``"trials: 3: "``.
     """
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):

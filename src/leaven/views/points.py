@@ -20,7 +20,10 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a hyperparameter's change from its starting value, such as ``2×`` or ``+0.05``, or a chosen option."""
+    """Return a change from the starting value as text: a factor (``2×``), a difference (``+0.05``) or an option.
+
+    ``to`` is the distance from the start in the unit of ``dimension``, such as octaves.
+    """
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
@@ -30,9 +33,10 @@ def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """List how hyperparameters change, such as ``embedding.lr x1.41, …``, in at most ``room`` characters.
+    """Return how hyperparameters change from ``before`` to ``now``, as in ``embedding.lr x1.41, …``.
 
-    The largest changes come first.
+    ``before`` and ``now`` have distances from the starting values by path; a path that ``before`` lacks is at the
+    start. The largest changes come first, and the text has at most ``room`` characters.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -86,7 +90,7 @@ def workers(state: StudyDocument) -> dict[str, str]:
 
 
 def result(state: StudyDocument) -> list[str]:
-    """Return lines about the best hyperparameters that a study found: loss, certainty and gain."""
+    """Return lines about the best hyperparameters of a study, which must have some: loss, certainty and gain."""
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
     against = "" if gain is None else f", {signed(-gain)} against the start"
@@ -143,7 +147,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about the point ``fewest``: the fewest changes that equal the best loss within the noise."""
+    """Return lines about ``fewest``, the point with the fewest changes that equals the best within the noise."""
     if fewest == state.octaves:
         return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -163,7 +167,8 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines about the predicted gain of more trials, and the two hyperparameters that bring most of it."""
+    """Return lines about the predicted gain of more trials, and about the two hyperparameters that brought most so
+    far. ``noise`` is the noise between seeds in nats."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
@@ -177,7 +182,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return how to extend the search space beyond the ``best`` value, which is at its limit."""
+    """Return what the user changes to search beyond the ``best`` value, which is at a limit of the search space."""
     if "." not in dimension.path:  # of a command file; a path in a recipe has a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale

@@ -9,7 +9,7 @@ from leaven.views.charts import ACCENT, Figure, Point
 from leaven.views.folders import RunView
 
 LOSS = "loss, nats per token"
-_AT = "<br>at %{x:.3~s} tokens<extra></extra>"
+_AT = "<br>at %{x:.3~s} tokens<extra></extra>"  # the last line of a tooltip
 
 Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 

@@ -19,8 +19,10 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class _Stream:
-    """A stream of text for which a terminal that is gone is a broken pipe. With ``forgiving``, other errors, such as
-    a full disk, end no command: the stream keeps what it could not write."""
+    """A text stream that raises BrokenPipeError if its terminal is gone.
+
+    With ``forgiving``, it ignores other errors, such as a full disk: what it could not write stays in its buffer.
+    """
 
     def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
         self._stream, self._forgiving = stream, forgiving
@@ -62,7 +64,7 @@ class SafeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Drop all later output, because the program that read it has ended, or the terminal was closed.
 
-        A command goes on without its progress, warnings and errors, and ends without its results.
+        Without standard error, the command goes on. Without standard output, BrokenPipeError ends it.
         """
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -93,7 +95,10 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used. ``checkpoints``: the reasons by name. ``changed``: another warning."""
+    """Warn of checkpoints that were not used. ``checkpoints`` has the reason by name.
+
+    ``changed`` is a further warning, which names changed values of recipe.toml.
+    """
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])

@@ -68,7 +68,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 
 
 def _time(plan: PlanDocument) -> list[Cell]:
-    """Return each part of a step with its share of the step's time, as text. Shares up to 0.5% are left out."""
+    """Return each part of a step with its share of the step's time. Parts of at most 0.5% are left out."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
     return [f"{part_name(part, plan.layout['ep'])} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
