@@ -53,7 +53,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The values of a rank that :func:`stage_memory` uses for any micro-batch size, in bytes unless stated otherwise."""
+    """The values of a rank that :func:`stage_memory` uses for any micro-batch size, in bytes unless stated."""
 
     weights: float
     grads: float
