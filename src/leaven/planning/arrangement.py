@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from pydantic import ValidationError
-
 from leaven.errors import InputError
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
+from leaven.recipe.files import validated
 from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -120,13 +119,7 @@ def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -
     if gpus is not None:
         dp, rest = divmod(gpus, math.prod(values.get(key, 1) for key in ("tp", "pp", "cp")))
         values = values if rest else {"dp": dp} | values
-    try:
-        return Layout.model_validate(values), micro_batch
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{key}: " for key in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise InputError(f"layout {text!r}: {where}{reason[0].lower()}{reason[1:]}") from error
+    return validated(Layout, values, f"layout {text!r}"), micro_batch
 
 
 def listed(values: Iterable[object]) -> str:
