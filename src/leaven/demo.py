@@ -134,11 +134,8 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into this folder, or None if the demo is new.
-
-    Raises:
-        InputError: if the folder contains other files, a demo of another size or text, or a demo without its runs.
-    """
+    """Return the document that an earlier call wrote into this folder, or None if the demo is new. Raise InputError
+    for a folder with other files, a demo of another size or text, or a demo without its runs."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -254,10 +251,8 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run in a worker process (one thread) from the speed of four steps.
-
-    A validation token is assumed to take a third of the time of a training token.
-    """
+    """Estimate the seconds of a run in a worker process (one thread) from the speed of four steps. A validation token
+    is assumed to take a third of the time of a training token."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -269,10 +264,8 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean of ``first`` - ``second``, and half the width of its 95% confidence interval (Student's t).
-
-    The lists have one value for each seed, in the same order.
-    """
+    """Return the mean of ``first`` - ``second``, and half the width of its 95% confidence interval (Student's t). The
+    lists have one value for each seed, in the same order."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread

@@ -156,10 +156,8 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of each closed standard stream, as of ``leaven ... >&-``.
-
-    Otherwise the next file that is opened would get the stream's number, and printed text would go into this file.
-    """
+    """Open the null device in place of each closed standard stream, as of ``leaven ... >&-``. Otherwise the next file
+    that is opened would get the stream's number, and printed text would go into this file."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # as standard streams are
     os.close(descriptor)

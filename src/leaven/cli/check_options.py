@@ -96,11 +96,8 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``.
-
-        Raises:
-            InputError: if ``subject`` is a file with logs, or an option was given that does not apply to it.
-        """
+        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``. Raise
+        InputError for a file with logs, and for an option that does not apply to ``subject``."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -118,10 +115,8 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check's result, then the lines ``more``; write the page; exit with code 1 if the check failed.
-
-        ``following`` are the commands to suggest if the check passed.
-        """
+        """Write the page, and print a check's result and the lines ``more``. Exit with code 1 if the check failed.
+        ``following`` are the commands to suggest if it passed."""
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -282,13 +277,8 @@ class LoggedRunOptions(RunOptions):
     ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the user's logs (results of finished runs), or None if the check trains runs.
-
-        ``only_logs`` has the names of the options that apply only to logs, separated by spaces.
-
-        Raises:
-            InputError: if an option does not apply, or one that training needs is missing.
-        """
+        """Return the path of the user's logs (results of finished runs), or None if the check trains runs. Raise
+        InputError if an option does not apply or is missing. ``only_logs`` names the options that need logs."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

@@ -131,11 +131,8 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError unless a new file can be written at ``path``, whose folder must exist.
-
-    A device such as /dev/null is allowed, and with ``force`` an existing file. ``force`` is None for a command
-    without the option ``--force``, which the message then does not mention.
-    """
+    """Raise InputError unless ``path`` is a new file in an existing folder, or a device such as /dev/null. With
+    ``force``, the file may exist. ``force`` is None for a command without the option ``--force``."""
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
     if not path.parent.exists():
@@ -146,10 +143,7 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for the recipe in a file: the file's name, with hyphens for special characters.
-
-    Return ``default`` if nothing else is left of the name.
-    """
+    """Return a name for the recipe in a file: the file's, with hyphens for special characters; else ``default``."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
@@ -192,7 +186,7 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether this is a terminal, pipe or socket, whose reader may end before leaven does."""
+    """Return whether this is a terminal, pipe or socket, which somebody reads while leaven writes."""
     with suppress(OSError):
         mode = os.fstat(descriptor).st_mode
         return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

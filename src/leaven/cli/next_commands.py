@@ -72,11 +72,8 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
-    """Return the commands to suggest after a study over the recipe at ``path``: use the best values, and report.
-
-    The values are transferred to the target or, without a target, trained with. ``command`` is the user's own command
-    with the best values, if the study ran commands; then it takes the place of both.
-    """
+    """Return the commands to suggest after a study: transfer the best values to the target or, without a target,
+    train with them; or ``command``, the user's own one with these values. Then report on the study."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -182,11 +179,8 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``, with ``--trials`` that are worth their cost.
-
-    Without a target, the number of trials is left to ``leaven tune``. If the proxy is too large for this machine, a
-    command that plans it comes first.
-    """
+    """Return the command that tunes the proxy in the file ``path``, with as many trials as are worth their cost for
+    the target, if there is one. If the proxy is too large for this machine, a command that plans it comes first."""
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
@@ -262,10 +256,7 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
-    """Return the command that trains a recipe, with torchrun if there are several ranks.
-
-    ``sets`` are arguments of ``--set``, and ``node_size`` is the number of GPUs in a node.
-    """
+    """Return the command that trains a recipe, with torchrun if there are several ranks (``node_size`` on a node)."""
     run = _free(Path("runs", _run_name(path)))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)

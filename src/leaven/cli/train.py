@@ -132,10 +132,8 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run has stopped since torchrun was started, and its last event says so.
-
-    torchrun restarts every command that has ended with an error, but only the user may resume such a run.
-    """
+    """Exit if the run's last event is a stop since torchrun was started. torchrun restarts every command that ends
+    with an error, but only the user may resume a run that has stopped."""
     from leaven.training.integrity import torchrun_began
 
     last = (run.events() or [{"event": None}])[-1]

@@ -168,10 +168,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the row ``law``: the model that the cluster can train, with the size that the law gives.
-
-        ``size`` is the law: it returns the best number of parameters for a number of FLOPs.
-        """
+        """Return the row of a law, whose function ``size`` returns the best number of parameters for some FLOPs."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

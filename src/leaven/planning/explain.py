@@ -252,10 +252,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below the job's on which a layout fits, or None.
-
-    The 64 next smaller numbers that can split the batch are tried.
-    """
+    """Return the largest number of GPUs below the job's on which a layout fits, of 64 tried ones, or None."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {

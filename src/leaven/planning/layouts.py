@@ -175,10 +175,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that fits but that leaven cannot train, if it is 2% faster than all ``choices``.
-
-        None without such a layout, and if ``job.by_leaven`` is false.
-        """
+        """With ``job.by_leaven``: the best fitting layout that leaven cannot train, if 2% faster than ``choices``."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None

@@ -101,8 +101,7 @@ class TokenRequired:
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
     """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises.
 
-    ``here`` is the name of the page in ``LINKS``, or "". With ``found``, the folders that the page shows, the page
-    updates itself: the browser asks every two seconds whether they have changed.
+    A page of the folders ``found`` updates itself: the browser asks every two seconds whether they have changed.
     """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:

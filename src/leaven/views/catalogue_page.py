@@ -48,8 +48,7 @@ class CatalogueChart:
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is a field of a law's result, such as ``lr``. Laws that do not predict it are left out, and so are
-    other forms of a law that is shown.
+    ``predicted`` is a field of a law's result, such as ``lr``. Laws without it and other forms of a law are left out.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -257,10 +256,8 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap.
-
-    ``decades`` is the height of the chart in factors of 10.
-    """
+    """Return the positions of line labels: the ends of the lines, moved up where they overlap in a chart of this
+    height in ``decades``."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):

@@ -214,10 +214,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` of the points, with the first and the last, evenly spaced along the axis of x.
-
-    The axis is logarithmic by default.
-    """
+    """Return at most ``most`` of the points, with the first and the last, evenly spaced on a log or linear axis."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])

@@ -32,9 +32,7 @@ only if these values are equal."""
 
 
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
-    """Return an HTML page that compares runs with the first run, and the document of ``--json``.
-
-    Both name ``output``, the file to which the caller writes the page.
+    """Return an HTML page, for the file ``output``, that compares runs with the first one, and its document.
 
     Raises:
         InputError: if a folder is not a run with steps, is given twice, or there are more than ``MOST_RUNS``.

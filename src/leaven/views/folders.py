@@ -191,10 +191,7 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None for each value that is no number charts can show.
-
-    The texts ``event`` and ``why`` are kept.
-    """
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be shown."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:

@@ -34,11 +34,8 @@ def plan_page(
 ) -> str:
     """Return the HTML page of a plan.
 
-    Args:
-        plan: gives what ``document`` lacks: all layouts that fit, the passes of the pipeline, and the accelerator.
-        name: the title of the page.
-        command: the shell command that prints the same plan.
-        form: the fields of the input form in ``leaven serve``; without fields, the page has no form.
+    ``plan`` has what the ``document`` lacks: all layouts that fit, the passes of the pipeline, and the accelerator.
+    ``name`` is the title, ``command`` the shell command of the plan, and ``form`` the input form of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

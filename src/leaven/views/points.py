@@ -20,10 +20,7 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a change from the starting value as text: a factor (``2×``), a difference (``+0.05``) or an option.
-
-    ``to`` is the distance from the start in the unit of ``dimension``, such as octaves.
-    """
+    """Return a hyperparameter's change from its starting value, such as ``2×`` or ``+0.05``, or a chosen option."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
@@ -35,8 +32,7 @@ def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
     """Return how hyperparameters change from ``before`` to ``now``, as in ``embedding.lr x1.41, …``.
 
-    ``before`` and ``now`` have distances from the starting values by path; a path that ``before`` lacks is at the
-    start. The largest changes come first, and the text has at most ``room`` characters.
+    The largest changes come first, and the text has at most ``room`` characters.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -167,8 +163,7 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines about the predicted gain of more trials, and about the two hyperparameters that brought most so
-    far. ``noise`` is the noise between seeds in nats."""
+    """Return lines about the predicted gain of more trials, and the two hyperparameters that brought most so far."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""

@@ -80,8 +80,7 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the distance from 1 at which colours are strongest, for these factors: in octaves (factors of 2), at
-    least 1."""
+    """Return at which distance from 1, in octaves (factors of 2), the colours of these factors end; at least 1."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 

@@ -104,8 +104,8 @@ class Table:
 class RowByRow:
     """A table whose rows are printed one at a time, in columns of fixed width.
 
-    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` maps the index of each shown column to
-    its width in characters.
+    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` has the width of each shown column, by
+    index.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -133,10 +133,7 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``.
-
-    The text of all lines begins at column ``indent``; by default, two characters behind the longest label.
-    """
+    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent``: width of the labels; 0: as needed."""
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
         self._facts = facts

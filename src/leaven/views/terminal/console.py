@@ -95,10 +95,7 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used. ``checkpoints`` has the reason by name.
-
-    ``changed`` is a further warning, which names changed values of recipe.toml.
-    """
+    """Warn of checkpoints that were not used. ``checkpoints``: the reasons by name. ``changed``: another warning."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])

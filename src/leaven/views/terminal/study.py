@@ -34,8 +34,7 @@ class TuneScreen(LiveScreen):
     """The live screen of a study: a row for each trial that has ended, and below the rows the running trials.
 
     Trials of other ``leaven tune`` commands that share the study are shown, too. Methods may be called from several
-    threads. ``trials``, ``flops`` and ``hours`` are the limits of the budget; None: no such limit. ``stack`` is the
-    number of trials that a worker trains at once.
+    threads. ``trials``, ``flops`` and ``hours`` are the budget; ``stack`` is how many trials a worker trains at once.
     """
 
     def __init__(
