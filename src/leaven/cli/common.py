@@ -49,7 +49,7 @@ ShareOption = Annotated[
         min=0.01,
         max=1,
         metavar="SHARE",
-        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full-batch speed (0 to 1).",
+        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

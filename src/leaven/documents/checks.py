@@ -14,7 +14,7 @@ class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
     axis: str  # what grows, e.g. width; in a sweep, two scales: 64x4 -> 256x4; bookkeeping if nothing was trained
     slope: float | None  # the judged number, e.g. an exponent; of several, the one farthest beyond its limit
-    limit: float | None  # largest allowed distance of slope from its correct value (usually 0) or values
+    limit: float | None  # largest allowed distance of slope from its correct value or range, which is usually 0
     passed: bool | None  # null if the row is measured but not judged
     parts: dict[str, float | None] = {}  # all numbers of the row by column
     note: str = ""  # the usual cause of a failure, or why the row is not judged

@@ -109,7 +109,7 @@ class Accelerator:
 
     @cached_property
     def sustained_share(self) -> float:
-        """The rate of large matrix products in a training step / that of the fastest matmul; 0.9 if not measured."""
+        """Speed of large matrix products in a training step / speed of the fastest matmul; 0.9 if not measured."""
         fastest = self.matmul("bf16") or self.matmul("fp16")
         return self.sustained.matmul / fastest if self.sustained and fastest else SUSTAINED
 

@@ -39,7 +39,7 @@ def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, message
 def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
-    The latency is that of a ring or of a tree of nodes, whichever is lower, because NCCL can use both.
+    NCCL can use a ring or a tree of nodes, so the lower of their latencies counts.
     """
     if ranks == 1:
         return 0.0

@@ -147,7 +147,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``, apart from that of ``key``.
+    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``, without the value of ``key``.
 
     Left out are dp, which follows from the others, compile, and keys that have no effect in ``layout``.
     """

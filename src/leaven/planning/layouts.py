@@ -42,7 +42,7 @@ _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 FILLS = 4
 # Times that differ by less than this share are equal.
 EQUAL = 0.01
-# A layout that leaven cannot train is mentioned if it is faster than all others by more than this share.
+# A layout that leaven cannot train is mentioned if it is faster by this share than all that leaven can train.
 _MENTIONED_IF_FASTER_BY = 0.02
 
 

@@ -61,7 +61,7 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    It is the cluster of ``leaven new --gpus``, or that of a published run with the same n_layers,
+    It is the cluster that ``leaven new --gpus`` was given, or the cluster of a published run with the same n_layers,
     d_model, d_ff and tokens.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))

@@ -52,7 +52,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The layout is that of the full batch, and the micro-batch is at most that of the full batch.
+        The layout is the full batch's, and the micro-batch is not larger than the full batch's.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch

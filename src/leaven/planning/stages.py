@@ -37,7 +37,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
         return max(loads), sum(stage**2 for stage in loads)
 
     def split(first: int, last: int) -> tuple[int, ...] | None:
-        """Return the blocks of all stages for those of the first and last stage, or None if this is impossible."""
+        """Return the number of blocks of every stage, given the first and the last; None if this is impossible."""
         rest = n_layers - first - last
         if rest < middle or (not middle and rest):
             return None

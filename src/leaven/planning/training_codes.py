@@ -111,7 +111,7 @@ class TrainingCode:
     def with_moments(self, moments: Moments) -> "TrainingCode":
         """Return the training code with another optimizer.
 
-        ``adam-8bit`` is that of Dettmers 2021, arXiv 2110.02861; its scales, one per 2,048 values, are not counted.
+        ``adam-8bit`` is from Dettmers 2021, arXiv 2110.02861; its scales, one per 2,048 values, are not counted.
         ``muon`` uses Adam for parameters that are not matrices.
         """
         matrices = self.master + 4 if moments == "muon" else None

@@ -61,7 +61,7 @@ def application(roots: list[Path], token: str) -> Starlette:
         "/plotly.js": _plotly,
     }
     return Starlette(
-        # Plain functions run in threads, so that a slow page does not hold up the others.
+        # Plain functions run in threads, so that a slow page does not delay other requests.
         routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()],
         middleware=[Middleware(TokenRequired, token=token)],
     )

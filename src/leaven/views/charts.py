@@ -147,7 +147,7 @@ def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
 
 
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02) -> Figure:
-    """Return a linear axis. The arguments are those of :func:`log_axis`."""
+    """Return a linear axis. The arguments are as in :func:`log_axis`."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
     labels = [spell(place) for place in places]
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels}

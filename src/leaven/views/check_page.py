@@ -52,9 +52,9 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
         sections.append((axis, [(f"{axis}-{quantity}", title) for quantity, title in wanted.items()]))
         for quantity in wanted:
             lines = [
-                (module, points)
-                for (module, of), curve in curves.items()
-                if of == quantity and (points := _relative(curve, curves.get((module, "eps"))))
+                (curve.module, points)
+                for curve in curves.values()
+                if curve.quantity == quantity and (points := _relative(curve, curves.get((curve.module, "eps"))))
             ]
             lines.sort(key=lambda line: line[0] in failed)  # drawn last
             traces = [_line(module, points, failed.get(module, MUTED)) for module, points in lines]
@@ -69,7 +69,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
     """Return the points of a curve divided by its first value, so that it starts at 1.
 
-    With ``eps``, each value is first divided by that of ``eps`` at the same size. The list is empty if a value is 0
+    With ``eps``, each value is first divided by the eps at the same size. The list is empty if a value is 0
     or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
@@ -81,8 +81,8 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a sweep or of ``check equivalence``, and the context of their section.
 
-    The first chart shows the loss over the swept value. The others show the best value over the width, depth, batch
-    or tokens of the models.
+    The first chart shows the loss over the swept value. Further charts show the best value over the width, depth,
+    batch or tokens of the models.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}

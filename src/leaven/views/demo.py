@@ -28,7 +28,7 @@ COMMANDS = (
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     """Return the loss at each lr, for each pair (rule, width).
 
-    The losses at the base width are means over seeds. At other widths, they are those of the first seed.
+    The losses at the base width are means over seeds. At other widths, only the first seed counts.
     """
     base = demo.models[0].width
     return {

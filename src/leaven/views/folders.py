@@ -86,8 +86,8 @@ class StudyView(StudyDocument):
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """Return the values of hyperparameters by path. ``octaves`` are their distances from the starting values."""
-        of = self.centre
-        return point.values(of, octaves) if isinstance(of, Recipe) else of.values(octaves)
+        start = self.centre
+        return point.values(start, octaves) if isinstance(start, Recipe) else start.values(octaves)
 
     @property
     def best_trial(self) -> StudyTrial | None:

@@ -137,8 +137,8 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     if state.outlook is not None:
         facts += outlook_facts(state.outlook, state.noise_floor)
     if state.stalled:
-        of = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
-        facts.append(("stopped", [f"after {of} trials: the last rounds gained less than the noise"]))
+        ended = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
+        facts.append(("stopped", [f"after {ended} trials: the last rounds gained less than the noise"]))
     return facts
 
 

@@ -132,7 +132,7 @@ def _line(
 
 
 def _validations(run: RunView, colour: str, start: float = 0) -> list[Figure]:
-    """Return the dots of the validation losses from ``start`` tokens on, and those of averaged weights, if any."""
+    """Return dots at the validation losses from ``start`` tokens on, also at those of averaged weights, if any."""
     drawn = []
     for points, what, symbol in (
         (run.validation, "", "circle"),

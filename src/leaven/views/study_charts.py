@@ -216,7 +216,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return, by trial, its loss minus that of the best trial after the same number of tokens; {} without a best."""
+    """Return, by trial, its loss minus the best trial's after the same number of tokens; {} without a best trial."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}

@@ -125,9 +125,9 @@ class TuneScreen(LiveScreen):
 
     def _status(self) -> Iterator[RenderableType]:
         usual, now = self._usual(), time.time()
-        of = "" if usual is None else f" of {format_seconds(usual)}"
+        expected = "" if usual is None else f" of {format_seconds(usual)}"
         at_work = [
-            f"{worker} trial {number} {format_seconds(now - since)}{of}"
+            f"{worker} trial {number} {format_seconds(now - since)}{expected}"
             for number, (worker, since) in sorted(self._running.copy().items())
         ]
         at_work += [
