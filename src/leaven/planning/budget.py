@@ -52,7 +52,7 @@ _STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Return the cluster, and the time in seconds, that text such as ``64xH100 x 14d`` states.
+    """Return the cluster and the time in seconds of text such as ``64xH100 x 14d``.
 
     Raises:
         InputError: if the text does not have this form, the time is zero, or the cluster is unknown.

@@ -151,7 +151,7 @@ class Exploration:
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The layouts in ``fitting`` that may be chosen. If ``job.by_leaven``, leaven must be able to train them."""
+        """The candidates in ``fitting`` that may be chosen: with ``job.by_leaven``, those that leaven can train."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
@@ -246,7 +246,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout of :func:`layouts` with every micro-batch size, except multiples of a misfit."""
+    """Try every layout of :func:`layouts` with every micro-batch size, except multiples of one that does not fit."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

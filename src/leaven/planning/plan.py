@@ -105,7 +105,7 @@ class ClusterPlan:
         """Warnings, for example that the plan does not fit into memory, relies on guesses or has a large bubble."""
         chosen, device = self.chosen, self.job.cluster.accelerator
         found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
-        if any(of.confidence == "guess" for of in device.sources):
+        if any(source.confidence == "guess" for source in device.sources):
             rest = "MFU and energy" if self.job.calibration else "time, MFU and energy; --measure calibrates the time"
             found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
         if thin_pipeline(chosen.arrangement):

@@ -167,7 +167,7 @@ def _gains(arch: PublishedArchitecture) -> int:
 
 
 def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
-    """Return the blueprint of a layer with these widths."""
+    """Return the block of a layer with these widths."""
     heads, kv_heads, d_ff = layer
     d, gain, gated, qk_norm = arch.d_model or 0, _gains(arch), _known(arch, "gated"), _known(arch, "qk_norm")
     bias = bool(arch.bias)

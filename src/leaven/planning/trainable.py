@@ -113,12 +113,12 @@ def _experts_refusal(recipe: Recipe) -> str | None:
 def _torch_refusal(recipe: Recipe) -> str | None:
     """Return why the installed torch cannot run a zero-bubble schedule, or None if it can.
 
-    Before version 2.13, torch silently computes wrong gradients of operations with several outputs.
+    Before version 2.13, torch silently computes wrong gradients there of operations with several outputs.
     """
-    there = version("torch")
-    if recipe.layout.schedule != "zero-bubble" or tuple(map(int, there.split(".")[:2])) >= (2, 13):
+    torch = version("torch")
+    if recipe.layout.schedule != "zero-bubble" or tuple(map(int, torch.split(".")[:2])) >= (2, 13):
         return None
-    return f'schedule = "zero-bubble" computes wrong gradients in torch {there}; install torch 2.13, or use "1f1b"'
+    return f'schedule = "zero-bubble" computes wrong gradients in torch {torch}; install torch 2.13, or use "1f1b"'
 
 
 def layout_cautions(recipe: Recipe) -> list[str]:

@@ -42,7 +42,7 @@ _PARAMETERS = (
 
 
 def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a table of every parameter's values. Neighbouring layers with equal values share a row."""
+    """Yield a recipe's size and scale, and a table with a row for each parameter of layers with equal values."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     yield Facts(
         [
