@@ -5,7 +5,7 @@ micro-batch size and a number of gradient accumulation steps.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args
@@ -16,6 +16,7 @@ from leaven.planning.hardware import Cluster
 from leaven.recipe.files import validated
 from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import listed
 
 MOST_CHARACTERS = 300  # of a layout as text
 # The keys of ``--layout`` with their possible values; None stands for any whole number from 1 on.
@@ -120,12 +121,6 @@ def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -
         dp, rest = divmod(gpus, math.prod(values.get(key, 1) for key in ("tp", "pp", "cp")))
         values = values if rest else {"dp": dp} | values
     return validated(Layout, values, f"layout {text!r}"), micro_batch
-
-
-def listed(values: Iterable[object]) -> str:
-    """Return values as text: ``1, 2 or 4``."""
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def written(layout: Layout) -> str:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from leaven.documents.planning import CalibrationRow, CandidateRow
 from leaven.errors import InputError
-from leaven.planning.arrangement import Arrangement, listed, pipeline_refusal, tensor_degrees
+from leaven.planning.arrangement import Arrangement, pipeline_refusal, tensor_degrees
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB, Memory, worst_stage
@@ -23,6 +23,7 @@ from leaven.planning.timing import StepTime, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout, Recompute
+from leaven.recipe.units import listed
 
 # Share of an accelerator's memory that a layout may need. The rest is for the planner's error: on published runs it
 # underestimates memory by up to 16% (docs/evidence/planner-accuracy.md).

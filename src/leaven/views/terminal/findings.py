@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from leaven.catalogue.runs import find_run, listed
+from leaven.catalogue.runs import find_run
 from leaven.documents.catalogue import FindingRow, RecipeCheck
-from leaven.recipe.units import format_number, format_parameters, format_quantity
+from leaven.recipe.units import format_number, format_parameters, format_quantity, listed
 from leaven.views.tables import Facts, under
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
@@ -95,5 +95,5 @@ def _range(one: FindingRow) -> str:
 
 def _ids(ids: Sequence[str]) -> str:
     if len(ids) <= _MOST:
-        return listed(ids).replace(" or ", " and ")
+        return listed(ids, "and")
     return f"{', '.join(ids[:_MOST])} and {len(ids) - _MOST} more"
