@@ -29,7 +29,7 @@ from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import LINES, RunStore
-from leaven.views.demo import RULES, best, curves, demo_plan
+from leaven.views.demo import COMMANDS, RULES, best, curves, demo_plan
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.live import LiveScreen
@@ -207,7 +207,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
     for name, recipe in recipes.items():
         if not (folder / f"{name}.toml").exists():  # the user may have edited it
             write_recipe(recipe.replace({"name": name}), folder / f"{name}.toml")
-    following = [f"leaven show --rule {MOVED}", "leaven new mine.toml --params 1B --tokens 20B"]
+    following = [f"leaven show --rule {MOVED}", COMMANDS[0]]
     return document.model_copy(update={"result": result_of(document), "next": following})
 
 

@@ -224,7 +224,7 @@ class ComparedRun(Entry):
     finished: bool
     loss: float | None  # last validation loss, nats per token
     difference: float | None  # loss of this run - loss of the first run; null for the first run
-    speedup: float | None  # tokens that the first run needed / tokens that this run needed for the same loss
+    speedup: float | None  # tokens that the first run needed / tokens of this run for the same loss; null if unknown
     tokens: int
     seconds: float | None
     tokens_per_second: float | None  # median over the steps
@@ -295,7 +295,7 @@ class DemoDocument(Document, schema="demo/2"):
     runs: list[DemoRun] = []  # empty until the demo has finished
     result: DemoResult | None = None  # null until the demo has finished
     processes: int = 0  # number of worker processes
-    seconds: float = 0.0  # total time of all calls of leaven demo in this folder
+    seconds: float = 0.0  # total time of all calls of leaven demo in this folder until the demo finished
     report: str | None = None  # path of the HTML page
     next: list[str] = []  # commands to type next
 

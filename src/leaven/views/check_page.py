@@ -131,7 +131,7 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
     """Draw the best value of the hyperparameter over the width, depth, batch or duration.
 
-    A dotted line shows the best value of the first point. Two more show the limits, ``limit`` octaves above and
+    A dotted line shows the best value of the first point. With ``limit``, two more are ``limit`` octaves above and
     below.
     """
     level = curve.y[0]

@@ -17,7 +17,7 @@ from leaven.views.tables import Column, Facts, Table
 # The scaling rules of the demo, and what each does with the hyperparameters of the base (the smallest width).
 RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}
 ABOVE = 0.75  # nats; the charts show losses up to this much above the lowest loss
-COMMANDS = (
+COMMANDS = (  # for a model of the user's own, after the demo
     "leaven new mine.toml --params 1B --tokens 20B",
     "leaven tune mine-proxy.toml --study studies/mine --trials 32",
     "leaven transfer studies/mine/best.toml --like mine.toml -o mine-tuned.toml",
