@@ -59,10 +59,6 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     return found
 
 
-def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    return {"Chinchilla, 20 tokens per parameter": [(size, 20 * size, True) for size in sizes]}
-
-
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
     """Return the init std of each rule for models of these sizes.
 
@@ -94,7 +90,8 @@ CHARTS = (
     CatalogueChart(
         key="tokens", title="Duration", note="Tokens of the whole run. Thin line: the compute-optimal number by "
         "Chinchilla.",
-        unit="tokens", hover="{} tokens", path="data.tokens_total", lines=_chinchilla,
+        unit="tokens", hover="{} tokens", path="data.tokens_total",
+        lines=lambda sizes: {"Chinchilla, 20 tokens per parameter": [(size, 20 * size, True) for size in sizes]},
     ),
     CatalogueChart(
         key="init", title="Init std", note="Of matrices that read the residual stream. Thin lines: rules that depend "

@@ -14,6 +14,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from leaven.errors import shown
+from leaven.views.tables import LABEL
 
 NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
@@ -103,7 +104,7 @@ def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> N
 
 def next_lines(commands: Sequence[str]) -> list[str]:
     """Return the lines that show the commands to type next, and how to choose other GPUs."""
-    lines = [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
+    lines = [f"{'' if number else 'next':<{LABEL}}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
-        lines.insert(0, f"{'hardware':<11}for other GPUs, change --gpus; leaven hardware lists the names")
+        lines.insert(0, f"{'hardware':<{LABEL}}for other GPUs, change --gpus; leaven hardware lists the names")
     return lines
