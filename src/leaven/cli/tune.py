@@ -242,7 +242,7 @@ def _command(
 
 
 def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
-    """Return the search space around a recipe. With ``prior``, it has the optima of laws, which are also printed."""
+    """Return the search space around a recipe. With ``prior``, it has the optima that laws predict. Print these."""
     from leaven.tuning.space import space as space_of
 
     if prior is None:

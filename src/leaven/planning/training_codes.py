@@ -112,7 +112,7 @@ class TrainingCode:
         """Return the training code with another optimizer.
 
         ``adam-8bit`` is from Dettmers 2021, arXiv 2110.02861; its scales, one per 2,048 values, are not counted.
-        ``muon`` uses Adam for parameters that are not matrices.
+        ``muon`` uses Adam for all parameters but the matrices of blocks.
         """
         matrices = self.master + 4 if moments == "muon" else None
         return replace(

@@ -132,7 +132,7 @@ def _values_of(recipe: Recipe) -> dict[str, float]:
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the lineages (model families) with the most runs, by name."""
+    """Return the colours of the lineages (model families) with the most runs, at least two, by name."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
