@@ -150,7 +150,7 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
     """Return the smallest increment, in sequences, of a ramp of at most 64 equal increments up to ``sequences``.
 
-    It is a multiple of dp. It is a multiple of dp x ``micro_batch`` if the full batch is 8 or more times that number.
+    It is a multiple of dp, or of dp x ``micro_batch`` if the full batch is 8, 9, 10, ... times that number.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
