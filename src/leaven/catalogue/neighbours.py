@@ -14,10 +14,11 @@ from statistics import median
 from typing import Any
 
 from leaven.catalogue.groups import NormPlacement
-from leaven.catalogue.runs import Kind, PublishedRun, Stack, listed, load_runs, same_lr_meaning
+from leaven.catalogue.runs import Kind, PublishedRun, Stack, load_runs, same_lr_meaning
 from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
 from leaven.errors import InputError
+from leaven.recipe.units import listed
 
 FACTOR = 4.0
 """A run counts as near if its size is within this factor of the model's. Others say little about lr and batch."""

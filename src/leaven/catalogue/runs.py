@@ -7,7 +7,7 @@ leaven tuned itself have a table ``[tuning]``.
 import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from leaven.errors import InputError
 from leaven.recipe.base import Part
 from leaven.recipe.recipe import differing, flatten
 from leaven.recipe.schedule import Decay
+from leaven.recipe.units import listed
 
 FOLDER = Path(__file__).parent / "runs"
 Kind = Literal["dense", "moe", "vlm"]
@@ -341,10 +342,6 @@ def find_run(id: str) -> PublishedRun:
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Return the three known names most similar to ``name``."""
     return difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
-
-
-def listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + (" or " if names[:-1] else "") + names[-1]
 
 
 def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:

@@ -93,6 +93,7 @@ _NO_PROCESS = (
 DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# The disk or its server does not answer.
 _DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN)
 # What to do about an error of the file system, by its number. Other numbers are bugs of leaven.
 _ADVICE = {
@@ -159,8 +160,8 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of a closed standard input, output or error, as of ``leaven ... >&-``. Otherwise
-    the next file that is opened would take its place, and printed text would go into this file."""
+    """Open the null device in place of each closed standard stream, as of ``leaven ... >&-``. Otherwise the next file
+    that is opened would get the stream's number, and printed text would go into this file."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # as standard streams are
     os.close(descriptor)
@@ -169,12 +170,13 @@ def _open_standard_streams() -> None:
 
 
 def _run() -> int:
+    """Run the command of the command line, print the error if it raises one, and return the exit code."""
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         return FAILED
-    except KeyboardInterrupt:  # while modules are imported; typer handles it later
+    except KeyboardInterrupt:  # while modules are imported; of a running command, typer returns the same code
         code = _CTRL_C
     except ProcessLost as error:
         sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
@@ -248,7 +250,7 @@ def bug_message(error: BaseException) -> str:
 
 
 def usage_message(error: Any) -> str | None:
-    """Return what is wrong with a command line and what to type. Return None for errors not of typer or click."""
+    """Return what is wrong with the command line and what to type, or None if typer or click did not raise it."""
     # This does not test the class, because some versions of typer contain their own copy of click.
     if not hasattr(error, "format_message"):
         return None
@@ -270,6 +272,6 @@ def usage_message(error: Any) -> str | None:
 
 
 def parameter_name(param: Any) -> str:
-    """Return the name of an option as in ``--output/-o``, or of an argument as in ``RECIPE``."""
+    """Return the name of a parameter: of an option such as ``--output/-o``, of an argument such as ``RECIPE``."""
     names = [*param.opts, *param.secondary_opts]
     return "/".join(names) if names[0].startswith("-") else str(param.metavar or param.name.upper())

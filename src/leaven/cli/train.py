@@ -132,8 +132,8 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run's last event is a stop since torchrun was started. torchrun restarts a command that has failed,
-    but only the user may restart such a run."""
+    """Exit if the run's last event is a stop since torchrun was started. torchrun restarts every command that ends
+    with an error, but only the user may resume a run that has stopped."""
     from leaven.training.integrity import torchrun_began
 
     last = (run.events() or [{"event": None}])[-1]

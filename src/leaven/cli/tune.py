@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from leaven.tuning.service.recipe_study import Study
     from leaven.tuning.space import Space
 
-AUTO = 0  # the number of workers for --workers auto
+AUTO = 0  # stands for --workers auto
 TRIALS = 32  # the number of trials if no budget is given
 WITHOUT_COMMAND = "durations flops stack device"  # options that a study over a command does not have
 
@@ -242,8 +242,7 @@ def _command(
 
 
 def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
-    """Return the search space around a recipe. With ``prior``, also print the best values according to scaling
-    laws."""
+    """Return the search space around a recipe. With ``prior``, it has the optima that laws predict. Print these."""
     from leaven.tuning.space import space as space_of
 
     if prior is None:
@@ -254,7 +253,7 @@ def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
 
 
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
-    """Return the GPUs of each worker, or () if every worker may use all GPUs."""
+    """Return the value of CUDA_VISIBLE_DEVICES for each worker, or () if every worker may use all GPUs."""
     from leaven.planning.this_machine import devices_here, devices_of_workers
 
     if command is not None and command.devices:

@@ -105,7 +105,7 @@ class ClusterPlan:
         """Warnings, for example that the plan does not fit into memory, relies on guesses or has a large bubble."""
         chosen, device = self.chosen, self.job.cluster.accelerator
         found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
-        if any(of.confidence == "guess" for of in device.sources):
+        if any(source.confidence == "guess" for source in device.sources):
             rest = "MFU and energy" if self.job.calibration else "time, MFU and energy; --measure calibrates the time"
             found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
         if thin_pipeline(chosen.arrangement):
@@ -133,7 +133,7 @@ class ClusterPlan:
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
         """Return the document of ``leaven plan``, without the commands to run next.
 
-        ``asked`` is the text of ``--explain``, and ``share`` that of :func:`plan_ramp`.
+        ``asked`` is the text of ``--explain``. ``share`` is passed to :func:`plan_ramp`.
         """
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
@@ -210,8 +210,8 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, there is one GPU for each. Else the count is the first of n, 2n, 4n, ...
-    128n on which the recipe fits, or n if it fits on none, where n is the result of :func:`estimated_gpus`.
+    If the recipe's layout has several ranks, there is one GPU for each. Otherwise, with n = :func:`estimated_gpus`,
+    the count is the first of n, 2n, 4n, ... 128n on which the recipe fits, or n if it fits on none of them.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"

@@ -1,6 +1,7 @@
 """Parse and format quantities as people write them: 7B, 2T, 0.5M, 32_768."""
 
 import re
+from collections.abc import Iterable
 
 from leaven.errors import InputError
 
@@ -52,6 +53,12 @@ def format_parameters(params: int, params_active: int) -> str:
     """Return a number of parameters as text: ``6.9 B parameters (of which a token uses 1.3 B)``."""
     size = f"{format_quantity(params)} parameters"
     return size if params_active == params else f"{size} (of which a token uses {format_quantity(params_active)})"
+
+
+def listed(values: Iterable[object], word: str = "or") -> str:
+    """Return values as text: ``1, 2 or 4``."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def format_number(value: float, digits: int = 3) -> str:

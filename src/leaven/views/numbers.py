@@ -56,7 +56,7 @@ def setting(value_of: Any) -> str:
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """Return the range from ``low`` to ``high`` as text, or one number if ``spell`` gives both the same text."""
+    """Return a range as text, such as ``2–4×``, or one number if ``spell`` writes both ends alike."""
     first, last = spell(low), spell(high)
     if first == last:
         return first
@@ -68,7 +68,7 @@ def loss(number: float | None) -> str:
 
 
 def fixed(number: float, digits: int, sign: str = "") -> str:
-    """Return a number with ``digits`` decimals. With ``sign="+"``, a positive number has a plus sign; 0 has none."""
+    """Return a number with ``digits`` decimals; with ``sign="+"``, positive numbers have a plus. 0 has no sign."""
     rounded = round(number, digits) + 0.0
     return f"{rounded:{sign if rounded else ''}.{digits}f}"
 
@@ -149,10 +149,7 @@ def costs(cost: CostRow) -> list[str]:
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:
         unit, scale = ("MWh", 1_000) if cost.energy_kwh >= 1_000 else ("kWh", 1)
-        building = "" if cost.pue == 1 else f" x {cost.pue:g}"
-        texts.append(
-            f"{format_number(cost.energy_kwh / scale)} {unit} (boards at {cost.board_power_w:g} W{building})"
-        )
+        texts.append(f"{format_number(cost.energy_kwh / scale)} {unit} (boards at {cost.board_power_w:g} W)")
     if (price := cost.price_per_gpu_hour) is not None:
         unit = "" if price.currency else " (no currency given)"
         texts.append(f"{money(price, cost.gpu_hours)}{unit} at {money(price)} a {cost.device}-h")

@@ -14,7 +14,7 @@ from typing import Any
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle, mixtures, nearest
-from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
+from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
@@ -22,7 +22,7 @@ from leaven.errors import InputError
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_quantity, listed
 
 LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
 MOST_TOKENS = 10**15
