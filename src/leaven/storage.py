@@ -131,25 +131,6 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``path``, a new or empty folder, when the ``with`` block ends
-    without an error."""
-    path = path.absolute()
-    _remove_leftovers(path)
-    temporary = _temporary(path)
-    try:
-        temporary.mkdir()
-        yield temporary
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                sync_file(Path(folder, name))
-            sync_folder(Path(folder))
-        place_folder(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def place_folder(temporary: Path, final: Path) -> None:
     """Rename the folder ``temporary``, whose files are synced, to ``final``, which must be new or empty."""
     sync_folder(temporary)
@@ -308,13 +289,23 @@ def written_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. Raise
     InputError if the path exists and is not an empty folder, or if the block or the renaming raises OSError."""
     require_free(path)
-    make_folder(path.absolute().parent)
+    final = path.absolute()
+    make_folder(final.parent)
+    _remove_leftovers(final)
+    temporary = _temporary(final)
     try:
-        with new_folder(path) as temporary:
-            yield temporary
+        temporary.mkdir()
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                sync_file(Path(folder, name))
+            sync_folder(Path(folder))
+        place_folder(temporary, final)
     except (OSError, UnicodeEncodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{path}: cannot be written: {why}; nothing was written") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def share(path: Path) -> None:
@@ -400,9 +391,9 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
             os.fsync(file.fileno())
 
 
-def append_json(path: Path, document: Mapping[str, Any], *, sync: bool = False) -> None:
-    """Append a JSON object as one line. The caller must hold a lock. With ``sync``, the line survives a power cut."""
-    append(path, json.dumps(document).encode() + b"\n", sync=sync)
+def append_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Append a JSON object as one line, which survives a power cut. The caller must hold a lock."""
+    append(path, json.dumps(document).encode() + b"\n", sync=True)
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
@@ -452,7 +443,6 @@ def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> 
         *lines, tail = read(path, math.inf).split(b"\n")
     except FileNotFoundError:
         lines, tail = [], b""
-    # ``tail`` is the text after the last newline. It counts if only its newline is missing.
     for number, line in enumerate([*lines, tail], start=1):
         document = json_object(line, decode)
         if document is not None:

@@ -36,10 +36,6 @@ class Piece:
         """Whether the block is the whole tensor."""
         return tuple(self.local.shape) == self.shape
 
-    @property
-    def place(self) -> Place:
-        return Place(self.shape, self.offset)
-
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
     """Return the block of a tensor that this process stores. Of the processes with the same block, the first along

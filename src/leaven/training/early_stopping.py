@@ -94,12 +94,9 @@ class Pruning(Callback):
     baseline: Baseline  # the best trial so far
     warmup_tokens: int  # no trial is ended earlier
 
-    def before_step(self) -> None:
-        self._points = len(self.monitor.curve)
-
     def after_step(self, step: StepResult) -> None:
-        curve = self.monitor.curve
-        new_point = len(curve) > self._points and self.monitor.done > self.warmup_tokens
+        curve, done = self.monitor.curve, self.monitor.done
+        new_point = bool(curve) and curve[-1][0] == done > self.warmup_tokens
         if new_point and should_prune(curve, self.baseline):
             raise Pruned(expected(curve, self.baseline))
 

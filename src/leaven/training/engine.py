@@ -331,7 +331,7 @@ class Training:
                 optimizer |= {f"{kind}.{piece.name}": value for kind, value in here.items() if value.dim() or first}
             if not piece.whole:
                 names = (f"{kind}.{piece.name}" for kind, value in here.items() if value.dim())
-                places |= dict.fromkeys((piece.name, *names), piece.place)
+                places |= dict.fromkeys((piece.name, *names), Place(piece.shape, piece.offset))
         if self.group.is_first:
             for stateful in self._stateful:
                 optimizer |= stateful.state_dict()
