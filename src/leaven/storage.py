@@ -4,7 +4,7 @@ leaven writes all its permanent files with this module. It never writes through 
 else may have made the link. If the new content of a file cannot be written, the old file stays.
 
 Files of users and other programs are read with :func:`open_file` or :func:`read`, which refuse pipes and devices:
-reading them may never end. For paths that a user has typed, :func:`write_text` and others raise InputError.
+reading them may never end. Functions for a path that a user has typed, such as :func:`write_text`, raise InputError.
 """
 
 import errno
@@ -44,7 +44,8 @@ AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 """Errors of a network disk that is away for a while."""
 
 SOFT = 10.0
-"""Seconds until a lock on a disk without flock is refused, if its file does not name a process."""
+"""On a disk without flock, :func:`lock` refuses a lock file that stays empty for so many seconds. Such a file does
+not say which process holds the lock."""
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
@@ -199,8 +200,8 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def require_page(path: Path) -> None:
-    """Check that an HTML page may be written to ``path``: it may overwrite a page or an empty file, but no other
-    file. Raise InputError if it may not. In the folder of a run, study, check or demo, the name must end in .html."""
+    """Raise InputError if an HTML page may not be written to ``path``. It may overwrite a page or an empty file, but
+    no other file. In the folder of a run, study, check or demo, its name must end in .html."""
     if _is_device(path):
         return
     if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
@@ -223,12 +224,12 @@ def write_page(path: Path, html: str) -> None:
     """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
     be written, or :func:`require_page` refuses the path."""
     require_page(path)
-    write_text(path, html.encode(errors="backslashreplace").decode())  # others may have written half a surrogate pair
+    write_text(path, html.encode(errors="backslashreplace").decode())  # text of others may have half a surrogate pair
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a folder is a URL or a database login, which may contain a password, or is no
-    UTF-8, which some libraries do not read."""
+    """Raise InputError if the path of a folder is a URL or a database login, because it may contain a password, or
+    is not UTF-8, because some libraries cannot open it."""
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
@@ -252,7 +253,8 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Before long work: raise InputError if ``path`` is a URL, or leaven is not permitted to write or create it."""
+    """Raise InputError if ``path`` is a URL, or if leaven is not permitted to write or create it. Call this before
+    long work."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -276,7 +278,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Raise InputError if the path is a URL, or exists and is not an empty folder."""
+    """Raise InputError if the path is a URL or the root of a disk, or exists and is not an empty folder."""
     require_folder_name(path)
     if os.path.ismount(path):
         raise InputError(f"{path} is the root of a disk; give a new folder in it, such as {path / 'model'}")
@@ -286,8 +288,11 @@ def require_free(path: Path) -> None:
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. Raise
-    InputError if the path exists and is not an empty folder, or if the block or the renaming raises OSError."""
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
+
+    Raises:
+        InputError: if :func:`require_free` refuses the path, or if a file in the folder cannot be written.
+    """
     require_free(path)
     final = path.absolute()
     make_folder(final.parent)
@@ -309,7 +314,7 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file, which a library may have made private, the permissions that a new file in its folder gets."""
+    """Give a file the permissions that a new file in its folder gets. A library may have made the file private."""
     new = _temporary(path)
     with new.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -352,7 +357,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files and folders of killed processes of this machine that were writing ``path``."""
+    """Remove the temporary files and folders that killed processes of this machine have left beside ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
@@ -397,7 +402,8 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether the last line of a file is that of :func:`append_json`, whose flush may have failed."""
+    """Return whether a file ends with the line that :func:`append_json` writes for ``document``. If that function
+    raises OSError, the line may be in the file all the same."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -425,7 +431,7 @@ def _torn(file: FileIO) -> bytes:
 class JsonLines:
     """The content of a file with one JSON object per line."""
 
-    documents: list[dict[str, Any]]
+    documents: list[dict[str, Any]]  # the JSON objects, in order
     damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
     numbers: list[int]  # the line number of each entry of ``documents``
 
@@ -469,8 +475,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path; or on a disk without flock, if a process that is
-            gone may have left the lock, and it names no process or ``seconds`` is 0.
+        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, a process that is gone
+            may have left the lock: then also if the lock is not free, and ``seconds`` is 0 or its file is empty.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

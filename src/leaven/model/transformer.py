@@ -322,9 +322,8 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer with this sliding window, or without one.
-
-        None means that each token attends to all tokens of its sequence up to its own position.
+        """Return the bias or mask of the attention scores in a layer. ``window`` is None in a layer without a sliding
+        window. The result None means that a token attends to all tokens of its sequence up to its own position.
         """
         if window is None or self.window_TT is None:
             return self.bias_HTT

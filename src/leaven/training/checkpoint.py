@@ -81,7 +81,7 @@ class Checkpoint:
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
     optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process saves
     state: Mapping[str, Any] = field(default_factory=dict)  # JSON values that the callbacks save
-    rewinds: tuple[Rewind, ...] = ()  # all returns of the run to earlier checkpoints so far
+    rewinds: tuple[Rewind, ...] = ()  # all rewinds of the run so far
     # The position of each part in its whole tensor, by name. A tensor without an entry is whole. An entry without a
     # tensor is a part that another process saves.
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -391,8 +391,8 @@ class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled. The newest ``keep`` scheduled checkpoints
-    are kept, and some others (:func:`checkpoints_to_keep`). A further one in an interval, as a stopped run saves it,
-    is kept while it is the newest, so a stop does not shorten how far a run can roll back.
+    are kept, and some others (:func:`checkpoints_to_keep`). A second one in an interval, such as the one that a stop
+    saves, is kept only while it is the newest. So stops do not push out the checkpoints to which a run may roll back.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
@@ -441,7 +441,7 @@ class CheckpointManager:
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
         """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
         unfinished ones and those that one of the run's ``rewinds`` has undone. Raise InputError on all processes if
-        there are other later ones.
+        there is any other checkpoint after ``after_tokens``.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
@@ -503,7 +503,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
-    """Return the first of the ascending token counts in each interval of ``every_tokens``, except the one from 0."""
+    """Return the first of the ascending token counts in each interval of ``every_tokens``, except in the interval
+    that begins at 0. Return [] if ``every_tokens`` is None."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]
@@ -533,7 +534,7 @@ class Checkpoints(Callback):
             sync=trainer.run.sync,
         )
         self._saved_step = -1
-        # Of token ids there is no tokenizer, though the user may put one into the folder.
+        # A run on token ids has no tokenizer of its own, even if the user has put one into the folder.
         self._tokenizer = tokenizer_digest(trainer.run) if trainer.tokens.tokenizer_path is not None else None
 
     def after_step(self, step: "Step") -> None:

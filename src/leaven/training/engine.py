@@ -117,7 +117,7 @@ class Training:
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
     def _muon(self) -> dict[str, Any]:
-        """Return the arguments for Muon by name, or {} without Muon."""
+        """Return the arguments of MuonWithAdamW that depend on the precision and the layout; {} without Muon."""
         if not self.recipe.hyperparameters.ns_steps:
             return {}
         whole = self.sharded.whole_matrices()
@@ -225,7 +225,7 @@ class Training:
         return loss if scale is None else loss / scale
 
     def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
-        """Return the noise scale, prepared for the next step, or None if no measurement is due."""
+        """Return the measurement of the noise scale, prepared for this step, or None if none is due."""
         if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):
             return None
         self.noise.first_targets = self._first_targets(batch)

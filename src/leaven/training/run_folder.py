@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics
 
 LOCK = ".lock"
-UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or were when the process was killed
+UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
@@ -233,8 +233,8 @@ class RunFolder:
             self._write_recipe(current, also_in_events=True)
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, and keep the comments of an existing one, which the user may have written. If the
-        disk is full, do nothing if the recipe is ``also_in_events``."""
+        """Write the recipe file, and keep the comments of an existing one, which the user may have written. On a full
+        disk, raise InputError, or if the recipe is ``also_in_events``, do nothing."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:

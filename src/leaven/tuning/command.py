@@ -256,8 +256,8 @@ class SearchedValue(Part):
     """A searched value of a command: a number from ``low`` to ``high``, or one of several ``choices``."""
 
     start: int | float | None = None  # where the search begins; if it is an integer, so are all values of the search
-    low: int | float | None = None
-    high: int | float | None = None
+    low: int | float | None = None  # the lowest value of the search
+    high: int | float | None = None  # the highest value
     unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances: :func:`leaven.tuning.point.moved`
     choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = (
         None  # the search starts at the first

@@ -50,9 +50,11 @@ from leaven.tuning.study_document import StudyDocument
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
 COMMAND_POLL = 0.25  # seconds between checks of a running command
-SETTLING = 0.02  # the share of a command's time that leaven waits at its end for a signal that the command had, too
+# After a command has ended, leaven waits this share of the command's time, but at most ``COMMAND_POLL``: the signal
+# that ended the command may be about to reach leaven, too, and then the trial does not count.
+SETTLING = 0.02
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
-MOST_BYTES = 2**26  # where the pattern ``diverged`` is looked for, at the end of an output
+MOST_BYTES = 2**26  # so many bytes at the end of an output are searched for the pattern ``diverged``
 # An attempt that fails and says this does not count, because the command may have removed what did not fit. No trial
 # begins for some seconds then. A trial with more repeats fails, because it may need more shared memory than there is.
 NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
