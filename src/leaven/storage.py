@@ -291,7 +291,7 @@ def written_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
 
     Raises:
-        InputError: if :func:`require_free` refuses the path, or if a file in the folder cannot be written.
+        InputError: if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.
     """
     require_free(path)
     final = path.absolute()
@@ -357,7 +357,8 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files and folders that killed processes of this machine have left beside ``path``."""
+    """Remove the temporary files and folders of processes of this machine that were killed while they wrote
+    ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 

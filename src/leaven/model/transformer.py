@@ -287,7 +287,8 @@ class Positions:
     """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
 
     Cosines and sines are (T, E), or (B, T, E) with document numbers. The bias of ALiBi is (H, T, T), or (B, H, T, T)
-    with document numbers. The mask of document numbers without ALiBi is (B, 1, T, T).
+    with document numbers. The mask of document numbers without ALiBi is (B, 1, T, T), that of a sliding window (T,
+    T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:

@@ -255,8 +255,8 @@ def read_checkpoint(
 
 
 def _require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait until ``differs`` returns False on every process, for up to `SEEN_AFTER` seconds: a network disk may show
-    new files late. Otherwise raise InputError on all processes."""
+    """Wait up to `SEEN_AFTER` seconds until ``differs`` returns False on every process, because a network disk may
+    show new files late. Then raise InputError on all processes. With a single process, do nothing."""
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):

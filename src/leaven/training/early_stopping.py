@@ -140,7 +140,7 @@ def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
 
 
 def comparable(baseline: Baseline, tokens: int) -> bool:
-    """Return whether the baseline was trained on about ``tokens`` tokens (within 2%)."""
+    """Return whether the baseline has a curve that ends at about ``tokens`` tokens (within 2%)."""
     return bool(baseline.curve) and math.isclose(baseline.curve[-1][0], tokens, rel_tol=0.02)
 
 

@@ -271,8 +271,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def _is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with something else than a line of ours, whose first key is in ``keys``. Zeros,
-    which a power cut may leave, are ignored."""
+    """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
+    ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -303,8 +303,8 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the checkpoint that, according to events.jsonl, the run last saved, resumed from or
-    returned to, or None."""
+    """Return the token count of the last checkpoint in events.jsonl, which the run has saved, resumed from or
+    returned to. Return None if there is none."""
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens

@@ -233,8 +233,8 @@ class RunFolder:
             self._write_recipe(current, also_in_events=True)
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, and keep the comments of an existing one, which the user may have written. On a full
-        disk, raise InputError, or if the recipe is ``also_in_events``, do nothing."""
+        """Write the recipe file, and keep the comments of an existing one, which the user may have written. Raise
+        InputError if this fails, but not because of a full disk if the recipe is ``also_in_events``."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -464,7 +464,8 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int:
-    """Return a whole number in a line of a run. A line with a number too large for a float is damaged."""
+    """Return the number that ``digits`` stand for. Raise ValueError if it is too large for a float: a line with such
+    a number is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)

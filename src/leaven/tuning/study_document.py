@@ -316,10 +316,12 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return by which factors more tokens would lower the loss of the run ``target`` by the gain of a study.
+    """Return what the gain of a study is worth in the run ``target``: the factor on its tokens that lowers its loss
+    as much.
 
-    A larger model may keep only a part of the gain: there is a row for each part in ``SHARES``. The list is empty if
-    ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as ``target``.
+    A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
+    if ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as
+    ``target``.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

@@ -155,7 +155,8 @@ class CommandTrainer:
         return outcome
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Move a folder aside that a trial left which the store has lost. If a retry misses its folder, say so."""
+        """If a trial that the store has lost has left this folder, move it aside. If the folder of a retry is
+        missing, tell the user. Raise InputError if no trial has a folder, as on a disk that is not mounted."""
         made_before = self._folder.exists()
         make_folder(self._folder)
         if folder.exists() and not retry:
@@ -253,7 +254,7 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return the losses of a command, and the end of its output if a pattern is looked for there.
+        """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
         If the command has ended (``complete``), wait while the disk is away: leaven has made the file of the output.
         """
@@ -299,7 +300,7 @@ def _end_of(output: Path, most: int) -> str:
 def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
-    """Return the values of all placeholders, by name, of a trial in ``folder`` with the seed ``space.seed + seed``.
+    """Return the values of all placeholders, by name, for a trial in ``folder`` whose seed is ``space.seed + seed``.
 
     Raises:
         ValueError: if the values are invalid together.

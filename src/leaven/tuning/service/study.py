@@ -488,11 +488,11 @@ class BaseStudy(ABC):
 def write_results(
     out: Path, space: SearchSpace, state: StudyDocument, note: Callable[[str], None] = lambda text: None
 ) -> StudyDocument:
-    """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None).
-    Return the document in study.json.
+    """Write study.json. If there is a best point, also write best.toml and, unless ``state.fewer`` is None,
+    fewest.toml. Return the document in study.json.
 
-    If a user has edited one of the recipes, it stays while the answer is the same. Before another answer is written,
-    it is moved aside. ``note`` says so.
+    A file that the user has edited stays while the answer is the same. It is moved aside before another answer is
+    written. ``note`` tells the user.
     """
     before, written = _saved(out), dict[str, str]()
     # Without digests, as with a damaged study.json, every file counts as edited.
