@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -405,13 +404,12 @@ class CheckpointManager:
         keep_every_tokens: int | None,
         *,
         group: ProcessGroup = SINGLE_PROCESS,
-        timeout: timedelta = timedelta(minutes=30),
         sync: Callable[[], None] = lambda: None,
     ) -> None:
         self._sync = sync
         self._for_good: list[int] = []  # token counts of checkpoints that an earlier start has kept for good
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
-        self._group, self._exchange = group, Exchange(group, timeout)
+        self._group, self._exchange = group, Exchange(group)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Saved] | None = None
 

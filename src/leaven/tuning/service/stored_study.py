@@ -408,11 +408,6 @@ def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) ->
     )
 
 
-def _ours(attempt: FrozenTrial) -> bool:
-    """Return whether leaven created an attempt, even if its user attributes were removed."""
-    return OWNER in attempt.user_attrs or TICKET in attempt.system_attrs
-
-
 def _change_of(attempt: FrozenTrial) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
@@ -426,7 +421,8 @@ def _change_of(attempt: FrozenTrial) -> str:
         f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and attempt.values is not None,
         "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and attempt.values is None,
     }
-    return next((change for change, found in changes.items() if found and _ours(attempt)), "")
+    ours = OWNER in attributes or TICKET in attempt.system_attrs  # its user attributes may have been removed
+    return next((change for change, found in changes.items() if found and ours), "")
 
 
 def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
