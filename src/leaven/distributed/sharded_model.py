@@ -300,9 +300,8 @@ def build_stage(
             block.forward = forward  # type: ignore[method-assign]
     if layout.compile:
         for block in stage.layers:
-            experts = isinstance(
-                block.mlp, MixtureOfExperts
-            )  # not compiled: their numbers of rows change all the time
+            # Experts are not compiled, because their numbers of rows change in every step.
+            experts = isinstance(block.mlp, MixtureOfExperts)
             if layout.tp == 1 and not experts:
                 block.compile()
                 continue

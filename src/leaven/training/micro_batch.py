@@ -102,9 +102,9 @@ def _most(recipe: Recipe) -> int:
     """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches a
     step, and at least two if the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
-    if layout.pp > 1:  # also at the smallest batch
+    if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
-    if recipe.stability.noise_scale_every_tokens is not None:  # measured on a part of the batch
+    if recipe.stability.noise_scale_every_tokens is not None:  # needs two micro-batches
         batch //= 2
     return max(1, batch // layout.dp // recipe.model.seq_len)
 

@@ -129,9 +129,8 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
     gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
     count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
     pair = best_pair(seen.region, seen.points, point, seen.floor)
-    if (
-        pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any()
-    ):  # no share of a gain over a start that diverged
+    # If the start diverged, there is no gain over the start of which the pair could bring a share.
+    if pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any():
         return Outlook(trials=count, flops=flops, gain=gain)
     two = (paths[pair[0]], paths[pair[1]])
     return Outlook(trials=count, flops=flops, gain=gain, pair=two, pair_share=pair[2])

@@ -55,8 +55,9 @@ COMMAND_POLL = 0.25  # seconds between checks of a running command
 SETTLING = 0.02
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
 MOST_BYTES = 2**26  # so many bytes at the end of an output are searched for the pattern ``diverged``
-# An attempt that fails and says this does not count, because the command may have removed what did not fit. No trial
-# begins for some seconds then. A trial with more repeats fails, because it may need more shared memory than there is.
+# A failed attempt whose output says this does not count: a disk was full, even if it no longer is, because the
+# command may have removed what did not fit. No trial begins for FULL_SECONDS then. After MOST_REPEATS such attempts
+# the trial has failed, because it may need more shared memory than there is.
 NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
 AWAY_SECONDS = 300.0  # how long a command that has ended waits for a disk that is away, as calls of the store do
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
@@ -90,7 +91,8 @@ class CommandTrainer:
         self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
         self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
-        self._full_until, self._lacked = 0.0, Counter[int]()  # by time.monotonic(); how often, by trial
+        self._full_until = 0.0  # when trials may begin after a command has found a full disk, by time.monotonic()
+        self._lacked = Counter[int]()  # by trial, how many of its attempts have found a full disk
 
     def __enter__(self) -> "CommandTrainer":
         self._commands.__enter__()
