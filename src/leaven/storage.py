@@ -233,7 +233,7 @@ def require_folder_name(path: Path) -> None:
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
-        raise InputError(f"{path}: the path is no UTF-8; rename the folder, or give another one") from None
+        raise InputError(f"{path}: the path is not UTF-8; rename the folder, or give another one") from None
     if _ADDRESS.search(path.as_posix()):
         raise InputError(
             "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"

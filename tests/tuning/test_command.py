@@ -108,7 +108,7 @@ def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Writ
         *_, (_, loss) = train(**space.values(point), seed=point.seed)  # type: ignore[arg-type]
         return loss
 
-    found = search(objective, space.axes.limits, trials=16, seed=space.seed)
+    found = search(objective, space.limits, trials=16, seed=space.seed)
     assert [trial.octaves for trial in study.trials] == [trial.params for trial in found.trials]
     assert [trial.loss for trial in study.trials] == [trial.loss for trial in found.trials]
     assert study.octaves == found.params

@@ -52,7 +52,7 @@ LIMITS = {
         if isinstance(ends, range)
         else st.floats(*ends).map(lambda distance: round(distance, 9))
     )
-    for path, ends in AROUND.axes.limits.items()
+    for path, ends in AROUND.limits.items()
 }
 POINTS = st.fixed_dictionaries({}, optional=LIMITS)
 NUMBERS = [d for d in AROUND.dimensions if d.unit != "choice" and d.path != "batch.tokens"]

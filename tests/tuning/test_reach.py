@@ -24,8 +24,8 @@ Objective = Callable[[dict[str, float]], float]
 def found_in(
     around: Space, objective: Objective, method: str = "trust-region", trials: int = 60, **more: object
 ) -> SearchResult:
-    limits = {"scales": around.axes.scales, "near": around.axes.near, "noise": 1e-3, "stop_at_noise": False}
-    return search(objective, around.axes.limits, None, trials, method, **{**limits, **more})  # type: ignore[arg-type]
+    limits = {"scales": around.scales, "near": around.near, "noise": 1e-3, "stop_at_noise": False}
+    return search(objective, around.limits, None, trials, method, **{**limits, **more})  # type: ignore[arg-type]
 
 
 def half_life(beta: float) -> float:
@@ -52,8 +52,8 @@ def test_an_optimum_outside_of_the_first_box_is_found(tiny: Recipe) -> None:
     """beta1 0.52 to 0.95 is 3.7 octaves, and residual 1 to 1/20 is 4.3: both outside of the first box."""
     start = tiny.replace({"hyperparameters.beta1": 0.52})
     around = space(start, "global")
-    assert around.axes.near["hyperparameters.beta1"] == (-2, pytest.approx(0.08, abs=0.01))
-    assert around.axes.near["hyperparameters.residual"] == (-3, 3)
+    assert around.near["hyperparameters.beta1"] == (-2, pytest.approx(0.08, abs=0.01))
+    assert around.near["hyperparameters.residual"] == (-3, 3)
     found = found_in(around, planted(start, beta1=0.95, residual=1 / 20))
     there = around.values(found.params)
     assert abs(half_life(float(there["hyperparameters.beta1"])) - half_life(0.95)) < 1
@@ -111,7 +111,7 @@ def test_an_interrupted_search_proposes_the_same_points(tiny: Recipe, method: st
     parts = found_in(around, loss, method, 30, storage=store)
     assert [trial.params for trial in parts.trials] == [trial.params for trial in whole.trials]
     assert parts.params == whole.params
-    first = around.axes.near["hyperparameters.beta1"][0]
+    first = around.near["hyperparameters.beta1"][0]
     assert min(trial.params["hyperparameters.beta1"] for trial in parts.trials) < first
 
 
@@ -125,6 +125,6 @@ def test_a_run_is_pruned_against_runs_with_the_same_choices(tiny: Recipe) -> Non
             seen.append((level, proposal.baseline.curve[0][1]))
         return Outcome(chosen({**proposal, "hyperparameters.optimizer": 0.0}), curve=((1, level), (2, 3.0)))
 
-    search(loss, around.axes.limits, trials=40)
+    search(loss, around.limits, trials=40)
     assert len({level for level, _ in seen}) > 1
     assert all(level == of for level, of in seen)

@@ -48,7 +48,7 @@ def test_global_values(tiny: Recipe) -> None:
     around = space(tiny, "global")
     assert set(around.paths) == {f"hyperparameters.{n}" for n in names} | {"schedule.warmup_tokens", "batch.tokens"}
     assert around.dimensions[0].centre == 0.01
-    assert around.axes.near["hyperparameters.lr"] == (-3, 3)
+    assert around.near["hyperparameters.lr"] == (-3, 3)
     assert around.left_out == ()
     # Steps of half an octave for lr, init and residual, of one for decay, eps and 1 - beta: twice as far.
     wide = {dimension.path for dimension in around.dimensions if dimension.scale == 2 * around.dimensions[0].scale}
@@ -191,7 +191,7 @@ def test_a_range_goes_to_the_bounds_wherever_the_recipe_is(tiny: Recipe, quantit
         recipe = tiny.replace({"hyperparameters.weight_decay": 1e-3, path: start})
         module = f"hyperparameters.modules.mlp.out.{quantity}"
         for own in (path, module):
-            low, high = (resolved(recipe, own, quantity, x) for x in sorted(space(recipe, own).axes.limits[own]))
+            low, high = (resolved(recipe, own, quantity, x) for x in sorted(space(recipe, own).limits[own]))
             if quantity not in {"lr", "weight_decay"}:  # whose product ends first
                 assert sorted((low, high)) == pytest.approx([bounds.low, bounds.high])
             assert all(bounds.low * (1 - 1e-9) <= end <= bounds.high * (1 + 1e-9) for end in (low, high))
@@ -244,7 +244,7 @@ def test_values_without_effect_are_left_out_and_refused_by_name(tiny: Recipe) ->
 def test_a_choice_is_between_levels(tiny: Recipe) -> None:
     found = dimension(tiny, "schedule.decay")
     assert found.levels == ("cosine", "linear", "wsd")
-    assert space(tiny, "schedule.decay").axes.limits == {"schedule.decay": range(3)}
+    assert space(tiny, "schedule.decay").limits == {"schedule.decay": range(3)}
     assert recipe_at(tiny, {"schedule.decay": 2.0}).schedule.decay == "wsd"
     assert recipe_at(tiny, {"hyperparameters.optimizer": 1.0}).hyperparameters.optimizer == "adam"
     linear = tiny.replace({"schedule.decay": "linear"})
@@ -262,9 +262,9 @@ def test_a_shorter_run_has_the_values_that_the_rule_gives_it(tiny: Recipe) -> No
 def test_a_value_is_kept_below_a_limit(tiny: Recipe) -> None:
     around = space(tiny, "hyperparameters.lr,schedule.warmup_tokens")
     path, centre = "schedule.warmup_tokens", tiny.schedule.warmup_tokens
-    usual = around.axes.limits[path][1]
+    usual = around.limits[path][1]
     for limit in (centre + 1, 1.25 * centre, 2 * centre, 3 * centre):
-        high = around.below(path, limit).axes.limits[path][1]
+        high = around.below(path, limit).limits[path][1]
         assert around.values({path: high})[path] < limit
         assert high == usual or around.values({path: high + 1 / 8})[path] >= limit
     assert around.below(path, 100 * centre) == around
@@ -280,14 +280,14 @@ def test_a_tuning_table_sets_the_space_and_its_limits(deep: Recipe) -> None:
     recipe = with_table(deep, space="per-module", octaves=far)
     around = space(recipe)
     assert set(around.paths) == {*space(deep, "per-module").paths, "hyperparameters.lr"}
-    assert around.axes.limits["hyperparameters.modules.embedding.lr"] == (-1.5, 1.5)
-    assert around.axes.limits["hyperparameters.modules.mlp.in.lr"] == (-1, 2)  # the last that fits
-    assert around.axes.near["hyperparameters.modules.mlp.gate.init_std"] == (-3, 3)
+    assert around.limits["hyperparameters.modules.embedding.lr"] == (-1.5, 1.5)
+    assert around.limits["hyperparameters.modules.mlp.in.lr"] == (-1, 2)  # the last that fits
+    assert around.near["hyperparameters.modules.mlp.gate.init_std"] == (-3, 3)
     assert space(recipe, "recipe") == around
     # --space sets the values, the table their limits.
-    assert space(recipe, "global").axes.limits == space(deep, "global").axes.limits | {"hyperparameters.lr": (-2, 2)}
+    assert space(recipe, "global").limits == space(deep, "global").limits | {"hyperparameters.lr": (-2, 2)}
     assert space(recipe, ",".join(around.paths)) == around
-    assert space(with_table(deep, octaves={"batch.tokens": 1})).axes.limits == {"batch.tokens": (-1, 1)}
+    assert space(with_table(deep, octaves={"batch.tokens": 1})).limits == {"batch.tokens": (-1, 1)}
     assert space(with_table(deep, space="global, hyperparameters.depth.lr[0]")).paths[-1].endswith("lr[0]")
     assert space(deep) == space(deep, "global")
 

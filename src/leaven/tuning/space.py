@@ -112,6 +112,21 @@ class SearchSpace(ABC):
     def paths(self) -> tuple[str, ...]:
         return tuple(dimension.path for dimension in self.dimensions)
 
+    @property
+    def limits(self) -> Mapping[str, tuple[float, float] | range]:
+        """The range or the levels of each value, as in the argument ``space`` of ``leaven.tuning.search``."""
+        return self.axes.limits
+
+    @property
+    def scales(self) -> Mapping[str, float]:
+        """The distance of a typical optimum from the start, by path."""
+        return self.axes.scales
+
+    @property
+    def near(self) -> Mapping[str, tuple[float, float]]:
+        """The box in which a search begins, by path. It grows while the best points lie at its edge."""
+        return self.axes.near
+
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
         """Return the space with ``expected`` optima (distance and its deviation, by path) and ``earlier`` trials."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
