@@ -284,7 +284,7 @@ def test_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", missing)
-    monkeypatch.setattr(storage, "SOFT", 0.3)
+    monkeypatch.setattr(storage, "EMPTY_LOCK_SECONDS", 0.3)
     lock = tmp_path / "lock"
     with pytest.warns(UserWarning, match="flock not supported"), storage.lock(lock):
         pass
@@ -295,7 +295,7 @@ def test_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     lock.write_text("12741\nnode17\n4592\n")  # of a process on another machine, perhaps killed
     with pytest.warns(UserWarning, match="flock"), line, storage.lock(lock, seconds=0):
         pass
-    ended = Timer(0.8, lock.unlink)  # the process releases it after more than SOFT seconds
+    ended = Timer(0.8, lock.unlink)  # the process releases it after more than EMPTY_LOCK_SECONDS
     ended.start()
     with pytest.warns(UserWarning, match="flock"), storage.lock(lock):
         ended.join()

@@ -43,7 +43,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 """Errors of a network disk that is away for a while."""
 
-SOFT = 10.0
+EMPTY_LOCK_SECONDS = 10.0
 """On a disk without flock, :func:`lock` refuses a lock file that stays empty for so many seconds. Such a file does
 not say which process holds the lock."""
 
@@ -486,7 +486,7 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     held, empty = FileLock(path, timeout=seconds), False
     try:
         try:
-            held.acquire(timeout=SOFT if seconds < 0 else seconds)
+            held.acquire(timeout=EMPTY_LOCK_SECONDS if seconds < 0 else seconds)
         except TimeoutError:
             # Without flock, filelock takes any file for a lock: its own, which names the process, and an empty one,
             # which a flock has left here or another machine holds.

@@ -96,7 +96,7 @@ class Training:
             {each.row.name: each.local for each in stored},
             [each.row for each in stored],
             recipe.hyperparameters,
-            **self._muon(),
+            **self._muon_arguments(),
         )
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
@@ -116,7 +116,7 @@ class Training:
         self.telemetry = Telemetry(recipe, table, self.sharded)
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
-    def _muon(self) -> dict[str, Any]:
+    def _muon_arguments(self) -> dict[str, Any]:
         """Return the arguments of MuonWithAdamW that depend on the precision and the layout; {} without Muon."""
         if not self.recipe.hyperparameters.ns_steps:
             return {}

@@ -95,10 +95,10 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
-    return max(1, min(tokens // recipe.model.seq_len, _most(recipe)))
+    return max(1, min(tokens // recipe.model.seq_len, _largest_micro_batch(recipe)))
 
 
-def _most(recipe: Recipe) -> int:
+def _largest_micro_batch(recipe: Recipe) -> int:
     """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches a
     step, and at least two if the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
@@ -117,7 +117,7 @@ def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
     begun = run.recipe()
     size = begun.batch.micro_batch
     if size != "auto" and recipe.layout.pp > 1:  # the run may have started without a pipeline
-        size = min(size, _most(recipe))
+        size = min(size, _largest_micro_batch(recipe))
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | begun.why})
 
 
@@ -185,7 +185,7 @@ def choose_micro_batch(training: "Training") -> Choice:
     began, recipe, device = time.perf_counter(), training.recipe, training.device
     sequences = recipe.batch.tokens // recipe.model.seq_len
     powers = {even(sequences, 2**n) for n in range(sequences.bit_length() + 1)}  # and the whole batch
-    everything = sorted(size for size in powers if size <= _most(recipe))
+    everything = sorted(size for size in powers if size <= _largest_micro_batch(recipe))
     candidates = fitting(recipe, device, everything)
     choice = (_largest_that_runs if recipe.steps < TIMED_STEPS else _fastest)(training, candidates)
     if choice is None:

@@ -463,7 +463,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
     return {}
 
 
-def _whole(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     """Return the number that ``digits`` stand for. Raise ValueError if it is too large for a float: a line with such
     a number is damaged."""
     if len(digits) > 300:
@@ -471,7 +471,7 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole)
+_DECODER = json.JSONDecoder(parse_int=_parse_int)
 
 
 def _read(path: Path) -> storage.JsonLines:

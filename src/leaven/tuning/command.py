@@ -222,10 +222,6 @@ class Command(Part):
                     f"the command has no {{{short_path(path)}}}, which is searched; add it, or search other values"
                 )
 
-    @property
-    def has_seed(self) -> bool:
-        return bool({SEED, RECIPE, "data.seed"} & self.used)
-
     def filled(self, values: Mapping[str, Value]) -> str:
         """Return the command with values in place of the placeholders.
 

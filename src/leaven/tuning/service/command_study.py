@@ -357,7 +357,7 @@ class CommandStudy(BaseStudy):
         command.check(space)
         if os.name == "nt":
             raise InputError("a study over a command needs /bin/sh, which Windows does not have; use WSL")
-        if not command.has_seed and noise != 0:
+        if noise != 0 and not {SEED, RECIPE, "data.seed"} & command.used:
             raise InputError(
                 "the command has no {seed}, so the noise between seeds cannot be measured; add {seed}, or give "
                 "--noise 0 if equal values always give the same loss"
