@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -266,14 +267,7 @@ def test_a_checkpoint_to_which_a_run_returned_is_named_if_it_is_gone(run: RunFol
     """The run was killed right after the event."""
     older, target, newest = checkpoints(run.checkpoints)[-3:]
     at = tokens_of(target)
-    event = {
-        "event": kind,
-        "why": "",
-        "asked": {},
-        "from_tokens": at,
-        "tokens": tokens_of(newest),
-        "earlier_rewinds": [],
-    }
+    event = {"event": kind, "why": "", "asked": {}, "from_tokens": at, "tokens": tokens_of(newest)}
     rewrite(run.path / "events.jsonl", lambda lines: [*lines, event | Rewind(at, at, at).document()])
     assert load_run(run.path).tokens == at
     shutil.rmtree(target)
@@ -351,6 +345,16 @@ def test_comments_of_a_recipe_in_its_run_folder_stay(recipe: Recipe, tokens: Tok
     kept = (tmp_path / "recipe.toml").read_text()
     assert kept.startswith("# why this lr\n")
     assert "micro_batch = 2" in kept
+
+
+def test_a_rewind_of_a_version_that_counted_earlier_rewinds_is_read(run: RunFolder, recipe: Recipe) -> None:
+    ManualRewind(6_144).go(run, recipe)
+    before = rewinds_of(run)
+    rewrite(
+        run.path / "events.jsonl",
+        lambda lines: [each | ({"earlier_rewinds": 0} if each["event"] == "rewind" else {}) for each in lines],
+    )
+    assert rewinds_of(RunFolder(run.path)) == before
 
 
 def test_a_text_may_be_moved_after_a_rewind_that_changed_the_recipe(
@@ -621,7 +625,7 @@ def test_a_line_of_the_events_that_is_no_event_does_not_count(run: RunFolder) ->
 def test_a_run_whose_checkpoints_are_all_undone_by_a_rewind_is_neither_loaded_nor_started_again(
     run: RunFolder, recipe: Recipe, tokens: TokenSet
 ) -> None:
-    rewind = {"event": "rewind", "tokens": 7_168, "asked": {}, "earlier_rewinds": []} | Rewind(
+    rewind = {"event": "rewind", "tokens": 7_168, "asked": {}} | Rewind(
         to_tokens=1, skip_from=0, skip_to=0
     ).document()
     rewrite(run.path / "events.jsonl", lambda lines: [*lines, rewind])
@@ -959,6 +963,18 @@ def test_the_tokenizer_of_another_run_is_refused(run: RunFolder, recipe: Recipe,
     assert "tokenizer.json is not the tokenizer" in read_run(run.path).gaps
     run.tokenizer_file.write_text(json.dumps(json.loads(before)))  # the same tokenizer, formatted in another way
     assert load_run(run.path).tokens
+    assert read_run(run.path).gaps == ""
+    assert train(recipe, tokens, run.path).finished
+
+
+def test_a_tokenizer_of_a_checkpoint_of_an_older_version_is_compared_by_its_bytes(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet
+) -> None:
+    def old(state: dict[str, Any]) -> None:
+        state["state"][TOKENIZER] = blake2b(run.tokenizer_file.read_bytes(), digest_size=16).hexdigest()
+
+    for path in checkpoints(run.checkpoints):
+        seal(path, old)
     assert read_run(run.path).gaps == ""
     assert train(recipe, tokens, run.path).finished
 

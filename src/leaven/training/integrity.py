@@ -24,6 +24,7 @@ from leaven.training.line_digests import LinesDigest, digest, kept_metrics, line
 from leaven.training.run_folder import (
     IDENTITY,
     LOCK,
+    RETURNS,
     WRONG_TYPES,
     RunFolder,
     changeable,
@@ -105,7 +106,8 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
         yield f"{where} different runs; restore the files of one run, or start again with another --run"
     try:
-        if isinstance(saved := state.get(TOKENIZER), str) and tokenizer_digest(run) not in {saved, None}:
+        there = _tokenizer_digests(run)
+        if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:
             yield (
                 f"{run.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of "
                 "this run"
@@ -160,12 +162,18 @@ def newest_state(run: RunFolder) -> dict[str, Any]:
 def tokenizer_digest(run: RunFolder) -> str | None:
     """Return a digest of tokenizer.json that does not depend on its formatting, or None without this file. Raise
     InputError if it cannot be read."""
+    return next(iter(_tokenizer_digests(run)), None)
+
+
+def _tokenizer_digests(run: RunFolder) -> list[str]:
+    """Return the digests of tokenizer.json without its formatting, and as it is (older versions saved this one)."""
     try:
-        return blake2b(_canonical(storage.read(run.tokenizer_file)), digest_size=16).hexdigest()
+        content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
-        return None
+        return []
     except OSError as error:
         raise InputError(f"{run.tokenizer_file}: cannot be read: {error.strerror}") from None
+    return [blake2b(form, digest_size=16).hexdigest() for form in (_canonical(content), content)]
 
 
 def _canonical(tokenizer: bytes) -> bytes:
@@ -308,6 +316,8 @@ def newest_saved(run: RunFolder) -> int | None:
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
+        if event["event"] in RETURNS:  # an automatic one of an older version
+            break
     return None
 
 

@@ -67,14 +67,16 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order: those in the newest checkpoint, or in events.jsonl
-    if it has more. An event also has the rewinds before it, because lines of the file may be lost."""
+    """Return the automatic and manual rewinds of a run, in order: those in the newest checkpoint, and later ones in
+    events.jsonl. An event also has the rewinds before it, because lines of the file may be lost."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # such a checkpoint is damaged, and is named when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
-    for event in (event for event in run.events() if event["event"] in RETURNS):
+    for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
+        earlier = event.get("earlier_rewinds")
         try:
-            whole = [Rewind.of(each) for each in (*event["earlier_rewinds"], event)]
+            before = map(Rewind.of, earlier) if isinstance(earlier, list) else rewinds[:position]
+            whole = [*before, Rewind.of(event)]
         except WRONG_TYPES:
             raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
         if len(whole) > len(rewinds):

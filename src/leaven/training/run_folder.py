@@ -37,10 +37,9 @@ _OF_RETURN: dict[str, tuple[type, ...]] = {
     "lr_tokens": (int,),
     "attempt": (int,),
     "found_step": (int,),
-    "earlier_rewinds": (list,),
 }
 _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
-    "rollback": _OF_RETURN | {"why": (str,), "from_tokens": (int,)},
+    "rollback": _OF_RETURN | {"why": (str,)},
     "rewind": _OF_RETURN | {"asked": (dict,)},
     "stop": {"why": (str,)},
     "finish": {"step": (int,), "tokens": (int,), "seconds": _NUMBER, "loss": _NUMBER},
@@ -49,6 +48,7 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
+    "earlier_rewinds": (list, int),  # a number in some commits of November 2026, which is not used
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -208,11 +208,9 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the newest checkpoint knows of more rewinds than ``events``. Events may be lost, for example
-        if events.jsonl is an older copy."""
-        with suppress(*WRONG_TYPES):  # damage is reported when the checkpoint or the event is read
-            known = [1 + len(event["earlier_rewinds"]) for event in events if event["event"] in RETURNS]
-            return len(newest_document(self)["rewinds"]) > max(known, default=0)
+        """Return whether the newest checkpoint knows of more rewinds than the events, for example an older copy."""
+        with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
+            return len(newest_document(self)["rewinds"]) > _rewinds_known(events)
         return False
 
     @contextmanager
@@ -453,6 +451,12 @@ def _content(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _rewinds_known(events: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many rewinds the events know. The lines of earlier ones may be lost."""
+    returns = [event.get("earlier_rewinds") for event in events if event["event"] in RETURNS]
+    return max((len(each) if isinstance(each, list) else at for at, each in enumerate(returns)), default=-1) + 1
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:

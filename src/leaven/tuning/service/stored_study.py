@@ -132,6 +132,7 @@ class StoredStudy:
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # what messages call the study
+    digests: bool = False  # whether the settings have a digest; then every attempt has an owner
     # Caches, because reading 10,000 attempts again at each turn would take longer than a short trial: the attempts
     # that were checked, by number (an attempt that changes becomes another object); the first attempt of each job;
     # and the trials with a result by the number of their last attempt.
@@ -156,7 +157,7 @@ class StoredStudy:
     def attempts(self) -> list[FrozenTrial]:
         """All attempts of the study. Raise InputError if one is missing, or was changed after it had ended."""
         attempts = self.study.get_trials(deepcopy=False)
-        suspects = {each.number for each in self._unchecked(attempts) if _change_of(each)}
+        suspects = {each.number for each in self._unchecked(attempts) if _change_of(each, self.digests)}
         if suspects:
             # PostgreSQL reads states before losses, so an attempt that ends in between seems to run and to have a
             # loss. This may happen to another attempt in the second read. So only an attempt that looks changed in
@@ -176,7 +177,7 @@ class StoredStudy:
                     raise InputError(f"{self.what} has lost a trial before trial {attempt.number}; {RESTORE}")
                 count += is_new and not job.startswith("retry:")
                 self._jobs[job] = attempt
-            change = _change_of(attempt) if suspects else ""
+            change = _change_of(attempt, self.digests) if suspects else ""
             if change and attempt.number in suspects:
                 raise InputError(f"{what} was changed in its store: {change}; {RESTORE}")
             if attempt.state in WITH_RESULT:
@@ -361,10 +362,11 @@ def trials_of(
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time; the end of a running one is None. Return None if an attempt did
-    not run (``GIVEN_BACK``), or another program has ended it."""
+    """Return (begin, end) of an attempt, Unix time; None if an older version did not store them."""
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
+    if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):
+        end = attempt.datetime_complete.timestamp()
     if BEGAN not in ran or (end is None and attempt.state is not TrialState.RUNNING):
         return None
     return ran[BEGAN], end
@@ -408,7 +410,7 @@ def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) ->
     )
 
 
-def _change_of(attempt: FrozenTrial) -> str:
+def _change_of(attempt: FrozenTrial, digests: bool) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
     leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
@@ -416,7 +418,7 @@ def _change_of(attempt: FrozenTrial) -> str:
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {
-        "its attributes are missing": OWNER not in attributes,
+        "its attributes are missing": digests and OWNER not in attributes,
         "its state is WAITING, which leaven never writes": state is TrialState.WAITING,
         f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and attempt.values is not None,
         "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and attempt.values is None,
@@ -455,6 +457,12 @@ def distributions(axes: Axes) -> dict[str, BaseDistribution]:
         else FloatDistribution(*limits)
         for name, limits in axes.limits.items()
     }
+
+
+def check_recipe(there: Recipe, here: Recipe, what: str) -> None:
+    """Raise InputError if the recipe of a study (``there``) differs from the recipe of this command (``here``)."""
+    if changes := differences(there, here):
+        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
 
 
 def join_study(
@@ -509,13 +517,13 @@ def join_study(
     if recipe is not None:
         created["recipe"] = recipe.model_dump(mode="json")
     study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
-    there = _settings(study, what)
+    there, digests = _settings(study, what)
     try:
         stored, expected, earlier = _knowledge(there)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise InputError(f"{what} has damaged settings; {RESTORE}") from None
-    if recipe is not None and stored is not None and (changes := differences(stored, recipe)):
-        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
+    if recipe is not None and stored is not None:
+        check_recipe(stored, recipe, what)
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
     for key, value in here.items():
@@ -527,7 +535,7 @@ def join_study(
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
     known = replace(axes, expected=expected, earlier=earlier)
-    return StoredStudy(store, study, known, noise, what)
+    return StoredStudy(store, study, known, noise, what, digests)
 
 
 def random_id(attributes: Mapping[str, Any]) -> str:
@@ -536,14 +544,15 @@ def random_id(attributes: Mapping[str, Any]) -> str:
     return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
 
 
-def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
-    """Return the settings of a study. Raise InputError if they do not have the digest that is stored with them."""
+def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
+    """Return the settings of a study, and whether they have a digest, which then must match."""
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
-    if not isinstance(found, dict) or found.pop(DIGEST, "") != _digest(found):
+    digest = found.pop(DIGEST, None) if isinstance(found, dict) else ""
+    if digest is not None and digest != _digest(found):
         raise InputError(f"the settings of {what} were changed in its store; {RESTORE}")
-    return found
+    return found, digest is not None
 
 
 def _knowledge(
