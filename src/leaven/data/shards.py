@@ -243,7 +243,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
             known[shard] = texts[shard].hexdigest()
-            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]), sync=True)
+            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]))
     ordered = [records[shard] for shard in sorted(records)]
     # A file may have changed while a build read it that was then stopped, so that its shards have another text.
     other = any(known[shard] not in (None, text.hexdigest()) for shard, text in texts.items())

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -81,7 +80,7 @@ class Checkpoint:
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
     optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process saves
     state: Mapping[str, Any] = field(default_factory=dict)  # JSON values that the callbacks save
-    rewinds: tuple[Rewind, ...] = ()  # all returns of the run to earlier checkpoints so far
+    rewinds: tuple[Rewind, ...] = ()  # all rewinds of the run so far
     # The position of each part in its whole tensor, by name. A tensor without an entry is whole. An entry without a
     # tensor is a part that another process saves.
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -258,8 +257,8 @@ def read_checkpoint(
 
 
 def _require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait until ``differs`` returns False on every process, for up to `SEEN_AFTER` seconds: a network disk may show
-    new files late. Otherwise raise InputError on all processes."""
+    """Wait up to `SEEN_AFTER` seconds until ``differs`` returns False on every process, because a network disk may
+    show new files late. Then raise InputError on all processes. With a single process, do nothing."""
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):
@@ -394,8 +393,8 @@ class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled. The newest ``keep`` scheduled checkpoints
-    are kept, and some others (:func:`checkpoints_to_keep`). A further one in an interval, as a stopped run saves it,
-    is kept while it is the newest, so a stop does not shorten how far a run can roll back.
+    are kept, and some others (:func:`checkpoints_to_keep`). A second one in an interval, such as the one that a stop
+    saves, is kept only while it is the newest. So stops do not push out the checkpoints to which a run may roll back.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
@@ -408,14 +407,13 @@ class CheckpointManager:
         keep_every_tokens: int | None,
         *,
         group: ProcessGroup = SINGLE_PROCESS,
-        timeout: timedelta = timedelta(minutes=30),
         sync: Callable[[], None] = lambda: None,
         require: Callable[[], None] = lambda: None,
     ) -> None:
         self._sync, self._require = sync, require
         self._for_good: list[int] = []  # token counts of checkpoints that an earlier start has kept for good
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
-        self._group, self._exchange = group, Exchange(group, timeout)
+        self._group, self._exchange = group, Exchange(group)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Saved] | None = None
 
@@ -445,7 +443,7 @@ class CheckpointManager:
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
         """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
         unfinished ones and those that one of the run's ``rewinds`` has undone. Raise InputError on all processes if
-        there are other later ones.
+        there is any other checkpoint after ``after_tokens``.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
@@ -469,8 +467,8 @@ class CheckpointManager:
             for path in later:
                 if path not in damaged:
                     _remove(path)
-            # These stay even if a rewind has made checkpoints rarer. Without a rewind, the newest may be that of a
-            # stop, which has no interval of its own.
+            # What was kept for good stays so, even if a rewind has changed the interval of checkpoints. The newest is
+            # left out unless the run has returned to it, because it may be that of a stop, which is not scheduled.
             there = list(map(tokens_of, checkpoints(self._folder)))
             returned = any(rewind.to_tokens == after_tokens for rewind in rewinds)
             self._for_good = kept_for_good(there if returned else there[:-1], self._keep_every)
@@ -507,7 +505,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
-    """Return the first of the ascending token counts in each interval of ``every_tokens``, except the one from 0."""
+    """Return the first of the ascending token counts in each interval of ``every_tokens``, except in the interval
+    that begins at 0. Return [] if ``every_tokens`` is None."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]
@@ -538,7 +537,7 @@ class Checkpoints(Callback):
             require=trainer.run.require_claimed,
         )
         self._saved_step = -1
-        # Of token ids there is no tokenizer, though the user may put one into the folder.
+        # A run on token ids has no tokenizer of its own, even if the user has put one into the folder.
         self._tokenizer = tokenizer_digest(trainer.run) if trainer.tokens.tokenizer_path is not None else None
 
     def after_step(self, step: "Step") -> None:

@@ -1,8 +1,8 @@
 """Finds files of a run that are missing, were changed, or belong to another run.
 
 The event of each start, the first line of the metrics, plan.json and every checkpoint have the random identifier of
-their run. A checkpoint also has the recipe, and digests of the tokenizer, metrics and events. A value that an older
-version did not write is not compared. This module does not import torch.
+their run. A checkpoint also has the recipe, and digests of the tokenizer, metrics and events. A missing value is not
+compared. This module does not import torch.
 """
 
 import json
@@ -90,7 +90,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError if :func:`foreign_files` finds a file."""
+    """Raise InputError with the first sentence of :func:`foreign_files`, if there is one."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
@@ -228,7 +228,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
     """Return how recipe.toml differs from the recipe in the last event that changed it. Without such an event, or if
     the newest checkpoint was saved after it, compare with the recipe in the checkpoint. If a process was killed after
-    that event, recipe.toml may still have the values of before. Those do not count.
+    that event, recipe.toml may still have the values of before the event.
+    These do not count as changes.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
@@ -240,7 +241,7 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
         return [each for each in changes if each[0] not in before or before[each[0]] != each[2]]
     try:
         return differing(_trained_values(Recipe.model_validate(state[RECIPE])), there)
-    except (KeyError, ValidationError):  # a checkpoint of another version
+    except (KeyError, ValidationError):  # there is no checkpoint, or it has no recipe that this version reads
         return []
 
 
@@ -301,8 +302,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def _is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with something else than a line of ours, whose first key is in ``keys``. Zeros,
-    which a power cut may leave, are ignored."""
+    """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
+    ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -315,7 +316,7 @@ def _trained_file(run: RunFolder, begun: bool) -> Path | None:
     (has events), plan.json needs measured steps, because the first one is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
-    except WRONG_TYPES:  # damaged or of an older version
+    except WRONG_TYPES:  # damaged
         measured = False
     if run.plan_file.is_file() and (not begun or measured):
         return run.plan_file
@@ -333,8 +334,8 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the checkpoint that, according to events.jsonl, the run last saved, resumed from or
-    returned to, or None."""
+    """Return the token count of the last checkpoint in events.jsonl, which the run has saved, resumed from or
+    returned to. Return None if there is none."""
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
@@ -414,7 +415,7 @@ def _torchrun_mark() -> Path | None:
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence that says how.
 
-    An event of an older version has no digests. If all checkpoints are gone, they count as removed on purpose.
+    If all checkpoints are gone, they count as removed on purpose.
     """
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}

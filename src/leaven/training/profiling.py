@@ -85,7 +85,8 @@ class RunProfile(Callback):
 
     def write(self) -> list[CalibrationRecord]:
         """Write the rows of this and earlier starts to ``plan.json``. Return those of this start, one for each batch
-        size. If the file cannot be written, the run continues without it."""
+        size. Only the first process does so; others return []. If the file cannot be written, the run continues
+        without it."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -124,7 +125,8 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of a step's predicted cost and of its ``measured`` cost, the median over ``steps`` steps."""
+    """Return a record of a step's predicted cost and of its ``measured`` cost, the median over ``steps`` steps.
+    ``measured`` is None if no step was measured."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None

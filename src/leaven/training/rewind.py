@@ -45,7 +45,7 @@ class Rewind:
     lr_tokens: int = 0  # number of tokens over which this factor rises to 1
     attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
     found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
-    asked: Mapping[str, int] | None = None  # arguments of a manual rewind; older files lack them
+    asked: Mapping[str, int] | None = None  # arguments of a manual rewind; None for an automatic one
 
     def document(self) -> dict[str, Any]:
         """Return the values as events and checkpoints store them."""
@@ -131,7 +131,7 @@ class ManualRewind:
         """Return whether this rewind was done already: the run's last manual rewind had the same arguments, and
         ``recipe`` is still the recipe of the run."""
         asked = [event["asked"] for event in run.events() if event["event"] == "rewind"]
-        # Older checkpoints do not know what was asked. Newer ones do, and the event may be lost.
+        # Checkpoints know the arguments, too, because the event may be lost.
         asked += [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 

@@ -22,7 +22,7 @@ from leaven.training.line_digests import LinesDigest, digest, kept_metrics
 
 LOCK = ".lock"
 OWNER = ".run"  # file in the folder of checkpoints: the path of the run folder that uses it
-UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or were when the process was killed
+UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
@@ -269,8 +269,8 @@ class RunFolder:
             )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, and keep the comments of an existing one, which the user may have written. If the
-        disk is full, do nothing if the recipe is ``also_in_events``."""
+        """Write the recipe file, and keep the comments of an existing one, which the user may have written. Raise
+        InputError if this fails, but not because of a full disk if the recipe is ``also_in_events``."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -505,14 +505,15 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
     return {}
 
 
-def _whole(digits: str) -> int:
-    """Return a whole number in a line of a run. A line with a number too large for a float is damaged."""
+def _parse_int(digits: str) -> int:
+    """Return the number that ``digits`` stand for. Raise ValueError if it is too large for a float: a line with such
+    a number is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole)
+_DECODER = json.JSONDecoder(parse_int=_parse_int)
 
 
 def _read(path: Path) -> storage.JsonLines:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-TRIAL = "trial"  # key of the name of the folder in the state of a trial's checkpoint
+TRIAL = "trial"  # key in the state of a trial's checkpoint: the name of its folder
 
 
 def train_trial(

@@ -145,7 +145,7 @@ class RunStore:
                 if self._waits and storage.ends_with(self.folder / LINES, self._unsaved[0]):
                     storage.sync_file(self.folder / LINES)
                 else:
-                    storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
+                    storage.append_json(self.folder / LINES, self._unsaved[0])
             except OSError as error:
                 if error.errno not in storage.FULL | storage.AWAY:
                     raise

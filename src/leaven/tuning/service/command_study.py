@@ -51,11 +51,14 @@ from leaven.tuning.study_document import StudyDocument
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
 COMMAND_POLL = 0.25  # seconds between checks of a running command
-SETTLING = 0.02  # the share of a command's time that leaven waits at its end for a signal that the command had, too
+# After a command has ended, leaven waits this share of the command's time, but at most ``COMMAND_POLL``: the signal
+# that ended the command may be about to reach leaven, too, and then the trial does not count.
+SETTLING = 0.02
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
-MOST_BYTES = 2**26  # where the pattern ``diverged`` is looked for, at the end of an output
-# An attempt that fails and says this does not count, because the command may have removed what did not fit. No trial
-# begins for some seconds then. A trial with more repeats fails, because it may need more shared memory than there is.
+MOST_BYTES = 2**26  # so many bytes at the end of an output are searched for the pattern ``diverged``
+# A failed attempt whose output says this does not count: a disk was full, even if it no longer is, because the
+# command may have removed what did not fit. No trial begins for FULL_SECONDS then. After MOST_REPEATS such attempts
+# the trial has failed, because it may need more shared memory than there is.
 NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
 AWAY_SECONDS = 300.0  # how long a command that has ended waits for a disk that is away, as calls of the store do
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
@@ -89,7 +92,8 @@ class CommandTrainer:
         self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
         self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
-        self._full_until, self._lacked = 0.0, Counter[int]()  # by time.monotonic(); how often, by trial
+        self._full_until = 0.0  # when trials may begin after a command has found a full disk, by time.monotonic()
+        self._lacked = Counter[int]()  # by trial, how many of its attempts have found a full disk
 
     def __enter__(self) -> "CommandTrainer":
         self._commands.__enter__()
@@ -159,7 +163,8 @@ class CommandTrainer:
         return outcome
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Move a folder aside that a trial left which the store has lost. If a retry misses its folder, say so."""
+        """If a trial that the store has lost has left this folder, move it aside. If the folder of a retry is
+        missing, tell the user. Raise InputError if no trial has a folder, as on a disk that is not mounted."""
         made_before = self._folder.exists()
         make_folder(self._folder)
         if folder.exists() and not retry:
@@ -257,7 +262,7 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return the losses of a command, and the end of its output if a pattern is looked for there.
+        """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
         If the command has ended (``complete``), wait while the disk is away: leaven has made the file of the output.
         """
@@ -303,7 +308,7 @@ def _end_of(output: Path, most: int) -> str:
 def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
-    """Return the values of all placeholders, by name, of a trial in ``folder`` with the seed ``space.seed + seed``.
+    """Return the values of all placeholders, by name, for a trial in ``folder`` whose seed is ``space.seed + seed``.
 
     Raises:
         ValueError: if the values are invalid together.
@@ -359,7 +364,7 @@ class CommandStudy(BaseStudy):
         command.check(space)
         if os.name == "nt":
             raise InputError("a study over a command needs /bin/sh, which Windows does not have; use WSL")
-        if not command.has_seed and noise != 0:
+        if noise != 0 and not {SEED, RECIPE, "data.seed"} & command.used:
             raise InputError(
                 "the command has no {seed}, so the noise between seeds cannot be measured; add {seed}, or give "
                 "--noise 0 if equal values always give the same loss"

@@ -39,9 +39,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "stopped": bool,
 }
 STORE_POLL = 0.5  # seconds between reads of the store while trials run
-# A command ends if so many of its trials, or of one of its workers, fail one after another, because its machine is
-# probably broken: a disk or a GPU is away. If a fifth of all points fail because of their values, most searches of 64
-# trials have two such trials one after the other, but fewer than one in ten has four.
+# A command ends if so many of its trials, or of one of its workers, fail in a row. Its machine is then probably broken:
+# a disk or a GPU is away. Values may be the cause, too: if a fifth of all points fail, most searches of 64 trials have
+# two failed trials in a row, but fewer than one in ten has four.
 FAILURES = 4
 
 
@@ -162,8 +162,8 @@ class SearchLoop:
                     self._end(self._pending[future], future)
                     del self._pending[future]  # not before, so that an error releases its trials
             elif not waits and (stopping or not any(trial.state == "running" for trial in self.trials)):
-                # At the end of a search, fewer trials are left, each of which has failed twice. A user who stops a
-                # command may have seen that its trials fail.
+                # At the end of a search, fewer than FAILURES trials may be left, each with two failed attempts. So
+                # attempts count here. If the user stops the command, any failed trial is given back.
                 enough = stopping or len(self._failed) >= FAILURES
                 if self._error is None and enough and any(trial.finished for trial in self.trials):
                     self._give_back(fails=not stopping)
@@ -245,9 +245,12 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, *, fails: bool = True) -> None:
-        """Give the trials that failed in a row back to the study, and end the search, with an error if it ``fails``.
-        If all of them were given back before, the cause is taken to be their values: they have failed, and the search
-        goes on."""
+        """Give the trials that failed in a row back to the study, so that they run again. If ``fails``, also end the
+        search with an error.
+
+        If all of them were given back before, their values are probably the cause. Then they stay failed, and the
+        search goes on.
+        """
         numbers = {proposal.number for call in self._failed for proposal in call}
         if numbers and self._stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(

@@ -58,8 +58,8 @@ FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 # user gives the noise, there is 1.
 REPEATS = {24: 3, 12: 2, 0: 1}
 SMALL = 16  # trials: a smaller budget has a final trial only if the gain would not be accepted without one
-# A search without a complete trial ends after so many failed trials if no other trial ended, or so many diverged
-# trials.
+# As long as no trial is complete, a search ends after DEATHS failed trials if no trial has a result, and after
+# DIVERGENCES trials with a result.
 DEATHS, DIVERGENCES = 8, 100
 
 
@@ -111,7 +111,7 @@ class Budget:
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if any(trial.final_of not in {"", self.label} for trial in trials):
-            # An earlier, smaller budget had finalists, too. So even an only new finalist is one of several.
+            # An earlier, smaller budget had finalists, too. So there are several even if this budget adds only one.
             costs.add(final_trials(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 

@@ -19,7 +19,8 @@ command that starts a search also resumes it:
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
-  of the store is noticed when attempts are read. Attempts of older versions have no digests and are not checked.
+  of the store is noticed when attempts are read. An attempt of a command of an older version, on another machine, has
+  no digest and is not checked.
 """
 
 import json
@@ -132,7 +133,7 @@ class StoredStudy:
     study: optuna.Study
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
-    what: str = "the stored study"  # the name of the study in messages
+    what: str = "the stored study"  # what messages call the study
     digests: bool = False  # whether the settings have a digest; then every attempt has an owner
     # Caches, because reading 10,000 attempts again at each turn would take longer than a short trial: the attempts
     # that were checked, by number (an attempt that changes becomes another object); the first attempt of each job;
@@ -161,7 +162,8 @@ class StoredStudy:
         suspects = {each.number for each in self._unchecked(attempts) if _change_of(each, self.digests)}
         if suspects:
             # PostgreSQL reads states before losses, so an attempt that ends in between seems to run and to have a
-            # loss. The second read can show the same of another one, so only one that both show was changed.
+            # loss. This may happen to another attempt in the second read. So only an attempt that looks changed in
+            # both reads was changed.
             attempts = self.study.get_trials(deepcopy=False)
         if missing := set(range(len(attempts))) - {attempt.number for attempt in attempts}:
             raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
@@ -251,8 +253,8 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Let the trials whose last attempts ``numbers`` have failed run again, as if no attempt had failed. A trial
-        is given back once only. Return how many are."""
+        """Let the trials whose last attempts have these ``numbers`` run again, as if no attempt had failed. Leave out
+        trials that were given back before. Return the number of trials given back."""
         attempts = self.attempts
         before = {each.user_attrs[RETRY_OF] for each in attempts if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in self.trials_of(attempts) if trial.number in numbers]
@@ -410,11 +412,6 @@ def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) ->
     )
 
 
-def _ours(attempt: FrozenTrial) -> bool:
-    """Return whether leaven created an attempt, even if its user attributes were removed."""
-    return OWNER in attempt.user_attrs or TICKET in attempt.system_attrs
-
-
 def _change_of(attempt: FrozenTrial, digests: bool) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
@@ -428,7 +425,8 @@ def _change_of(attempt: FrozenTrial, digests: bool) -> str:
         f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and attempt.values is not None,
         "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and attempt.values is None,
     }
-    return next((change for change, found in changes.items() if found and _ours(attempt)), "")
+    ours = OWNER in attributes or TICKET in attempt.system_attrs  # its user attributes may have been removed
+    return next((change for change, found in changes.items() if found and ours), "")
 
 
 def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
@@ -543,7 +541,7 @@ def join_study(
 
 
 def random_id(attributes: Mapping[str, Any]) -> str:
-    """Return the random id in the user attributes of a study; "" in a study of an older version."""
+    """Return the random id in the user attributes of a study; "" if it has none."""
     settings = attributes.get(ABOUT)
     return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
 

@@ -86,8 +86,10 @@ CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
-NOTE_AFTER = 5.0  # after so many seconds without the store, the screen says so, and a stopping command gives up
-SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
+# After so many seconds without the store, the screen says so, and a command that is to stop no longer waits for it.
+NOTE_AFTER = 5.0
+# The largest share of the time that is spent on writing study.json. With thousands of trials, this takes seconds.
+SAVING = 0.1
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
@@ -249,7 +251,8 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Open the store, and require that it has the study ``saved_id`` and the trials ``ended`` of study.json."""
+        """Return the store. Raise InputError if it lacks the study ``saved_id`` or the trials ``ended``, which
+        study.json has."""
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended, ended)
@@ -288,7 +291,7 @@ class BaseStudy(ABC):
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
-        """Require that the store has the results of study.json, (state, loss) by number.
+        """Raise InputError unless the store has the results ``saved`` in study.json: (state, loss) by number.
 
         A copy of a study in which further trials were run has the same id, but other losses.
         """
@@ -306,7 +309,7 @@ class BaseStudy(ABC):
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
 
     def _require_same_study(self, saved_id: str, stored_id: str) -> None:
-        """Raise InputError if study.json and the store have different ids. Studies of older versions have none."""
+        """Raise InputError if study.json and the store have different ids. An empty id is not compared."""
         if saved_id and stored_id and saved_id != stored_id:
             raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
 
@@ -494,18 +497,18 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None).
-    Return the document in study.json.
+    """Write study.json. If there is a best point, also write best.toml and, unless ``state.fewer`` is None,
+    fewest.toml. Return the document in study.json.
 
-    If a user has edited one of the recipes, or put a link in its place, it stays while the answer is the same. Before
-    another answer is written, it is moved aside. ``note`` says so.
+    A file that the user has edited, or replaced by a link, stays while the answer is the same. It is moved aside
+    before another answer is written. ``note`` tells the user.
 
     Args:
-        inputs: the texts of further files for the best point, by their paths in ``out``. They are treated in the same
-            way.
+        inputs: the texts of further files for the best point, by their paths in ``out``, which are treated in the
+            same way.
     """
     before, written = _saved(out), dict[str, str]()
-    # Without digests, as in a study of an older version, every file counts as edited.
+    # Without digests, as with a damaged study.json, every file counts as edited.
     known: dict[str, str] = before["written"] if isinstance(before.get("written"), dict) else {}
     answers: list[tuple[str, str, str | None]] = []  # name, field of the point in the document, text
     if state.best is not None:
