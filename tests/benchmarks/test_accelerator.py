@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import accelerator
 from benchmarks.accelerator import main, recipes, step_row
 from benchmarks.performance import gpu_tables
 
+from benchmarks import accelerator
 from leaven.distributed.process_group import SINGLE_PROCESS
 
 
