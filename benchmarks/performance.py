@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "performance.md"
 AIM = 1.15  # times the best peer
 MATMUL_AIMS = {"d256": 0.65, "d512": 0.75}  # share of the best matmul
 _TABLE = re.compile(r"\| model \|.*\n(?:\|.*\n)+")
-_GPU_TABLES = re.compile(r"(?<=<!-- rows of accelerator.json -->\n).*?(?=## )", re.DOTALL)
+_GPU_TABLES = re.compile(r"(?<=<!-- rows of accelerator.json -->\n).*?(?=\n## )", re.DOTALL)
 
 
 def key(result: dict[str, Any]) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ def gpu_tables(parts: dict[str, Any]) -> str:
         if keys:
             rows = [[_cell(row.get(key, "")) for key in keys] for row in part["rows"]]
             lines += [f"| {' | '.join(cells)} |" for cells in (keys, ["---"] * len(keys), *rows)]
-    return "\n".join([*lines, "", ""])
+    return "\n".join([*lines, ""])
 
 
 def _cell(value: Any) -> str:
@@ -108,7 +108,7 @@ def main(paths: list[str]) -> None:
     results = sorted(found.values(), key=key)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     page = _TABLE.sub(lambda _: table(results), PAGE.read_text(encoding="utf-8"), count=1)
-    PAGE.write_text(_GPU_TABLES.sub(lambda _: gpu_tables(parts), page) if parts else page, encoding="utf-8")
+    PAGE.write_text(_GPU_TABLES.sub(lambda _: gpu_tables(parts), page, count=1) if parts else page, encoding="utf-8")
 
 
 if __name__ == "__main__":
