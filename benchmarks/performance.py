@@ -68,7 +68,8 @@ def gpu_tables(parts: dict[str, Any]) -> str:
         keys = list(dict.fromkeys(key for row in part["rows"] for key in row if key != "longest"))
         if keys:
             rows = [[_cell(row.get(key, "")) for key in keys] for row in part["rows"]]
-            lines += [f"| {' | '.join(cells)} |" for cells in (keys, ["---"] * len(keys), *rows)]
+            heads = [key.replace("_", " ") for key in keys]
+            lines += [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(keys), *rows)]
     return "\n".join([*lines, ""])
 
 
@@ -77,7 +78,9 @@ def _cell(value: Any) -> str:
         return ", ".join(f"{key} {share:.0%}" for key, share in value.items())
     if isinstance(value, list):
         return " to ".join(map(_cell, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1_000 else f"{value:.3g}"
+    return str(value).replace("|", "/").replace("\n", " ")
 
 
 def _met(name: str, value: float, aim: float) -> str:
