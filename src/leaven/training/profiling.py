@@ -315,7 +315,7 @@ def _measure_steps(
     ``stop()`` becomes true."""
 
     def work() -> list[float]:
-        training = Training(recipe, _random_tokens(recipe))
+        training = Training(recipe, random_tokens(recipe))
         training.stop = stop
         seconds = []
         for _ in range(UNTIMED_STEPS + TIMED_STEPS):
@@ -334,7 +334,7 @@ def _measure_steps(
     return StepCost(step_seconds=median(seconds[UNTIMED_STEPS:]), memory_gib=held if held > 0 else None)
 
 
-def _random_tokens(recipe: Recipe) -> TokenSet:
+def random_tokens(recipe: Recipe) -> TokenSet:
     """Return random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
     length = recipe.batch.tokens + 1

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from leaven.documents.planning import CostRow, Price
+from leaven.documents.planning import CostRow, PlanDocument, Price
 from leaven.recipe.units import format_number, format_quantity, format_seconds
 
 MINUS = "−"
@@ -53,6 +53,22 @@ def setting(value_of: Any) -> str:
             return ", ".join(map(setting, value_of))
         case _:
             return str(value_of)
+
+
+def published_range(plan: PlanDocument) -> list[str]:
+    """Return the range of a step's time by published runs, and the three training codes with the most of them, as
+    texts. Return [] if the planned time is calibrated, or that of a CPU."""
+    rows, step = plan.published_times, plan.speed.step_seconds
+    device = plan.cluster.rpartition("x")[2].partition("-")[0]
+    if plan.calibration is not None or plan.cluster == "cpu":
+        return []
+    instead = "leaven plan RECIPE --measure on such a device replaces this"
+    if not rows:
+        return [f"not known: no published run on {device} was compared", instead]
+    low, high = (duration(step * edge) for edge in (min(row.low for row in rows), max(row.high for row in rows)))
+    most = sorted(rows, key=lambda row: -row.rows)[:3]
+    codes = [f"x{row.low:.2f} to x{row.high:.2f} for {row.code} ({row.rows} rows)" for row in most]
+    return [f"{low} to {high} a step, as published runs on {device}", *codes, instead]
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:

@@ -75,6 +75,7 @@ def plan_page(
         tensor_hues=plan_charts.tensor_hues(drawn),
         choices=choices,
         degrees=["dp", "tp", "pp", *(key for key in ("cp", "ep") if any(each.layout[key] > 1 for each in choices))],
+        time_range="; ".join(numbers.published_range(document)),
         accuracy=ACCURACY if document.params == document.params_active else ACCURACY_OF_EXPERTS,
         sources=_sources(cluster.accelerator),
     )

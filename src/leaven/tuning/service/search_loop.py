@@ -39,9 +39,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "stopped": bool,
 }
 STORE_POLL = 0.5  # seconds between reads of the store while trials run
-# A command ends if so many of its trials, or of one of its workers, fail in a row. Its machine is then probably broken:
-# a disk or a GPU is away. Values may be the cause, too: if a fifth of all points fail, most searches of 64 trials have
-# two failed trials in a row, but fewer than one in ten has four.
+# A command ends if so many of its trials, or of one of its workers, fail in a row. Its machine is then probably
+# broken: a disk or a GPU is away. Values may be the cause, too: if a fifth of all points fail, most searches of 64
+# trials have two failed trials in a row, but fewer than one in ten has four.
 FAILURES = 4
 
 

@@ -11,7 +11,7 @@ from leaven.planning.explain import part_name
 from leaven.planning.layouts import EQUAL
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
 from leaven.recipe.units import format_parameters, format_quantity, format_seconds
-from leaven.views.numbers import LEAST_GIB, costs, duration
+from leaven.views.numbers import LEAST_GIB, costs, duration, published_range
 from leaven.views.tables import Cell, Column, Fact, Facts, Table, under
 
 ALTERNATIVES = 3
@@ -23,6 +23,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         ("layout", str(Arrangement.read(plan.layout)).split(" · ")),
         (f"memory / {plan.cost.device}", _memory(plan)),
         ("speed", _speed(plan)),
+        *([("range", of_time)] if (of_time := published_range(plan)) else []),
         ("time", _time(plan)),
         ("budget", [format_seconds(86_400 * plan.days), *costs(plan.cost), f"on {plan.cluster}"]),
         ("ramp", _ramp(plan)),
