@@ -301,22 +301,23 @@ def test_finished_trials_are_compared_with_their_digests_once(monkeypatch: pytes
 
 
 def test_a_trial_that_ends_during_a_read_was_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PostgreSQL reads states before losses. Here each of two reads shows another trial with a loss as running."""
+    """PostgreSQL reads states before losses. Here each of three reads shows another trial with a loss as running."""
     stored, reads = stored_trials(3), itertools.count()
     whole = stored.study.get_trials(deepcopy=False)
 
     def read(**_: Any) -> list[optuna.trial.FrozenTrial]:
         trials = [copy.copy(trial) for trial in whole]
-        trials[next(reads)].state = TrialState.RUNNING
+        if (at := next(reads)) < 3:
+            trials[at].state = TrialState.RUNNING
         return trials
 
     monkeypatch.setattr(stored.study, "get_trials", read)
-    assert len(stored.attempts) == 3
+    assert [trial.state for trial in stored.trials] == 3 * ["complete"]
     still = copy.copy(whole[2])
     still.state = TrialState.RUNNING
     monkeypatch.setattr(stored.study, "get_trials", lambda **_: [*whole[:2], still])
     with pytest.raises(InputError, match="trial 2 of .* its state is RUNNING, but it has a loss"):
-        _ = stored.attempts
+        stored.read()
 
 
 def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +327,7 @@ def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.
     monkeypatch.setattr(stored_study, "_change_of", lambda trial, digests: checked.append(trial.number) or "")
     assert [trial.number for trial in stored.trials] == list(range(5))
     stored.create(TrialRequest("search", "search:5", point={"lr": 1.0}), "x", None)
-    assert len(stored.trials) == stored.first_attempts == 6
+    assert len(stored.trials) == stored.read().started == 6
     assert checked.count(5) == len(checked) == 1
 
 
