@@ -320,7 +320,7 @@ class TrialLog:
         if job is not None and job not in self.jobs:
             self.jobs[job] = number
             self.started += not job.startswith("retry:")
-        origin = self._origins[f"retry:{number}"] = self._origins.get(job, number)
+        origin = self._origins[f"retry:{number}"] = self._origins.get(job or "", number)
         if trial := self._trial(self.attempts[origin]):
             self.trials[origin] = trial
         else:
