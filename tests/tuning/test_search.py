@@ -26,10 +26,10 @@ from leaven.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region, results
-from leaven.tuning.service import stored_study
+from leaven.tuning.service import search_plan, stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, busy
+from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy
 from leaven.tuning.service.stored_study import TrialRequest, join_study, trials_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
@@ -329,6 +329,25 @@ def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.
     stored.create(TrialRequest("search", "search:5", point={"lr": 1.0}), "x", None)
     assert len(stored.trials) == stored.read().started == 6
     assert checked.count(5) == len(checked) == 1
+
+
+def test_trials_that_go_while_a_command_runs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stored_trials(3)
+    kept = stored.study.get_trials(deepcopy=False)[:2]
+    monkeypatch.setattr(stored.study, "get_trials", lambda **_: kept)
+    with pytest.raises(InputError, match="has lost trial 2; restore"):
+        stored.read()
+
+
+def test_with_many_trials_the_surrogate_is_not_fitted_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stored_trials(7)
+    plan = SearchPlan(stored.axes, "trust-region", 0, Budget(100), None, stop_at_noise=False)
+    regions = [plan._region(stored.trials[:count]) for count in (4, 5, 6, 7)]
+    assert len(set(map(id, regions))) == 4
+    monkeypatch.setattr(search_plan, "REFITTED", 1 / 3)
+    regions = [plan._region(stored.trials[:count]) for count in (4, 5, 6, 7)]
+    assert len(set(map(id, regions))) == 3
+    assert regions[2] is regions[3]
 
 
 def stored_trials(count: int) -> stored_study.StoredStudy:
