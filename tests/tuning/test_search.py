@@ -28,10 +28,10 @@ from leaven.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region, results
-from leaven.tuning.service import stored_study
+from leaven.tuning.service import search_plan, stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, busy
+from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy
 from leaven.tuning.service.stored_study import TrialRequest, join_study, trials_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
@@ -303,22 +303,23 @@ def test_finished_trials_are_compared_with_their_digests_once(monkeypatch: pytes
 
 
 def test_a_trial_that_ends_during_a_read_was_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PostgreSQL reads states before losses. Here each of two reads shows another trial with a loss as running."""
+    """PostgreSQL reads states before losses. Here each of three reads shows another trial with a loss as running."""
     stored, reads = stored_trials(3), itertools.count()
     whole = stored.study.get_trials(deepcopy=False)
 
     def read(**_: Any) -> list[optuna.trial.FrozenTrial]:
         trials = [copy.copy(trial) for trial in whole]
-        trials[next(reads)].state = TrialState.RUNNING
+        if (at := next(reads)) < 3:
+            trials[at].state = TrialState.RUNNING
         return trials
 
     monkeypatch.setattr(stored.study, "get_trials", read)
-    assert len(stored.attempts) == 3
+    assert [trial.state for trial in stored.trials] == 3 * ["complete"]
     still = copy.copy(whole[2])
     still.state = TrialState.RUNNING
     monkeypatch.setattr(stored.study, "get_trials", lambda **_: [*whole[:2], still])
     with pytest.raises(InputError, match="trial 2 of .* its state is RUNNING, but it has a loss"):
-        _ = stored.attempts
+        stored.read()
 
 
 def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,8 +329,27 @@ def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.
     monkeypatch.setattr(stored_study, "_change_of", lambda trial, digests: checked.append(trial.number) or "")
     assert [trial.number for trial in stored.trials] == list(range(5))
     stored.create(TrialRequest("search", "search:5", point={"lr": 1.0}), "x", None)
-    assert len(stored.trials) == stored.first_attempts == 6
+    assert len(stored.trials) == stored.read().started == 6
     assert checked.count(5) == len(checked) == 1
+
+
+def test_trials_that_go_while_a_command_runs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stored_trials(3)
+    kept = stored.study.get_trials(deepcopy=False)[:2]
+    monkeypatch.setattr(stored.study, "get_trials", lambda **_: kept)
+    with pytest.raises(InputError, match="has lost trial 2; restore"):
+        stored.read()
+
+
+def test_with_many_trials_the_surrogate_is_not_fitted_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stored_trials(7)
+    plan = SearchPlan(stored.axes, "trust-region", 0, Budget(100), None, stop_at_noise=False)
+    regions = [plan._region(stored.trials[:count]) for count in (4, 5, 6, 7)]
+    assert len(set(map(id, regions))) == 4
+    monkeypatch.setattr(search_plan, "REFITTED", 1 / 3)
+    regions = [plan._region(stored.trials[:count]) for count in (4, 5, 6, 7)]
+    assert len(set(map(id, regions))) == 3
+    assert regions[2] is regions[3]
 
 
 def stored_trials(count: int) -> stored_study.StoredStudy:

@@ -143,8 +143,10 @@ class SearchLoop:
                 self._leases.__exit__()
 
     def __iter__(self) -> "Iterator[Proposal | list[int]]":
+        turn = 0
         while True:
-            turn = self._look()
+            if self._free:
+                turn = self._look()
             stopping, request = self._error is not None or self._stop(), None
             if self._free and not stopping:
                 request = self._plan.next(self.trials, turn, self._stored.now())
@@ -158,9 +160,7 @@ class SearchLoop:
                 ended, self._ended = self._ended, []
                 yield ended
             elif self._pending:
-                for future in wait(self._pending, STORE_POLL, FIRST_COMPLETED).done:
-                    self._end(self._pending[future], future)
-                    del self._pending[future]  # not before, so that an error releases its trials
+                self._wait()
             elif not waits and (stopping or not any(trial.state == "running" for trial in self.trials)):
                 # At the end of a search, fewer than FAILURES trials may be left, each with two failed attempts. So
                 # attempts count here. If the user stops the command, any failed trial is given back.
@@ -175,22 +175,23 @@ class SearchLoop:
 
     def _look(self) -> int:
         """Close the attempts of dead commands, read all trials into ``trials``, and return how many were started."""
-        attempts = self._stored.attempts
-        running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
+        log = self._stored.read()
+        attempts = log.attempts.items()
+        running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
                 self._stored.close(number, ended=self._leases.clocks[str(running[number])])
-            attempts = self._stored.attempts
+            self._stored.read()
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
         self.trials = [
             replace(trial, spans=(*trial.spans[:-1], (trial.spans[-1][0], clocks.get(trial.number))))
             if trial.state == "running" and trial.spans
             else trial
-            for trial in self._stored.trials_of(attempts)
+            for trial in log.trials.values()
         ]
-        return self._stored.first_attempts
+        return log.started
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request and return its proposal; None if another command runs the trial.
@@ -212,6 +213,15 @@ class SearchLoop:
         proposals, self._next = self._next, []
         self._free.pop()  # the worker of these proposals
         self._pending[self._pool.submit(self._objectives, proposals)] = proposals
+
+    def _wait(self) -> None:
+        """Take up the calls of the objective that end within ``STORE_POLL``; if none does, read the store."""
+        done = wait(self._pending, STORE_POLL, FIRST_COMPLETED).done
+        for future in done:
+            self._end(self._pending[future], future)
+            del self._pending[future]  # not before, so that an error releases its trials
+        if not done:
+            self._look()
 
     def _end(self, proposals: Sequence[Proposal], future: "Future[Sequence[float | Outcome]]") -> None:
         self._free.append(proposals[0].worker)
