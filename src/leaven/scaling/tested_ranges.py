@@ -15,7 +15,6 @@ from leaven.recipe.init_std import usual_std
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
-from leaven.scaling.describe import matrices
 from leaven.scaling.table import ParameterTable, parameter_table
 
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
@@ -206,7 +205,7 @@ def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier
     if logits > LARGE_LOGITS:
         yield _caution("init of the logits", logits, LARGE_LOGITS, readout=readout, above=logits**2 / 2)
-    blocks = [row for row in matrices(table) if row.role is Role.HIDDEN_WEIGHT]
+    blocks = [row for row in table.rows if row.role is Role.HIDDEN_WEIGHT]
     worst = max(blocks, key=lambda row: row.init_std * row.multiplier)
     std, usual = worst.init_std * worst.multiplier, usual_std(recipe.model.d_model)
     if std > LARGE_INIT * usual:
