@@ -201,7 +201,9 @@ def cached_surveys(
     survey: Callable[[AnyPart, Meter], AnySurvey],
     restored: Callable[[AnyPart, Any], AnySurvey | None],
 ) -> list[AnySurvey]:
-    """Return the surveys of all parts: of unchanged parts from the cache file ``path``, where new ones are saved.
+    """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
+
+    New surveys are saved in that file. If ``path`` is None, all parts are read, and nothing is saved.
 
     Args:
         survey: reads a part and returns its survey (a data class).

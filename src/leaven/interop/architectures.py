@@ -281,7 +281,10 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return a table with the missing entries of the architecture ``like``, except for the entries ``without``."""
+    """Return the table of an architecture, completed with entries of the architecture that its key ``like`` names.
+
+    Entries that its key ``without`` lists are not taken over. A table without ``like`` is returned as it is.
+    """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {

@@ -68,6 +68,7 @@ class Init:
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
+        """Return the formula for one matrix. ``gated``: whether the MLPs of the model are gated."""
         if parameter.module in self.modules:
             return self.modules[parameter.module]
         gated_in = (

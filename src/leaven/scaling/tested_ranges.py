@@ -68,7 +68,10 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings if vocab_size or seq_len is not that of ``source``, the model that gave the hyperparameters."""
+    """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
+
+    ``source`` has these sizes of the model that gave the hyperparameters. A size that it lacks is not compared.
+    """
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
@@ -103,7 +106,10 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about Muon with a batch or tokens far from the base, if the rule uses them: no such test is known."""
+    """Warn if Muon is used far from the base in batch or tokens, under a rule that scales with them.
+
+    No test of Muon with such changes is known.
+    """
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -112,7 +118,11 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on outputs far from the base, where the best lr did not stay under complete-d-p, alpha 1."""
+    """Warn about norms on branch outputs in a model more than twice as wide or deep as the base.
+
+    Under complete-d-p with alpha 1, the best lr was measured to change there. Over depth with another alpha, nothing
+    was measured, so there is no warning.
+    """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():

@@ -124,10 +124,10 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values at other scales with that of the base, the first in
-    ``names``.
+    """Return the document that compares the best values of all other scales with that of the base.
 
-    ``ruled`` are the exponents with which the rule scales the value. ``settings`` must contain rule and unit.
+    The base is the first scale in ``names``. ``ruled`` are the exponents with which the rule scales the value.
+    ``settings`` must contain rule and unit.
     """
     base, *others = names
     return verdict(
