@@ -149,7 +149,10 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return the tokens before each stage of the batch ([0] if there are no stages), or None if not published."""
+        """Return how many tokens come before each stage of the batch, or None if that is not published.
+
+        Without stages, the result is [0].
+        """
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:

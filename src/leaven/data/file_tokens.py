@@ -184,7 +184,7 @@ class MappedFile:
 
 
 class ArrayTokens(CheckedTokens):
-    """The token ids in an array. ``files`` are mapped into the array; there are none if it is in memory."""
+    """The token ids in an array. ``files`` are mapped into the array; an array in memory has none."""
 
     def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...], checksums: str | None = None) -> None:
         super().__init__(ids.dtype, len(ids), checksums)

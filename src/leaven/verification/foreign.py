@@ -84,7 +84,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for all others."""
+        """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for other quantities."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"

@@ -56,7 +56,7 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations of each parameter's settings, if AdamW or Muon trains it.
+    """Return the combinations of the settings of each parameter that AdamW or Muon trains.
 
     ``steps`` is the number of steps divided by that at the smallest scale.
     """

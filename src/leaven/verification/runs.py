@@ -136,8 +136,10 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def _save(self) -> bool:
-        """Write the lines of finished runs, and return True. If the disk has a fault that may pass, keep the rest and
-        return False."""
+        """Write the lines of finished runs, and return whether all are written.
+
+        If the disk has a fault that may pass, the other lines are kept for the next call.
+        """
         while self._unsaved:
             self._locked.require()
             try:

@@ -201,7 +201,7 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of a recipe as a user writes it: a table without the keys that have their default values."""
+    """Return a value of a recipe as a user writes it. A table has only the keys whose values are not the default."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
 
 
