@@ -226,9 +226,8 @@ class Hyperparameters(Part):
                 f"{where}: {module} has no residual multiplier; only the last matrices of branches have one: {ends}"
             )
         if known[module].is_matrix:
-            if quantity in {"beta2", "eps"} and self.muon_of(known[module]):
-                return f"{where}: Muon updates {module}, and has no {quantity}; remove {quantity}"
-            return None
+            lacks = quantity in {"beta2", "eps"} and self.muon_of(known[module])
+            return f"{where}: Muon updates {module}, and has no {quantity}; remove {quantity}" if lacks else None
         if quantity == "init_std":
             return f"{where}: {module} has no init_std: gains start at 1, biases at 0; remove init_std"
         if quantity == "weight_decay" and not self.decay_norm_and_bias:
