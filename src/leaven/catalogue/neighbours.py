@@ -233,7 +233,7 @@ class Neighbours:
         }
 
     def sources(self, ids: Iterable[str]) -> list[str]:
-        """Return one line for each run: its id and the sources of its learning rate."""
+        """Return a line for each of the ``ids`` that is a neighbour: the id and the sources of the run's lr."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 

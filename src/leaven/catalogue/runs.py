@@ -53,7 +53,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has the values of this stack that are not None. Adam equals AdamW."""
+        """Return whether ``other`` has the values of this stack that are not None. Adam counts as AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)

@@ -285,7 +285,10 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with what is wrong. Files older than ``checked_ns`` are not read."""
+    """Return the damaged files of a shard, each with what is wrong.
+
+    Of files that are older than ``checked_ns``, only the size is compared.
+    """
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

@@ -265,7 +265,7 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the type of each layer, as in a config.json. With ``global_every`` 0, all have a sliding window."""
+    """Return the type of each layer, as in a config.json: every ``global_every``-th has full attention (0: none)."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)

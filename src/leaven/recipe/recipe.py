@@ -274,8 +274,7 @@ class Recipe(Part):
 
     @property
     def base(self) -> Base:
-        """The scale for which the hyperparameters are written: ``scaling.base`` or, by default, that of the
-        recipe."""
+        """The scale for which the hyperparameters are written: ``scaling.base``, or else the recipe's own scale."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,

@@ -251,7 +251,11 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value and its lowest point by scale, and the best value over the size by axis."""
+    """Yield the curves of a sweep.
+
+    For each scale, there is the loss over the swept value, and its lowest point. For each axis with two sizes or more,
+    there is the best value over the size.
+    """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

@@ -144,8 +144,10 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size. Of runs that copied each
-        other's lr, only one is among them."""
+        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, one of each lineage.
+
+        A lineage is a group of runs that copied each other's lr.
+        """
         return self.size.near.close[:VOTES]
 
     @cached_property

@@ -56,7 +56,7 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Report that QK-norm is missing if the lr is above the highest lr of the nearest runs without QK-norm."""
+    """Compare the lr of a model without QK-norm with the highest lr of the nearest runs without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None
@@ -112,7 +112,8 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay with published values, if the scaling rule does not change it.
 
-    Where a rule changes the decay, it changes the lr inversely. :func:`timescale` compares the product of the two.
+    Where a rule changes the decay, it changes the lr inversely, and :func:`timescale` compares the product of the two.
+    For the optimizer ``adam`` there is :func:`l2_decay`.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -229,7 +230,7 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Report a batch that is larger than in the nearest published runs. A smaller batch costs no quality."""
+    """Compare the batch with the largest of the nearest published runs. A smaller batch costs no quality."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
