@@ -253,8 +253,7 @@ def _curves(
 ) -> Iterator[VerdictCurve]:
     """Yield the curves of a sweep.
 
-    For each scale, there is the loss over the swept value, and its lowest point. For each axis with two sizes or more,
-    there is the best value over the size.
+    For each scale: the loss over the swept value, and its lowest point. For each axis: the best value over the size.
     """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():

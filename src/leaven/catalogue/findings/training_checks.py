@@ -112,7 +112,7 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay with published values, if the scaling rule does not change it.
 
-    Where a rule changes the decay, it changes the lr inversely, and :func:`timescale` compares the product of the two.
+    Where a rule changes the decay, it changes the lr inversely, and :func:`timescale` compares the product of both.
     For the optimizer ``adam`` there is :func:`l2_decay`.
     """
     tuned = case.recipe.hyperparameters
