@@ -107,7 +107,7 @@ class Case:
     """The recipe to check, the rows of its parameter table, and the tokens in its training text, if known."""
 
     recipe: Recipe
-    rows: Sequence[Any]  # of :class:`leaven.scaling.table.ParameterRow`
+    rows: Sequence[Any]  # the rows of its parameter table, of class `leaven.scaling.table.ParameterRow`
     corpus_tokens: int | None = None
 
     @cached_property

@@ -39,7 +39,7 @@ class StarterRequest:
     vocab: int | None = None  # None: leaven chooses
     seq_len: int | None = None  # None: leaven chooses
     reference: str | None = None  # ``--from``: id of a published run whose values replace the votes of many runs
-    gpus: int = 1  # the batch must divide over these GPUs
+    gpus: int = 1  # number of GPUs over which the batch must divide
     proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
     text_tokens: int | None = None  # tokens of the text, if known
     experts: tuple[int, int] | None = None  # number of experts in a layer, and how many of them a token uses
@@ -136,7 +136,7 @@ class RunSize:
     near: Neighbours  # the published runs nearest in size
     model: ModelShape
     tokens: int
-    gpus: int = 1  # the batch must divide over these GPUs
+    gpus: int = 1  # number of GPUs over which the batch must divide
 
     @property
     def reference(self) -> PublishedRun | None:
