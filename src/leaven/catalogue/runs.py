@@ -347,7 +347,6 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names as a text such as ``a, b or c``."""
     return ", ".join(names[:-1]) + (" or " if names[:-1] else "") + names[-1]
 
 
