@@ -54,7 +54,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has the values of this stack that are not None. Adam equals AdamW."""
+        """Return whether ``other`` has the values of this stack that are not None. Adam counts as AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -150,7 +150,10 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return the tokens before each stage of the batch ([0] if there are no stages), or None if not published."""
+        """Return how many tokens come before each stage of the batch, or None if that is not published.
+
+        Without stages, the result is [0].
+        """
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:

@@ -28,8 +28,9 @@ _encoder: Encoder
 
 
 def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, processes: int | None) -> Generator[Done]:
-    """Encode batches of text, and yield the results in the order of the batches. Close this generator to end its
-    processes.
+    """Encode batches of text, and yield the results in the order of the batches.
+
+    Close this generator to end its processes.
 
     ``n_bytes`` is the size of the text. By default, there is one process per core, or fewer for little text. A single
     process is the calling process, which uses all cores.

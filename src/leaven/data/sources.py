@@ -86,9 +86,9 @@ def _parts(source: DataSource) -> SourceParts:
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Return the number of tokens of a source, which is estimated from the size of its files if it is text.
+    """Return the number of tokens of a source, or None for an hf:// source.
 
-    The result is None for an hf:// source.
+    For text, the number is estimated from the size of the files.
 
     Raises:
         InputError: if the source cannot be used or is empty.

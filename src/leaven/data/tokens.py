@@ -173,7 +173,7 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Check that the keys of ``data`` fit its sources. ``of_ids`` are the parts of the sources with token ids."""
+    """Raise InputError if keys of ``data`` do not fit its sources. ``of_ids``: the parts of sources of token ids."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")

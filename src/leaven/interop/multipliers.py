@@ -1,8 +1,9 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention logits
-(there not a hook, but an attribute of the module). Hooks work with FSDP2, and with torch.compile if installed before
-the first forward pass. The state dict lacks multipliers, so fold a model before you save it for use without leaven.
+A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention
+logits. For attention logits, an attribute of the attention module is changed. For the others, a hook is installed.
+Hooks work with FSDP2, and with torch.compile if they are installed before the first forward pass. The state dict
+lacks multipliers, so fold a model before you save it for use without leaven.
 
 Where each multiplier is folded:
 

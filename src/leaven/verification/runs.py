@@ -28,9 +28,9 @@ from leaven.verification.foreign import CheckTrial, ModelFamily
 from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
-DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
-TEXT = "text"  # key of the fingerprint of the text, which lines of older versions and of foreign models do not have
-COUNT = "earlier_runs"  # key of the number of finished runs before a line, which lines of older versions do not have
+DIGEST = "blake2b"  # key of the digest of a line; lines of benchmarks/lr_transfer.py have none
+TEXT = "text"  # key of the fingerprint of the text, which lines of foreign models do not have
+COUNT = "earlier_runs"  # key of the number of finished runs before a line; those lines have none, too
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
 Key = TypeVar("Key")
@@ -136,8 +136,10 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def _save(self) -> bool:
-        """Write the lines of finished runs, and return True. If the disk has a fault that may pass, keep the rest and
-        return False."""
+        """Write the lines of finished runs, and return whether all are written.
+
+        If the disk has a fault that may pass, the other lines are kept for the next call.
+        """
         while self._unsaved:
             self._locked.require()
             try:
