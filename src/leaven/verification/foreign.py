@@ -112,17 +112,22 @@ class ForeignFamily:
         Raises:
             InputError: if the batch is not a whole number of sequences, or the factory cannot make the model.
         """
-        batch = setting.scale.batch
-        sequences = batch * self.sequences
+        scale = setting.scale
+        sequences = scale.batch * self.sequences
         if not math.isclose(sequences, round(sequences)):
             raise InputError(
-                f"{self.name}: {batch:g} times the batch of {self.sequences} sequences is not a whole number "
+                f"{self.name}: {scale.batch:g} times the batch of {self.sequences} sequences is not a whole number "
                 "of sequences; choose other batch ratios or a larger batch"
             )
         at = setting.ruled_scale
         if at not in self._states:
             self._states[at] = self._state(at)
-        text = repr((self, self._states[at], setting))
+        # Keys must not change between versions of leaven, so this is the text of a RunSetting of an older version.
+        text = (
+            f"({self!r}, {self._states[at]!r}, RunSetting(width={scale.width}, depth={scale.depth}, "
+            f"value={setting.value!r}, seed={setting.seed}, batch={scale.batch!r}, tokens={scale.tokens!r}, "
+            f"ruled={setting.ruled}, quantity={setting.quantity!r}))"
+        )
         # Another process gets a copy of this family without the cached text.
         return ForeignTrial(replace(self), setting, blake2b(text.encode(), digest_size=12).hexdigest())
 
