@@ -216,9 +216,11 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
-    """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale, or say why not.
+    """Propose a batch ramp in stages, or say why there is none.
 
-    The batch size about doubles from stage to stage, up to the full batch. The smallest batch is one sequence.
+    The first stage has the largest batch of at most ``multiple`` x the noise scale at the start of the run, or one
+    sequence if even this is too large. The next stages about double it, each as soon as the noise scale allows it, up
+    to the full batch.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

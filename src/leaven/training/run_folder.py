@@ -255,8 +255,8 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{stale}; it is another folder than before (is its disk mounted?)")
 
     def require_own_checkpoints(self) -> None:
-        """Raise InputError if the folder of checkpoints is a link, and another run uses it. A copy of a run copies a
-        link as a link."""
+        """Raise InputError if the folder of checkpoints is a link, and another run uses it, as after ``cp -r`` of a
+        run, which copies only the link."""
         try:
             other = Path(storage.read(self.checkpoints / OWNER).decode())
             own = other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints)

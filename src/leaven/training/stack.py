@@ -160,7 +160,8 @@ def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
 
 
 class TrialStack:
-    """The buffers and the compiled step for K recipes with the shape and batch of ``like``."""
+    """The buffers and the training step for ``size`` recipes with the shape and batch of ``like``. On a CUDA device,
+    the step is compiled."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)

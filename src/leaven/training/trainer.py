@@ -272,7 +272,8 @@ class RunTrainer:
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self, **about: Any) -> None:
-        """Restore the newest checkpoint, or start a new run. Log this as an event with the values ``about``."""
+        """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log this
+        as an event with the values ``about``."""
         saved = newest_saved(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())

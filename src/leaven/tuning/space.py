@@ -128,7 +128,8 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with ``expected`` optima (distance and its deviation, by path) and ``earlier`` trials."""
+        """Return the space with prior knowledge: by path, the ``expected`` distance of the optimum from the start and
+        its standard deviation, both in octaves; and ``earlier`` trials."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 

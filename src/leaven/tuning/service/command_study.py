@@ -71,9 +71,10 @@ class CommandTrainer:
         folder: the folder that contains a folder for each attempt.
         devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         works: whether a trial of the study already has a result, so that the command is known to work.
-        stop: a function that returns whether to stop and release the trials.
+        stop: a function that returns whether to stop. Running trials then count as not run, and are run again later.
         note: a function that shows a line to the user.
-        one_folder: whether all commands on the study use ``folder``. With a database, each machine may have its own.
+        one_folder: whether every ``leaven tune`` of this study uses ``folder``. With a database, each machine may have
+            its own.
     """
 
     def __init__(

@@ -306,8 +306,9 @@ class SearchPlan:
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
         """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        They are useless if the noise is 0, if no trial completed, or (trust-region) if the start is still the best
-        point. With a budget below ``SMALL`` trials, only a gain in doubt needs them.
+        They are useless if the noise is 0, or if all trials diverged or were pruned. With trust-region, they are also
+        useless while the start is the best point; and with a budget below ``SMALL`` trials, they are run only if the
+        gain may be nothing but noise.
         """
         noise, _ = self.noise_of(trials)
         states = {trial.state for trial in trials}
