@@ -73,8 +73,8 @@ class CommandTrainer:
         works: whether a trial of the study already has a result, so that the command is known to work.
         stop: a function that returns whether to stop. Running trials then count as not run, and are run again later.
         note: a function that shows a line to the user.
-        one_folder: whether every ``leaven tune`` of this study uses ``folder``. With a database, each machine may have
-            its own.
+        one_folder: whether every ``leaven tune`` of this study uses ``folder``. With a database, each machine may
+            have its own.
     """
 
     def __init__(
