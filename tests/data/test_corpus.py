@@ -325,9 +325,11 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "lost+found" / "a.txt").write_text("no text")
     assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
     (tmp_path / "a" / "run").mkdir()  # of leaven, and no text
-    for name in ("recipe.toml", "metrics.jsonl"):
-        (tmp_path / "a" / "run" / name).write_text("{}")
-    assert [part.key for part in opened(f"{tmp_path}/a/**/*.[jt][sx]*").parts] == ["a.txt"]
+    for name, line in (("events", '{"event": "start"}'), ("metrics", '{"run": "a"}'), ("x", '{"text": "a"}')):
+        (tmp_path / "a" / "run" / f"{name}.jsonl").write_text(line)
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"text": "of the user"}')
+    found = opened(f"{tmp_path}/a/**/*.[jt][sx]*").parts
+    assert [part.key for part in found] == ["a.txt", "metrics.jsonl", "run/x.jsonl"]
     (tmp_path / "a" / "mount").mkdir()
     (tmp_path / "a" / "d").mkdir()
     write(tmp_path / "a" / "d" / "a.txt", "a")

@@ -219,9 +219,11 @@ def error_message(error: BaseException) -> str | None:
 
 def _message_of_system(error: OSError) -> str | None:
     """Return the message for an error of the system that the user can fix, such as a full disk, or None."""
-    if isinstance(error, BlockingIOError):
+    if isinstance(error, BlockingIOError) and not hasattr(error, "characters_written"):  # not of a full pipe
         return _NO_PROCESS
-    if error.errno == errno.ENOENT and error.filename is None:  # only os.getcwd raises it without a name
+    try:
+        os.getcwd()
+    except FileNotFoundError:
         return "the current folder was removed; type cd with a folder that exists, and run the same command again"
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""

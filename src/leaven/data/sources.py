@@ -78,7 +78,7 @@ def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
         return SourceParts(ids=(split,)) if isinstance(split, HubTokens) else SourceParts(texts=(split,))
-    empty: list[Path] = []
+    empty: dict[Path, None] = {}  # a set that keeps the order
     found = _files(source.source, empty)
     if found[0][1].suffix in TOKEN_SUFFIXES:
         return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found), empty=tuple(empty))
@@ -121,7 +121,7 @@ def opened(part: TokenPart) -> MappedTokens:
         raise InputError(f"{part.name} {error}".encode(errors="replace").decode()) from None
 
 
-def _files(source: str, empty: list[Path]) -> list[tuple[str, Path]]:
+def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
     """Return the key and path of each file of a source, sorted by key. Add folders without any file to ``empty``."""
     if source == "python-stdlib":
         return _standard_library()
@@ -167,7 +167,7 @@ def _files(source: str, empty: list[Path]) -> list[tuple[str, Path]]:
 
 
 def _matches(
-    folder: Path, pattern: tuple[str, ...], empty: list[Path], above: frozenset[tuple[int, int]] = frozenset()
+    folder: Path, pattern: tuple[str, ...], empty: dict[Path, None], above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
     """Yield the files below a folder that the parts of a pattern match, as ``glob.glob(recursive=True)`` does.
 
@@ -182,8 +182,8 @@ def _matches(
         OSError: if a folder cannot be read.
     """
     name, rest = pattern[0], pattern[1:]
-    if folder not in empty and _is_empty(folder):
-        empty.append(folder)
+    if _is_empty(folder):
+        empty[folder] = None
     recursive = name == "**"
     while recursive and rest[:1] == ("**",):
         rest = rest[1:]
@@ -216,8 +216,11 @@ def _matches(
 
 def _is_of_leaven(path: Path) -> bool:
     """Return whether a file has the lines of a run or check, whose folder may lie beside the text."""
-    lines = path.name in {"events.jsonl", "metrics.jsonl", "runs.jsonl"}
-    return lines and any((path.parent / name).exists() for name in (".lock", "recipe.toml"))
+    if path.name not in {"events.jsonl", "metrics.jsonl", "runs.jsonl"}:
+        return False
+    with suppress(OSError), storage.open_file(path) as file:
+        return file.read(10).startswith((b'{"event": ', b'{"run": ', b'{"step": ', b'{"key": '))
+    return False
 
 
 def _is_empty(folder: Path) -> bool:

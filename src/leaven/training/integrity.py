@@ -135,8 +135,9 @@ def _has_other_rewinds(run: RunFolder) -> bool:
         earlier = event.get("earlier_rewinds")
         if event["event"] in RETURNS and isinstance(earlier, list) and isinstance(saved, list):
             pairs = zip([*earlier, event], saved, strict=False)
-            if any(one.get(key) != other.get(key) for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
-                return True
+            with suppress(*WRONG_TYPES):  # damage is named when the rewinds are read
+                if any(one[key] != other[key] for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
+                    return True
     return False
 
 

@@ -94,8 +94,7 @@ class SearchLoop:
     An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended.
     A trial begins once ``ready`` returns true. After the last event, ``trials`` has all trials of the study. If an
     exception other than StoreGone ends the context, the running trials of this loop are released, so that they run
-    again later. At Ctrl-C without an earlier ``stop``, the context first waits for them, because nothing else can
-    stop a call of an objective in this process, and records their results. A second Ctrl-C leaves them.
+    again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -119,8 +118,8 @@ class SearchLoop:
         self._pending: dict[Future[Sequence[float | Outcome]], list[Proposal]] = {}
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
-        self._failed: list[Sequence[Proposal]] = []  # calls since one of the same worker did not fail
-        self._in_a_row = set[int]()  # origins of those that failed since a call of any worker did not
+        self._failed: list[Sequence[Proposal]] = []  # calls of the objective that failed since one worked
+        self._of_workers: dict[int, list[Sequence[Proposal]]] = {}  # the same, by worker
         self._failure = ""  # the text about the last of them
 
     def __enter__(self) -> "SearchLoop":
@@ -128,19 +127,13 @@ class SearchLoop:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        interrupted = isinstance(error, KeyboardInterrupt) and not self._stop()
         try:
-            self._pool.shutdown(wait=error is None or interrupted, cancel_futures=error is not None)
-            for future in [each for each in self._pending if interrupted and not each.cancelled()]:
-                self._end(self._pending[future], future)
-                del self._pending[future]
+            self._pool.shutdown(wait=error is None, cancel_futures=error is not None)
+            if error is not None and not isinstance(error, StoreGone):
+                for proposal in chain(self._next, *self._pending.values()):
+                    self._stored.close(proposal.number, released=True)
         finally:
-            try:
-                if error is not None and not isinstance(error, StoreGone):
-                    for proposal in chain(self._next, *self._pending.values()):
-                        self._stored.close(proposal.number, released=True)
-            finally:
-                self._leases.__exit__()
+            self._leases.__exit__()
 
     def __iter__(self) -> "Iterator[Proposal | list[int]]":
         turn = 0
@@ -166,7 +159,7 @@ class SearchLoop:
                 # attempts count here. If the user stops the command, any failed trial is given back.
                 enough = stopping or len(self._failed) >= FAILURES
                 if self._error is None and enough and any(trial.finished for trial in self.trials):
-                    self._give_back(fails=not stopping)
+                    self._give_back(self._failed, fails=not stopping)
                 break
             else:
                 time.sleep(STORE_POLL)  # a trial may not begin yet, or other commands are running trials
@@ -231,15 +224,16 @@ class SearchLoop:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=self._error is not None)
             if self._error is None:
+                of_worker = self._of_workers.setdefault(proposals[0].worker, [])
                 self._failed.append(proposals)
-                self._in_a_row.add(proposals[0].origin)
+                of_worker.append(proposals)
                 self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
                 # A call that began earlier and still runs may show that the machine works, though one GPU of it may
                 # be broken.
-                oldest = next(iter(self._pending)) is future
-                of_worker = {call[0].origin for call in self._failed if call[0].worker == proposals[0].worker}
-                if len(of_worker) >= FAILURES or (oldest and len(self._in_a_row) >= FAILURES):
-                    self._give_back()
+                if next(iter(self._pending)) is future and _trials_of(self._failed) >= FAILURES:
+                    self._give_back(self._failed)
+                elif _trials_of(of_worker) >= FAILURES:
+                    self._give_back(of_worker)
         except BaseException as error:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=True)
@@ -248,27 +242,29 @@ class SearchLoop:
             if not isinstance(error, TrialReleased):
                 self._error = error
         else:
-            self._failed = [call for call in self._failed if call[0].worker != proposals[0].worker]
-            self._in_a_row.clear()
+            self._failed.clear()
+            self._of_workers.pop(proposals[0].worker, None)
             for proposal, outcome in zip(proposals, outcomes, strict=True):
                 if self._stored.record(proposal.number, outcome):
                     self._ended.append(proposal.number)
 
-    def _give_back(self, *, fails: bool = True) -> None:
-        """Give the trials that failed in a row back to the study, so that they run again. If ``fails``, also end the
-        search with an error.
-
-        If all of them were given back before, their values are probably the cause. Then they stay failed, and the
-        search goes on.
-        """
-        numbers = {proposal.number for call in self._failed for proposal in call}
+    def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
+        """Give the trials of ``calls``, which failed in a row, back to the study, and end the search, with an error
+        if it ``fails``. If all of them were given back before, the cause is taken to be their values: they have
+        failed, and the search goes on."""
+        numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self._stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
-                f"{len(self._failed)} attempts in a row failed on this machine: {self._failure}; correct the cause, "
-                "and run the same command again: it runs their trials again"
+                f"{len(calls)} attempts in a row failed on this machine: {self._failure}; correct the cause, and run "
+                "the same command again: it runs their trials again"
             )
         self._failed.clear()
-        self._in_a_row.clear()
+        self._of_workers.clear()
+
+
+def _trials_of(calls: Sequence[Sequence[Proposal]]) -> int:
+    """Return the number of different trials that calls of the objective tried."""
+    return len({call[0].origin for call in calls})
 
 
 def _outcome(result: object) -> Outcome:
