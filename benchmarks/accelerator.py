@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
         asked.out.write_text(json.dumps(result, indent=1))
         failed = sum("error" in row for row in part["rows"])
         print(f"{name}: {len(part['rows'])} rows, {failed} failed, {part['seconds']:.0f} s", part["error"] or "")
-    return int(any(part["error"] for part in result["parts"].values()))
+    return int(any(part["error"] or all("error" in row for row in part["rows"]) for part in result["parts"].values()))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main(paths: list[str]) -> None:
             found |= {(*key(result), result["threads"]): result for result in given}
             continue
         where = {name: given[name] for name in ("device", "torch", "date")}
-        new = {name: where | part for name, part in given["parts"].items()}
+        new = {name: where | part for name, part in given["parts"].items() if part["rows"]}
         if given["rehearsal"]:
             print(gpu_tables(new))  # no measurement, so not for the page
         else:

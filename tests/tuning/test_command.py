@@ -1032,7 +1032,7 @@ def test_commands_on_a_database_have_the_same_values(write: Write, other: str) -
     assert tune(file, "--study", store, "--out", "a", "--trials", 2)[0] == 0
     file.write_text(file.read_text().replace('["adamw", "lion"]', other))
     code, printed = tune(file, "--study", store, "--out", "b", "--trials", 4)
-    assert (code, "has another values: opt" in printed) == (2, True), printed
+    assert (code, "has other values: opt" in printed) == (2, True), printed
 
 
 @pytest.mark.parametrize("config", ["output.log", "out", "recipe.toml", "config"])

@@ -831,7 +831,7 @@ def test_trials_begin_with_the_same_weights(short: Recipe, tokens: TokenSet, tmp
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(InputError, match="the weights of .start., have changed since this command began"):
             opened.run(2, 1)
-    with pytest.raises(InputError, match="has another weights"):
+    with pytest.raises(InputError, match="has other weights"):
         study().__enter__()
     file.write_bytes(content)
     with study() as opened:

@@ -68,10 +68,10 @@ def source_parts(source: DataSource) -> SourceParts:
         return found
     if not found.ids:
         raise InputError(f"validation is for token ids, but data.source {source.source!r} is text; remove validation")
-    validation = _parts(source.model_copy(update={"source": source.validation})).ids
-    if not validation:
+    held_out = _parts(source.model_copy(update={"source": source.validation}))
+    if not held_out.ids:
         raise InputError(f"validation {source.validation!r} is text, but the source has token ids; give token ids")
-    return found._replace(validation=validation)
+    return found._replace(validation=held_out.ids, empty=found.empty + held_out.empty)
 
 
 def _parts(source: DataSource) -> SourceParts:

@@ -229,8 +229,7 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
     """Return how recipe.toml differs from the recipe in the last event that changed it. Without such an event, or if
     the newest checkpoint was saved after it, compare with the recipe in the checkpoint. If a process was killed after
-    that event, recipe.toml may still have the values of before the event.
-    These do not count as changes.
+    that event, recipe.toml may still have the values of before the event. These do not count as changes.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:

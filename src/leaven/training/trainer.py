@@ -145,8 +145,8 @@ def train(
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event during the call; most are also lines of events.jsonl.
         stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
-            A single process also polls it within a step, which is then dropped. If the disk is full at the end, the
-            run waits for room until ``stop`` returns True.
+            A single process also polls it within a step, which is then dropped. If a disk is full or away at the
+            end, the run waits for it until ``stop`` returns True.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.

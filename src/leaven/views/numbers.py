@@ -64,11 +64,11 @@ def published_range(plan: PlanDocument) -> list[str]:
         return []
     instead = "leaven plan RECIPE --measure on such a device replaces this"
     if not rows:
-        return [f"not known: no published run on {device} was compared", instead]
+        return [f"not known: no published run on {plan.cluster.rpartition('x')[2]} was compared", instead]
     low, high = (duration(step * edge) for edge in (min(row.low for row in rows), max(row.high for row in rows)))
     most = sorted(rows, key=lambda row: -row.rows)[:3]
-    codes = [f"x{row.low:.2f} to x{row.high:.2f} for {row.code} ({row.rows} rows)" for row in most]
-    return [f"{low} to {high} a step, as published runs on {device}", *codes, instead]
+    codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} rows)" for row in most]
+    return [f"{low} to {high} a step, as published runs on {device} boards", *codes, instead]
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:

@@ -284,7 +284,8 @@ class SearchPlan:
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
         """Return the trust region after the trials that have ended, cached until ``REFITTED`` of them are new.
 
-        Which trials it is fitted to follows from their ends alone, so a search that is resumed goes on the same way.
+        The order of the ends decides to which trials it is fitted, so that a resumed search goes on the same way,
+        unless clocks of several machines differ.
         """
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)

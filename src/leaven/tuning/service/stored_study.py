@@ -515,7 +515,8 @@ def join_study(
         if key not in there and key not in ADDED:
             raise InputError(f"{what} has no {key}, so another program created it; {instead}")
         if there.get(key, value) != value:
-            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
+            other = "other" if key in ADDED else "another"
+            raise InputError(f"{what} has {other} {key}: {_difference(there[key], value)}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
