@@ -467,11 +467,8 @@ class CheckpointManager:
             for path in later:
                 if path not in damaged:
                     _remove(path)
-            # What was kept for good stays so, even if a rewind has changed the interval of checkpoints. The newest is
-            # left out unless the run has returned to it, because it may be that of a stop, which is not scheduled.
-            there = list(map(tokens_of, checkpoints(self._folder)))
-            returned = any(rewind.to_tokens == after_tokens for rewind in rewinds)
-            self._for_good = kept_for_good(there if returned else there[:-1], self._keep_every)
+            # What was kept for good stays so, even if a rewind has changed the interval of checkpoints.
+            self._for_good = kept_for_good(list(map(tokens_of, checkpoints(self._folder))), self._keep_every)
         self._group.barrier()
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:

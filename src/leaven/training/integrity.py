@@ -284,9 +284,9 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
         return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
-    if (read.damaged and not lines) or _is_other_text(run.metrics_file, IDENTITY, "step"):
+    if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
         return f"{run.metrics_file.name} has lines that are no metrics"
-    if _is_other_text(run.events_file, "event"):
+    if is_other_text(run.events_file, "event"):
         return f"{run.events_file.name} has lines that are no events"
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
@@ -301,7 +301,7 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
 
 
-def _is_other_text(file: Path, *keys: str) -> bool:
+def is_other_text(file: Path, *keys: str) -> bool:
     """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
     ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
