@@ -109,7 +109,7 @@ def sees_the_end_late(recipe: Recipe, tokens: TokenSet, folder: Path, rank: int)
 
     def late(path: Path, most: float = storage.LARGEST) -> bytes:
         lines = read(path, most).splitlines(keepends=True)
-        shown = group.rank != rank or path.name != "events.jsonl" or time.monotonic() > begin + 1
+        shown = group.rank != rank or Path(path).name != "events.jsonl" or time.monotonic() > begin + 1
         return b"".join(lines if shown else lines[:-1])
 
     with join_process_group(recipe.layout, torch.device("cpu")) as group, patch.object(storage, "read", late):

@@ -216,7 +216,7 @@ def _require_one_recipe(
     if group is SINGLE_PROCESS:
         return
     run = RunFolder(folder)
-    require_seen(run.events_file, lambda: (mine := run.events_digest()) != group.broadcast(mine), group)
+    require_seen(run.events_file, lambda: (seen := run.events_digest()) != group.broadcast(seen), group)
     start = None if run.begun else recipe.start.folder
     mine = {
         "[start] weights": start and weights_fingerprint(start),
