@@ -584,6 +584,7 @@ class Checkpoints(Callback):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._manager.clear(self.training.tokens, self.trainer.damaged, self.training.rewinds)
+        self.trainer.run.claim_checkpoints()
         self._saved_step = self.training.progress.step
 
     def close(self) -> None:

@@ -238,11 +238,12 @@ class RunFolder:
             self._write_recipe(recipe)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
             self._write_recipe(current, also_in_events=True)
-        self._claim_checkpoints()
 
-    def _claim_checkpoints(self) -> None:
+    def claim_checkpoints(self) -> None:
         """Write into the folder of checkpoints to which run it belongs. Raise InputError if another run does so at
         the same time."""
+        if self._claimed or not self.writes:
+            return
         file, path = self.checkpoints / OWNER, str(self.path.resolve())
         with suppress(OSError):  # without it, a later command only knows less
             self.checkpoints.mkdir(exist_ok=True)
