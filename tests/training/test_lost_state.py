@@ -437,16 +437,24 @@ def test_a_run_goes_on_with_its_own_tokenizer(run: RunFolder, recipe: Recipe, to
     assert train(own, prepare(own.data, own.model.vocab_size), run.path).finished
 
 
+def test_a_finished_run_makes_its_tokenizer_again(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    for _ in range(2):
+        run.tokenizer_file.unlink()
+        assert train(recipe, tokens, run.path).finished
+    assert load_run(run.path).tokenizer
+
+
 def test_a_stop_of_an_earlier_torchrun_does_not_keep_this_one_from_restarting(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "attempt_0").mkdir()
-    os.utime(tmp_path / "attempt_0", (2, 2))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "0" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    rewrite(run.events_file, lambda lines: [*lines[:-1], lines[-1] | {"time": 1e10}])  # by a clock that was ahead
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        _exit_if_stopped_on_purpose(run)
+    run.event("stop", why="interrupted")
     with pytest.raises(typer.Exit):
         _exit_if_stopped_on_purpose(run)
-    rewrite(run.events_file, lambda lines: [*lines[:-1], lines[-1] | {"time": 1.0}])
-    _exit_if_stopped_on_purpose(run)
 
 
 def test_a_rewind_that_only_a_later_one_knows_is_not_forgotten(run: RunFolder, recipe: Recipe) -> None:
@@ -678,6 +686,25 @@ def test_checkpoints_of_another_run_are_refused(
         assert files(run.path) == before
         (run.path / name).unlink()
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
+
+
+def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    other, elsewhere = recipe.replace({"hyperparameters.lr": 0.002}), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for run, each in ((first, recipe), (second, other)):
+        run.path.mkdir()
+        write_recipe(each, run.recipe_file)
+        run.checkpoints.symlink_to(elsewhere)
+
+    def on_step(step: Step) -> None:
+        if step.step == 20:
+            with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {first.path}, which"):
+                train(other, tokens, second.path)
+            (elsewhere / ".run").write_text(str(second.path))  # as if both had begun at once
+
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {second.path}, which"):
+        train(recipe, tokens, first.path, on_step=on_step)
 
 
 def test_checkpoints_are_not_saved_in_the_place_of_a_folder_that_is_away(

@@ -232,13 +232,13 @@ def read_checkpoint(
     damaged: list[Path] = []
     listed = group.broadcast(checkpoints(folder))
     names = {path.name for path in listed}
-    _require_seen(folder, lambda: any(path.name not in names for path in checkpoints(folder)), group)
+    require_seen(folder, lambda: any(path.name not in names for path in checkpoints(folder)), group)
     for candidate in reversed(listed):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
         wanted = group.broadcast(_seen(candidate)) if group.size > 1 else UNREADABLE
         if wanted != UNREADABLE:  # reading gives the error
-            _require_seen(candidate, partial(_differs, candidate, wanted), group)
+            require_seen(candidate, partial(_differs, candidate, wanted), group)
         try:
             found, unreadable = _read(candidate, group, recipe), None
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, SafetensorError, *WRONG_TYPES):
@@ -256,7 +256,7 @@ def read_checkpoint(
     return None, damaged
 
 
-def _require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
+def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
     """Wait up to `SEEN_AFTER` seconds until ``differs`` returns False on every process, because a network disk may
     show new files late. Then raise InputError on all processes. With a single process, do nothing."""
     if group.size == 1:
@@ -467,11 +467,8 @@ class CheckpointManager:
             for path in later:
                 if path not in damaged:
                     _remove(path)
-            # What was kept for good stays so, even if a rewind has changed the interval of checkpoints. The newest is
-            # left out unless the run has returned to it, because it may be that of a stop, which is not scheduled.
-            there = list(map(tokens_of, checkpoints(self._folder)))
-            returned = any(rewind.to_tokens == after_tokens for rewind in rewinds)
-            self._for_good = kept_for_good(there if returned else there[:-1], self._keep_every)
+            # What was kept for good stays so, even if a rewind has changed the interval of checkpoints.
+            self._for_good = kept_for_good(list(map(tokens_of, checkpoints(self._folder))), self._keep_every)
         self._group.barrier()
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
@@ -549,6 +546,7 @@ class Checkpoints(Callback):
     def save(self) -> None:
         self.log_outcome(wait=True)
         self.trainer.run.require_there()
+        self.trainer.run.require_own_checkpoints()
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
@@ -578,7 +576,6 @@ class Checkpoints(Callback):
         if saved.path is not None:
             self.trainer.event("checkpoint", **at, path=saved.path.name)
             mark_trained(self.trainer.run)
-            self.trainer.run.claim_checkpoints()
             self.trainer.profile.write()
         else:
             self._saved_step = -1
@@ -587,6 +584,7 @@ class Checkpoints(Callback):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._manager.clear(self.training.tokens, self.trainer.damaged, self.training.rewinds)
+        self.trainer.run.claim_checkpoints()
         self._saved_step = self.training.progress.step
 
     def close(self) -> None:

@@ -284,9 +284,9 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
         return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
-    if (read.damaged and not lines) or _is_other_text(run.metrics_file, IDENTITY, "step"):
+    if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
         return f"{run.metrics_file.name} has lines that are no metrics"
-    if _is_other_text(run.events_file, "event"):
+    if is_other_text(run.events_file, "event"):
         return f"{run.events_file.name} has lines that are no events"
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
@@ -301,7 +301,7 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
 
 
-def _is_other_text(file: Path, *keys: str) -> bool:
+def is_other_text(file: Path, *keys: str) -> bool:
     """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
     ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
@@ -342,6 +342,17 @@ def newest_saved(run: RunFolder) -> int | None:
         if event["event"] in RETURNS:  # an automatic one of an older version
             break
     return None
+
+
+def saved_checkpoints(run: RunFolder) -> set[int]:
+    """Return the token counts of the checkpoints that events.jsonl mentions and no rewind has undone."""
+    saved = set[int]()
+    for event in run.events():
+        if event["event"] in RETURNS:
+            saved = {tokens for tokens in saved if tokens <= event["to_tokens"]}
+        if (tokens := _saved_tokens(event)) is not None:
+            saved.add(tokens)
+    return saved
 
 
 _SAVED_TOKENS = {"checkpoint": "tokens", "resume": "tokens", "rewind": "to_tokens", "rollback": "from_tokens"}
@@ -393,13 +404,20 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
         return False
 
 
-def torchrun_began() -> float:
-    """Return when torchrun started its first attempt, Unix time. Return 0 if this is not known."""
-    mark = _torchrun_mark()
-    try:
-        return 0.0 if mark is None else mark.with_name("attempt_0").stat().st_mtime
-    except OSError:
-        return 0.0
+def events_before_torchrun(run: RunFolder) -> int:
+    """Return how many events a run had when this function was first called for it since torchrun was started. Return
+    -1 without torchrun."""
+    mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
+    if mark is None:
+        return -1
+    file = mark.with_name("leaven-events")
+    with suppress(OSError, ValueError):
+        count, _, begun = file.read_text(encoding="utf-8").partition(" ")
+        if begun == path:
+            return int(count)
+    with suppress(OSError):
+        file.write_text(f"{events} {path}", encoding="utf-8")
+    return events
 
 
 def _torchrun_mark() -> Path | None:

@@ -26,6 +26,7 @@ from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.integrity import (
+    TOKENIZER,
     missing_checkpoint,
     newest_saved,
     newest_state,
@@ -151,6 +152,11 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = f"{at}; it begins after {begins:,}; leave out --averaged"
         raise InputError(f"{run}: no averaged weights: {why}")
     if not folder.tokenizer_file.is_file():
+        if TOKENIZER in checkpoint.state:
+            raise InputError(
+                f"{folder.tokenizer_file} is missing; bring it back, or repeat the leaven train command of this run, "
+                "which makes it again from the text"
+            )
         raise InputError(
             f"{run}: no tokenizer.json, because the run was trained on token ids; copy the tokenizer.json that was "
             "used to make the token ids into this folder"

@@ -15,7 +15,7 @@ from typing import Any
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.training.integrity import require_own_files, require_run_of
+from leaven.training.integrity import require_own_files, require_run_of, saved_checkpoints
 from leaven.training.run_folder import (
     DAMAGED_EVENTS,
     HYPERPARAMETERS,
@@ -26,6 +26,7 @@ from leaven.training.run_folder import (
     RunFolder,
     changeable,
     changes_of,
+    checkpoint_name,
     checkpoints,
     describe_changes,
     newest_document,
@@ -172,7 +173,7 @@ class ManualRewind:
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)
-        found, _ = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
+        found, damaged = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
@@ -184,4 +185,11 @@ class ManualRewind:
                 )
             )
         require_own_files(run, found.state)
-        return found.progress.tokens
+        tokens = found.progress.tokens
+        if tokens != self.rewind_to and self.rewind_to in {*map(tokens_of, damaged), *saved_checkpoints(run)}:
+            asked = run.checkpoints / checkpoint_name(self.rewind_to)
+            raise InputError(
+                f"--rewind-to {self.rewind_to}: {asked} is damaged or gone; "
+                f"bring it back (is its disk mounted?), or type --rewind-to {tokens} for the one before it"
+            )
+        return tokens

@@ -240,12 +240,19 @@ class RunFolder:
             self._write_recipe(current, also_in_events=True)
 
     def claim_checkpoints(self) -> None:
-        """Write into the folder of checkpoints to which run it belongs, for :meth:`require_own_checkpoints`."""
+        """Write into the folder of checkpoints to which run it belongs. Raise InputError if another run does so at
+        the same time."""
+        if self._claimed or not self.writes:
+            return
         file, path = self.checkpoints / OWNER, str(self.path.resolve())
-        with suppress(OSError, InputError):  # without it, a later command only knows less
-            if self.writes and not (file.exists() and storage.read(file) == path.encode()):
-                storage.write_text(file, path)
-            self._claimed = self.writes
+        with suppress(OSError):  # without it, a later command only knows less
+            self.checkpoints.mkdir(exist_ok=True)
+            with suppress(FileExistsError), storage.open_to_write(file, os.O_CREAT | os.O_EXCL) as new:
+                new.write(path.encode())
+            self.require_own_checkpoints()
+            if storage.read(file) != path.encode():  # the run, or the one that was here, has moved
+                storage.write(file, path.encode())
+            self._claimed = True
 
     def require_claimed(self) -> None:
         """Raise OSError if the folder of checkpoints is no longer the one that :meth:`claim_checkpoints` has
@@ -259,13 +266,17 @@ class RunFolder:
         run, which copies only the link."""
         try:
             other = Path(storage.read(self.checkpoints / OWNER).decode())
-            own = other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints)
+            own = other == self.path.resolve() or (
+                not self._claimed
+                and (other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints))
+            )
         except (OSError, ValueError):  # of an older version, or the run was moved
             return
         if not own:
             raise InputError(
                 f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would "
-                f"change; replace the link by a copy: cp -r {shlex.quote(str(other / 'checkpoints'))}/. FOLDER"
+                "change; replace the link by an empty folder, or by a copy if this run is one: "
+                f"cp -r {shlex.quote(str(other / 'checkpoints'))}/. FOLDER"
             )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:

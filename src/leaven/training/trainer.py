@@ -72,7 +72,15 @@ from leaven.errors import InputError, Settled, TextUnreadable, out_of_memory
 from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
-from leaven.training.checkpoint import EVENTS, TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
+from leaven.training.checkpoint import (
+    EVENTS,
+    TEXT,
+    Checkpoint,
+    Checkpoints,
+    Progress,
+    read_checkpoint,
+    require_seen,
+)
 from leaven.training.device import (
     default_device,
     device_peak,
@@ -164,6 +172,9 @@ def train(
         require_tokenizer(run, tokens.tokenizer_path)
     finish = run.finish() if rewind is None else None
     if finish is not None:
+        if tokens.tokenizer_path is not None and group.is_first:
+            with suppress(InputError):
+                run.keep_tokenizer(tokens.tokenizer_path)
         for file, why in changed_since(run, finish).items():
             on_event("finished_file_changed", {"file": file, "tokens": finish["tokens"], "why": why})
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
@@ -195,15 +206,18 @@ def train(
 def _require_one_recipe(
     recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
 ) -> None:
-    """Check that all processes have the same recipe, text, start weights, rewind and leaven version. Paths may
-    differ, but not those of several sources, which decide the order of the samples.
+    """Check that all processes have the same recipe, text, start weights, rewind and leaven version, and wait until
+    all see the same events of the run. Paths may differ, but not those of several sources, which decide the order of
+    the samples.
 
     Raises:
-        InputError: on all processes, if one has others.
+        InputError: on all processes, if one has others, or does not see the events.
     """
     if group is SINGLE_PROCESS:
         return
-    start = None if RunFolder(folder).begun else recipe.start.folder
+    run = RunFolder(folder)
+    require_seen(run.events_file, lambda: (seen := run.events_digest()) != group.broadcast(seen), group)
+    start = None if run.begun else recipe.start.folder
     mine = {
         "[start] weights": start and weights_fingerprint(start),
         "recipe": recipe.model_dump(exclude={"why", "start", "data"}),

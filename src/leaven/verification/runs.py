@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
+from leaven.training.integrity import is_other_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import LockedFolder
 from leaven.training.trial import WorkerPool
@@ -138,7 +139,7 @@ class RunStore:
     def _save(self) -> bool:
         """Write the lines of finished runs, and return whether all are written.
 
-        If the disk has a fault that may pass, the other lines are kept for the next call.
+        If the disk has a fault, the other lines are kept for the next call: somebody may correct it meanwhile.
         """
         while self._unsaved:
             self._locked.require()
@@ -149,8 +150,6 @@ class RunStore:
                 else:
                     storage.append_json(self.folder / LINES, self._unsaved[0])
             except OSError as error:
-                if error.errno not in storage.FULL | storage.AWAY:
-                    raise
                 if not self._waits:
                     why = error.strerror or error
                     self._note(f"caution: {self.folder / LINES}: {why}; finished runs wait until it can be written")
@@ -206,6 +205,8 @@ class RunStore:
                     f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
                     "start again with another --run"
                 )
+            if not self._ended and is_other_text(self.folder / LINES, "key"):
+                raise InputError(f"{self.folder / LINES} has lines that are no runs of a check; use another --run")
             self._lost = max(lost, known - len(self._ended))
             self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool
