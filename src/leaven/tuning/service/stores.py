@@ -40,7 +40,7 @@ LOOK_SECONDS = 1.0  # between calls of ``waited`` in a pause
 # How long SQLite, or a call of a journal, waits for a lock before ``waited`` is called. SQLite waits in C, where no
 # signal is handled.
 BUSY_SECONDS = 1.0
-LOCK_SECONDS = 5.0
+LOCK_SECONDS = 3.0
 OPENINGS = 20  # attempts to open a new database while other processes create its tables
 NEW_DATABASE = 2**20  # bytes; a new database with its tables and journal takes less
 SECOND_LOOK = 1.0  # seconds until a damaged line of a journal is read again
