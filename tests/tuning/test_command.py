@@ -356,6 +356,35 @@ def test_a_disk_that_is_away_when_a_command_ends_is_waited_for(
             run(Proposal({"lr": 0.0}, 1))
 
 
+@pytest.mark.parametrize("loss", ["", 'loss.jsonl = "{out}/log"\nloss.key = "loss"\n'])
+def test_losses_of_another_study_in_the_place_of_the_folder_are_not_used(write: Write, loss: str) -> None:
+    """Also those of a copy, which may not have all of them."""
+    log = "echo '{\"loss\": 2}' > {out}/log; echo iter 1: val loss 2"
+    file = write(f"{log}; mv trials away; cp -r away trials; : {{lr}} {{seed}}", loss or PATTERN, ONE)
+    with (
+        trainer(file, works=True) as run,
+        pytest.raises(InputError, match="output.log was replaced while its command"),
+    ):
+        run(Proposal({"lr": 0.0}, 0))
+
+
+def test_a_command_whose_results_folder_is_another_study_now_ends(write: Write) -> None:
+    """Its own store is in a database, where its trial runs again later."""
+    begin, store = (
+        "leaven tune other.toml --study sqlite:///other.db --out study --trials 1 --noise 0",
+        Path("one.db"),
+    )
+    write("echo iter 1: val loss 9; : {lr} {seed}", PATTERN, ONE, "other.toml")
+    replace = f"test -e away || {{ mv study away; {sys.executable} -m {begin}; }}"
+    file = write(f"echo iter 1: val loss 3; {replace}; : {{lr}} {{seed}}", PATTERN, ONE)
+    options = ("--study", f"sqlite:///{store.absolute()}", "--trials", 2, "--noise", 0.01)
+    code, printed = tune(file, *options, "--out", "study")
+    assert (code, "output.log was replaced while its command ran" in printed) == (2, True), printed
+    assert [trial.loss for trial in document().trials] == [9.0]
+    assert tune(file, *options, "--out", "away")[0] == 0
+    assert [trial.loss for trial in document("away").trials] == [3.0, 3.0]
+
+
 def test_a_log_on_a_disk_that_fails_over_is_waited_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, real = chain([errno.ESTALE, errno.EIO], repeat(0)), command_study.read_losses
 

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -37,7 +38,10 @@ from leaven.training.load import export_run, load_run
 from leaven.training.run_folder import tokens_of
 from leaven.training.trainer import train
 from leaven.tuning.algorithm.noise import GIVEN
+from leaven.tuning.command import command_space
 from leaven.tuning.service import recipe_study
+from leaven.tuning.service import study as service_study
+from leaven.tuning.service.command_study import CommandStudy
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
 from leaven.tuning.service.study import NoScreen, write_results
@@ -510,6 +514,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
     ("options", "said"),
     [
         (["--hours", "0"], "hours = 0.0: give a finite number above 0"),
+        (["--out", "results"], "--out needs a --study that is a URL; leave it out"),
         (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
         (["--flops", "1e3"], r"--flops 1000 is too small, because one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
@@ -755,9 +760,10 @@ def test_two_studies_do_not_share_a_folder(study: Callable[..., Study], tmp_path
             pass
         changed = results.read_text().replace(json.loads(results.read_text())["id"], "another")
         results.write_text(changed)
-        with pytest.raises(StoreGone, match="belongs to the study another"):
+        before = tree(tmp_path / "study")
+        with pytest.raises(InputError, match="belongs to the study another"):
             opened.run(1, 1, screen=NoScreen())
-    assert results.read_text() == changed
+    assert tree(tmp_path / "study") == before
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -778,6 +784,40 @@ def test_a_damaged_centre_toml_says_to_remove_it(study: Callable[..., Study], tm
     (tmp_path / "study" / "centre.toml").write_text("")
     with pytest.raises(InputError, match="name: missing.*; if it is damaged, remove it, and this command writes it"):
         study()
+
+
+def test_a_study_of_another_kind_is_not_called_damaged(study: Callable[..., Study], tmp_path: Path) -> None:
+    with study():
+        pass
+    (tmp_path / "late.toml").write_text(
+        "command = ': {lr} {seed}'\nloss.pattern = 'loss {loss}'\n[space]\nlr = {start = 1, low = 1, high = 2}"
+    )
+    around = command_space(tmp_path / "late.toml")
+    with pytest.raises(InputError, match="study has a study over a recipe; use another --study or --out$"):
+        CommandStudy(tmp_path / "study", around.file, around, "random")
+
+
+def test_a_store_that_is_locked_at_the_start_is_told_and_can_be_left(
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_study, "NOTE_AFTER", 0.1)
+    url, told, stopped = f"sqlite:///{tmp_path / 'study.db'}", list[str](), list[bool]()
+    with study(store=url):
+        pass
+    other = sqlite3.connect(tmp_path / "study.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+
+    def note(text: str) -> None:
+        told.append(text)
+        stopped.append(True)
+
+    with (
+        pytest.raises(StoreGone, match=r"^stopped after the store had been unreachable for \d+ s; run the same"),
+        study(store=url).told(note, lambda: bool(stopped)),
+    ):
+        pass
+    other.close()
+    assert [text.startswith("the store has been unreachable for") for text in told] == [True]
 
 
 def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], tmp_path: Path) -> None:

@@ -181,9 +181,7 @@ def tune(
         searched = of_file
     else:
         searched = around = _space(load_recipe(recipe, overrides), space, prior)
-    if not study:
-        raise InputError("--study is empty; give a folder, or the URL of a database")
-    url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
+    url, folder = _where(study, out, searched.name)
     asked, devices = workers, _devices(workers, program)
     workers = len(devices) or workers or (1 if program else _usual_workers())
     given: dict[str, Any] = {"noise": noise, "from_study": from_study}
@@ -197,7 +195,7 @@ def tune(
         gpus = len(devices) if asked == AUTO and stack is None else 0
         study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
-        with stop_on_signal() as stop, study_of as opened:
+        with stop_on_signal() as stop, study_of.told(errors.print, stop) as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
             with TuneScreen(opened.state(), trials, workers, **budget, stack=opened.stack) as screen:
@@ -218,6 +216,19 @@ def tune(
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
+    """Return (URL of the database or None, folder for the results) of ``--study`` and ``--out``."""
+    if not study:
+        raise InputError("--study is empty; give a folder, or the URL of a database")
+    if "://" in study:
+        return study, out or Path("studies", name)
+    if out is not None:
+        raise InputError(
+            "--out needs a --study that is a URL; leave it out: the results are in the folder of --study"
+        )
+    return None, Path(study)
 
 
 def _command(

@@ -19,13 +19,12 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from leaven.data.pool import exit_with_parent, signals_blocked
+from leaven.data.pool import exit_with_parent, new_processes, signals_blocked
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.interop.weights import weights_fingerprint
@@ -283,10 +282,7 @@ class WorkerPool:
         self._executor = self._new()
 
     def _new(self) -> ProcessPoolExecutor:
-        with signals_blocked():  # also in the process that tracks the executor's semaphores
-            return ProcessPoolExecutor(
-                self._workers, get_context("spawn"), initializer=initialise_worker, initargs=(self._device,)
-            )
+        return new_processes(self._workers, initialise_worker, self._device)
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
         with signals_blocked():  # the executor may start a process

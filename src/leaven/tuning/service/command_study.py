@@ -111,8 +111,9 @@ class CommandTrainer:
             TrialReleased: if the search is stopped meanwhile, or the command failed while the disk is full.
             WorkerDied: if the command failed for another reason, or no process can be started.
             StoreGone: if the output of a command that has ended cannot be read for ``AWAY_SECONDS``.
-            InputError: if the command failed at the start point, before any trial had a result; or if an earlier
-                attempt has made the folder of the trial, and no trial has a folder now.
+            InputError: if the command failed at the start point, before any trial had a result; if an earlier
+                attempt has made the folder of the trial, and no trial has a folder now; or if the folder was replaced
+                while the command ran.
         """
         command = self._command
         number = proposal.origin if command.resume else proposal.number
@@ -132,25 +133,15 @@ class CommandTrainer:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
         flags = os.O_CREAT | (os.O_APPEND if command.resume else os.O_TRUNC)
-        with open_to_write(folder / OUTPUT, flags, separate=not command.resume) as output:
-            if command.resume:
-                self._lock_when_free(output)
-            try:
-                process = self._commands.start(command.filled(values), environment, output)
-            except BlockingIOError as error:  # the limit of processes, which other programs reach as well
-                raise WorkerDied(f"could not be started: {error.strerror}") from None
+        output = open_to_write(folder / OUTPUT, flags, separate=not command.resume)
         try:
-            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
-            outcome = self._watch(process, proposal, folder / OUTPUT, where)
+            outcome = self._run(proposal, values, environment, folder, output)
         except InputError:  # this ends the search, so end the other commands, too
             self._leaving.set()
             raise
         finally:
-            if left := self._commands.end(process):
-                pids = ", ".join(map(str, left))
-                self._note(
-                    f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
-                )
+            with suppress(OSError):  # a network disk is full or away
+                output.close()
         failed = isinstance(outcome, str)
         full = is_full(self._folder)  # also if the command succeeded: it may have lost the end of its log
         if full or (failed and self._lacked_room(proposal.origin, folder / OUTPUT)):
@@ -162,6 +153,34 @@ class CommandTrainer:
             raise self._failure(proposal, folder / OUTPUT, outcome)
         self._works = True
         return outcome
+
+    def _run(
+        self,
+        proposal: Proposal,
+        values: Mapping[str, Value],
+        environment: Mapping[str, str],
+        folder: Path,
+        output: BinaryIO,
+    ) -> Outcome | str:
+        """Run the command with its ``output`` in ``folder``. Return its outcome or a text that says how it failed."""
+        command = self._command
+        if command.resume:
+            self._lock_when_free(output)
+        try:
+            process = self._commands.start(command.filled(values), environment, output)
+        except BlockingIOError as error:  # the limit of processes, which other programs reach as well
+            raise WorkerDied(f"could not be started: {error.strerror}") from None
+        try:
+            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
+            outcome = self._watch(process, proposal, folder / OUTPUT, where)
+            _require_same_file(output, folder / OUTPUT)
+            return outcome
+        finally:
+            if left := self._commands.end(process):
+                pids = ", ".join(map(str, left))
+                self._note(
+                    f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
+                )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
         """If a trial that the store has lost has left this folder, move it aside. If the folder of a retry is
@@ -297,6 +316,22 @@ class CommandTrainer:
             return InputError(f"the first run of the command {message}")
         self._note(f"trial {proposal.number} {message}")
         return WorkerDied(message)
+
+
+def _require_same_file(output: BinaryIO, path: Path) -> None:
+    """Raise InputError if the file at ``path`` is not the open file ``output``. Its folder may be that of another
+    study now, or a copy, and the losses in it those of another command, or not all."""
+    try:
+        there = os.stat(path)
+    except OSError:  # moved or away, so nothing else was read
+        return
+    with suppress(OSError):  # raised if another machine has removed the open file
+        if os.path.samestat(os.fstat(output.fileno()), there):
+            return
+    raise InputError(
+        f"{path} was replaced while its command ran, perhaps by another study, so its losses were not used; "
+        "run the same command again, with a folder of its own"
+    )
 
 
 def _end_of(output: Path, most: int) -> str:

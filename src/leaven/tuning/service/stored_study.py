@@ -145,7 +145,7 @@ class StoredStudy:
     def id(self) -> int:
         return self.store.get_study_id_from_name(self.study.study_name)
 
-    @property
+    @cached_property
     def random_id(self) -> str:
         return random_id(self.study.user_attrs)
 

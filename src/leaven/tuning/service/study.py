@@ -77,7 +77,7 @@ from leaven.tuning.service.search_plan import (
     known_trials,
 )
 from leaven.tuning.service.stored_study import RESTORE, join_study, random_id
-from leaven.tuning.service.stores import LOCK_SECONDS, StoreGone, exists, open_store
+from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
@@ -85,9 +85,12 @@ CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another
 # Names in the folder of a study that was killed before it wrote study.json.
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
+_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json, all of which takes long to decode
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 # After so many seconds without the store, the screen says so, and a command that is to stop no longer waits for it.
 NOTE_AFTER = 5.0
+NOTE_EVERY = 10.0  # seconds until the screen says so again
+LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
 # The largest share of the time that is spent on writing study.json. With thousands of trials, this takes seconds.
 SAVING = 0.1
 
@@ -163,9 +166,10 @@ class BaseStudy(ABC):
         self._stalled = False  # whether the search ended early because some rounds gained less than the noise
         self.nothing = ""  # why :meth:`run` found no best point; empty if it found one
         self._screen: Screen = NoScreen()
+        self._note: Callable[[str], None] = lambda text: None
         self._stop: Callable[[], bool] = lambda: False
         self._ready: Callable[[], bool] = lambda: True  # whether a trial may begin
-        self._next_save = 0.0  # by time.monotonic()
+        self._next_save = self._next_note = 0.0  # by time.monotonic()
         self._noted: set[str] = set()
         self._check_folder()
 
@@ -192,6 +196,10 @@ class BaseStudy(ABC):
             try:
                 changes = self.space.changes_since(centre)
             except InputError as error:
+                saved = _saved(out)
+                if saved and bool(saved.get("command")) != bool(self._about.get("command")):
+                    kind = "command" if saved.get("command") else "recipe"
+                    raise InputError(f"{self.out} has a study over a {kind}; use another --study or --out") from None
                 raise InputError(f"{error}; if it is damaged, remove it, and this command writes it again") from None
             if changes:
                 kind = self.space.kind
@@ -203,6 +211,11 @@ class BaseStudy(ABC):
             and not all(any(fnmatch(entry.name, name) for name in own) for entry in self.out.iterdir())
         ):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
+
+    def told(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
+        """Use ``note`` and ``stop`` until :meth:`run`, so that a locked store is not waited for in silence."""
+        self._note, self._stop = note, stop
+        return self
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -308,6 +321,12 @@ class BaseStudy(ABC):
             if trial is not None and trial.loss != loss:
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
 
+    def _require_own_folder(self) -> None:
+        """Raise InputError if another study has replaced the folder while this command runs."""
+        with suppress(OSError):
+            if found := _ID.search(read(self.out / "study.json")):
+                self._require_same_study(found[1].decode(), self._stored.random_id)
+
     def _require_same_study(self, saved_id: str, stored_id: str) -> None:
         """Raise InputError if study.json and the store have different ids. An empty id is not compared."""
         if saved_id and stored_id and saved_id != stored_id:
@@ -333,7 +352,7 @@ class BaseStudy(ABC):
         )
 
     def _waited(self, seconds: float) -> None:
-        """After ``NOTE_AFTER``, tell the user that the store is unreachable. Raise StoreGone if the user stops."""
+        """After ``NOTE_AFTER``, tell the user that the store cannot be used. Raise StoreGone if the user stops."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -341,7 +360,9 @@ class BaseStudy(ABC):
                 f"stopped after the store had been unreachable for {seconds:.0f} s; "
                 "run the same command again to resume"
             )
-        self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
+        if (now := time.monotonic()) >= self._next_note:
+            self._next_note = now + NOTE_EVERY
+            self._note(f"the store has been unreachable for {seconds:.0f} s; waiting")
 
     def run(
         self,
@@ -374,6 +395,7 @@ class BaseStudy(ABC):
                 results cannot be written.
         """
         self._screen, self._stop = screen or NoScreen(), stop
+        self._note = self._screen.note
         at_once = workers * self.stack
         if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / LEAST_ROUNDS):
             self._screen.note(
@@ -382,9 +404,10 @@ class BaseStudy(ABC):
             )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
+        ready = self._may_begin
         with (
             self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack, self._ready) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack, ready) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
@@ -411,8 +434,15 @@ class BaseStudy(ABC):
         """Raise InputError if there is no budget, or if even the coarsest grid does not fit into the budget."""
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
+    def _may_begin(self) -> bool:
+        """Return whether a trial may begin. Raise InputError if the folder is that of another study now."""
+        self._require_own_folder()
+        return self._ready()
+
     def _remove_checkpoints(self) -> None:
-        """Remove the checkpoints of trials that have ended."""
+        """Remove the checkpoints of trials that have ended. Raise InputError if the folder is that of another study
+        now."""
+        self._require_own_folder()
         ended = {trial.origin for trial in self._stored.trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.out / CHECKPOINTS):
             if origin in ended:
