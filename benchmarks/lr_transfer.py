@@ -109,9 +109,9 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "adamw": Case(axes=("depth", "batch", "tokens", "width")),
-    "muon": Case(["hyperparameters.optimizer=muon"], lr=0.032),
-    "post-norm": Case(["model.norm_placement=output", "model.qk_norm_whole=true"]),
+    "adamw": Case(axes=AXES),
+    "muon": Case(["hyperparameters.optimizer=muon"], lr=0.032, axes=AXES),
+    "post-norm": Case(["model.norm_placement=output", "model.qk_norm_whole=true"], axes=AXES),
     # An embedding that begins with the size of the branches.
     "post-norm-embedding": Case(
         [
@@ -128,7 +128,7 @@ CASES: Mapping[str, Case] = {
     "post-norm-decay": Case(
         ["model.norm_placement=output", "model.qk_norm_whole=true", "hyperparameters.weight_decay=1.0"], lr=0.016
     ),
-    "experts": Case(["model.experts={number=4, active=2, d_expert=32}"]),
+    "experts": Case(["model.experts={number=4, active=2, d_expert=32}"], axes=AXES),
     # Branches are multiplied by depth^-1/2 and not by depth^-1, and the lr inside blocks falls as depth^-1/2.
     "alpha-half": Case(["scaling.alpha=0.5"], axes=("depth",)),
     "standard": Case(["scaling.rule=standard"]),  # the control, whose best lr must change

@@ -24,9 +24,11 @@ from benchmarks.planner.verdict import TableVerdict
 from leaven.errors import InputError
 
 PUBLISHED = Path(__file__).parent / "published" / "tables.yaml"
+TIMES = Path(__file__).parents[1] / "src" / "leaven" / "planning" / "published_times.toml"
 _TOLD = {
     "bloom_layout_search": "BLOOM",
     "mpt_fsdp_bf16": "MPT",
+    "mpt_fsdp_h100": "MPT on H100",
     "ultrascale_playbook_summary": "nanotron",
     "torchtitan_llama31_h100": "torchtitan",
 }
@@ -35,6 +37,24 @@ _TOLD_OF_EXPERTS = {
     "simumax_b200_deepseek_v2": "DeepSeek-V2",
     "simumax_b200_deepseek_v3": "DeepSeek-V3",
     "megatron_experts_h100": "Qwen3",
+}
+# Which training code ran the rows of a table, and when, as `leaven plan` prints it.
+_CODES = {
+    "mpt_fsdp_h100": "llm-foundry of October 2023",
+    "llama3_405b_table4": "Llama 3's own code of 2024",
+    "torchtitan_llama31_h100": "torchtitan of December 2024, bf16 and FP8",
+    "megatron_llama3_fp8_h100": "Megatron-LM in FP8",
+    "ultrascale_playbook_summary": "nanotron of 2025",
+    "megatron_experts_h100": "Megatron-LM (Megatron-MoE-ModelZoo)",
+    "bloom_layout_search": "Megatron-DeepSpeed of 2022",
+    "korthikanti2022_table5": "Megatron-LM of 2022",
+    "mpt_fsdp_bf16": "llm-foundry of 2023",
+    "simumax_b200_llama3_70b": "Megatron-LM (SimuMax, Llama 3 70B)",
+    "simumax_b200_llama3_405b": "Megatron-LM (SimuMax, Llama 3 405B)",
+    "simumax_b200_long_context": "Megatron-LM (SimuMax, long sequences)",
+    "simumax_b200_deepseek_v2": "Megatron-LM (SimuMax, DeepSeek-V2)",
+    "simumax_b200_deepseek_v3": "Megatron-LM (SimuMax, DeepSeek-V3)",
+    "megatron_bridge_experts": "Megatron-Bridge 25.11",
 }
 _COLUMNS = (
     ("rows", "rows", "{:d}"),
@@ -109,6 +129,31 @@ def accuracy_line(verdicts: list[TableVerdict], experts: bool = False) -> str:
     return f"mean error on published {models}: {'; '.join(kinds)}; see docs/evidence/planner-accuracy.md"
 
 
+def published_times(verdicts: list[TableVerdict]) -> str:
+    """Return the text of src/leaven/planning/published_times.toml: measured / planned time of a step by table."""
+    found = {verdict.table.id: verdict for verdict in verdicts}
+    lines = [
+        "# Time of a step of published runs, measured / planned: the lowest and the highest row of each table.",
+        "# Written by `make docs-accuracy` from benchmarks/published/tables.yaml. `leaven plan` prints those of its",
+        "# accelerator.",
+        "times = [",
+    ]
+    for name, code in _CODES.items():
+        points = [point for point in found[name].points if point.kind == "time" and point.case]
+        ratios = [point.measured / point.predicted for point in points]
+        row = {
+            "accelerator": points[0].case.cluster.accelerator.name.partition("-")[0] if points[0].case else "",
+            "experts": "experts" in name or "deepseek" in name,
+            "code": code,
+            "rows": len(points),
+            "low": round(min(ratios), 3),
+            "high": round(max(ratios), 3),
+            "source": found[name].table.sources[str(found[name].table.fields["source"])],
+        }
+        lines.append(f"  {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in row.items())} }},")
+    return "\n".join([*lines, "]", ""])
+
+
 def _rows(number: int) -> str:
     return "1 row" if number == 1 else f"{number} rows"
 
@@ -145,6 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
             renewed(PAGE.read_text(encoding="utf-8"), "\n".join(lines(verdicts)), verdicts), encoding="utf-8"
         )
         PICTURE.write_text(picture(verdicts), encoding="utf-8")
+        TIMES.write_text(published_times(verdicts), encoding="utf-8")
     elif asked.accuracy_line:
         print("\n".join(accuracy_line(verdicts, experts) for experts in (False, True)))
     elif asked.json:

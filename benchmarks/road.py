@@ -31,8 +31,14 @@ from pathlib import Path
 
 from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.runs import PublishedRun
-from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT, batch_factor
-from leaven.catalogue.starter.starter import untuned
+from leaven.catalogue.starter.draft import RunSize, StarterDraft
+from leaven.catalogue.starter.optimizer import (
+    LR_SIZE_EXPONENT,
+    batch_factor,
+    choose_adam,
+    choose_lr,
+    choose_schedule,
+)
 from leaven.catalogue.terms import terms
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -94,6 +100,18 @@ def run(words: list[str], folder: Path) -> None:
     warned = [line for line in done.stderr.splitlines() if line.startswith("warning")]
     if done.returncode or warned:
         sys.exit("\n".join([f"exit code {done.returncode}", *warned, done.stdout[-2000:], done.stderr[-2000:]]))
+
+
+def untuned(recipe: Recipe) -> Recipe:
+    """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose without tuning."""
+    model, tokens = recipe.model, recipe.data.tokens
+    at = RunSize(neighbours(model.params_active, tokens, experts=bool(model.experts)), model, tokens)
+    draft, batch = StarterDraft(), recipe.batch.tokens
+    draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
+    choose_schedule(draft, at, batch)
+    choose_adam(draft, at, batch, choose_lr(draft, at, batch, f"at {format_quantity(recipe.model.params)}"))
+    chosen = {name: draft.document[name] for name in ("schedule", "hyperparameters")}
+    return recipe.replace(chosen | {"scaling": {"rule": "complete-d-p"}, "why": draft.why})
 
 
 def compare(folder: Path, seeds: int, workers: int, candidates: int, direct: bool) -> None:

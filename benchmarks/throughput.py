@@ -31,17 +31,20 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leaven.planning.flops import flops_per_token
 from leaven.planning.this_machine import processor
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.training.device import keep_freed_memory
+
+if TYPE_CHECKING:
+    from leaven.training.engine import Training
 
 # In the order of the table. "whole logits" computes all logits of a micro-batch as one tensor, to compare memory.
 ARMS = (
@@ -133,12 +136,9 @@ def library_of(arm: str) -> str:
 
 
 def leaven_steps(task: Task) -> tuple[Callable[[int], None], int]:
-    import numpy as np
-
-    from leaven.data.shards import ShardedTokens, Shards
-    from leaven.data.tokens import TokenSet
     from leaven.model import loss
     from leaven.training import engine
+    from leaven.training.profiling import random_tokens
 
     if task.arm == "leaven, whole logits":
         loss.CHUNK_ELEMENTS[task.device] = 2**62
@@ -155,21 +155,21 @@ def leaven_steps(task: Task) -> tuple[Callable[[int], None], int]:
             "layout": {"compile": task.compiled},
         }
     )
-    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 64 * (shape.seq_len + 1))
-    split = ShardedTokens([tokens])
-    shards = Shards(split, split, 0, 0, "random", ())
-    texts = TokenSet(("random",), (Fraction(1),), (shards,), shape.vocab_size, 0, "random", Path())
-    training = engine.Training(recipe, texts, task.device)
+    training = engine.Training(recipe, random_tokens(recipe), task.device)
 
-    def steps(count: int) -> None:
-        before = training.issue()  # one step is issued ahead, so that the device never idles
-        for _ in range(count - 1):
-            ahead = training.issue()
-            before()
-            before = ahead
+    params = sum(parameter.numel() for parameter in training.model.parameters())
+    return partial(issue_ahead, training), params
+
+
+def issue_ahead(training: "Training", count: int) -> None:
+    """Take ``count`` steps of leaven's engine. Each is issued before the metrics of the last are read, so that the
+    device never idles."""
+    before = training.issue()
+    for _ in range(count - 1):
+        ahead = training.issue()
         before()
-
-    return steps, sum(parameter.numel() for parameter in training.model.parameters())
+        before = ahead
+    before()
 
 
 def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:

@@ -1,10 +1,16 @@
 """Measure speed and memory of tokenising: `python benchmarks/tokenising.py [--mb 200] [--repeats 3] [--ways NAMES]`.
 
 The text is a .jsonl of consecutive lines of Python's standard library, so that it is similar on every machine. Each
-method runs in its own process, methods take turns, and medians are printed with minimum and maximum. One of the
-methods uses a single process with one thread per core, as leaven does for small corpora. "tokenizers alone" encodes
-the same texts with the `tokenizers` library and one thread: it reads and writes no files, and its seconds begin when
-the texts are in memory. The last column compares processor seconds with it, in the same turn.
+method runs in its own process. Methods take turns, in the opposite order in every second round, and medians are
+printed with minimum and maximum. "threads" is a single process with one thread per core, as leaven does for small
+corpora. "tokenizers alone" and "tokenizers with threads" encode the same texts with the `tokenizers` library, with
+one thread and with one thread per core: they read and write no files, and their seconds begin when the texts are in
+memory.
+
+"MB/s a core" divides the speed by the cores that a method may use: one, or all of this machine. The last two columns
+compare a method with `tokenizers` on the same cores in the same round, by elapsed time and by processor time.
+
+On two cores, `--repeats 2 --ways "2 processes,threads,tokenizers with threads"` takes about 5 minutes.
 """
 
 import argparse
@@ -23,18 +29,19 @@ from tokenizers import Tokenizer
 
 from leaven.data.corpus import open_corpora
 from leaven.data.tokens import prepare
+from leaven.planning.this_machine import cores
 from leaven.recipe.data import Data, DataSource
 
 VOCAB_SIZE = 32_768
-ALONE = "tokenizers alone"
-WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0), ALONE: (0, 1)}
+ALONE, ALONE_WITH_THREADS = "tokenizers alone", "tokenizers with threads"
+WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0), ALONE: (0, 1), ALONE_WITH_THREADS: (0, 0)}
 """(processes of leaven, or 0 without leaven; threads of the tokenizer, or 0 for as many as there are cores)."""
 WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 BATCH = 1_000  # documents that "tokenizers alone" encodes at a time
 
 
 def generate(path: Path, n_bytes: int) -> None:
-    """Yield documents of 20 to 400 consecutive lines of the standard library, in random order."""
+    """Write documents of 20 to 400 consecutive lines of the standard library, in random order."""
     chance = random.Random(0)
     (corpus,) = open_corpora([DataSource(source="python-stdlib")], 0.0)
     texts = [document.text.splitlines(keepends=True) for document in corpus.documents()]
@@ -95,27 +102,36 @@ def main() -> None:
         ways = {way: WAYS[way] for way in options.ways.split(",")}
         results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         for repeat in range(options.repeats):
-            for way, (processes, threads) in ways.items():
+            for way in list(ways)[:: -1 if repeat % 2 else 1]:
+                processes, threads = ways[way]
                 cache = Path(folder, f"{way} {repeat}")
                 command = [sys.executable, __file__, "--way", str(path), str(trained.tokenizer_path), str(cache)]
                 environment = os.environ | ({"RAYON_NUM_THREADS": str(threads)} if threads else {})
                 run = subprocess.run([*command, str(processes)], check=True, capture_output=True, env=environment)
                 results[way].append(json.loads(run.stdout))
         size = path.stat().st_size / 1e6
-        print(f"{size:.0f} MB of .jsonl, vocabulary {trained.vocab_size:,}, medians of {options.repeats} (range)")
-        heads = f"{'k tokens/s':>20} {'MB/s':>6} {'processor s':>12} {'MB a processor s':>17}"
-        print(f"{'':16} {heads} {'GiB here':>9} {'largest child':>14} {'of tokenizers':>14}")
-        alone = results.get(ALONE, [])
+        print(
+            f"{size:.0f} MB of .jsonl, lines of Python's standard library; vocabulary {trained.vocab_size:,}; "
+            f"{cores()} cores; medians of {options.repeats} (range)"
+        )
+        heads = f"{'k tokens/s':>20} {'MB/s a core':>12} {'processor s':>12} {'GiB here':>9} {'largest child':>14}"
+        print(f"{'':24} {heads} {'of tokenizers':>14} {'by processor':>13}")
         for way, runs in results.items():
             speeds = sorted(run["tokens"] / run["seconds"] / 1e3 for run in runs)
             keys = ("seconds", "processor_seconds", "self_gib", "largest_child_gib")
             seconds, busy, here, child = (statistics.median(run[key] for run in runs) for key in keys)
             speed = f"{statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f})"
-            pairs = zip(alone, runs, strict=False)  # without "tokenizers alone" there are none
-            shares = [theirs["processor_seconds"] / run["processor_seconds"] for theirs, run in pairs]
+            used = 1 if ways[way][1] == 1 else cores()
+            alone = results.get(ALONE if used == 1 else ALONE_WITH_THREADS, [])
+            shares = [
+                f"{statistics.median(theirs[key] / run[key] for theirs, run in zip(alone, runs, strict=True)):.2f}"
+                if alone
+                else "-"
+                for key in keys[:2]
+            ]
             print(
-                f"{way:16} {speed:>20} {size / seconds:6.1f} {busy:12.1f} {size / busy:17.2f} "
-                f"{here:9.2f} {child:14.2f} {f'{statistics.median(shares):.2f}' if shares else '-':>14}"
+                f"{way:24} {speed:>20} {size / seconds / used:12.2f} {busy:12.1f} {here:9.2f} {child:14.2f} "
+                f"{shares[0]:>14} {shares[1]:>13}"
             )
 
 

@@ -60,7 +60,7 @@ FOLDER_KILLED = """
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 if moment == "before the rename": Path.rename = die
-with storage.new_folder(folder / "it") as made:
+with storage.written_folder(folder / "it") as made:
     for name in "abc":
         (made / name).write_text(name)
         if moment == name: die()
@@ -76,7 +76,7 @@ def test_a_killed_folder_is_whole_or_absent(tmp_path: Path, moment: str) -> None
         return
     assert not (tmp_path / "it").exists()
     (tmp_path / "it").mkdir()  # an empty one may be there
-    with storage.new_folder(tmp_path / "it") as made:
+    with storage.written_folder(tmp_path / "it") as made:
         (made / "d").touch()
     assert names(tmp_path) == ["it"]
     assert names(tmp_path / "it") == ["d"]
@@ -88,9 +88,9 @@ def test_an_error_leaves_the_old_content(tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ZeroDivisionError), storage.replacing(tmp_path / "file") as file:
         file.write(bytes([1 // 0]))
-    with pytest.raises(ZeroDivisionError), storage.new_folder(tmp_path / "folder"):
+    with pytest.raises(ZeroDivisionError), storage.written_folder(tmp_path / "folder"):
         raise ZeroDivisionError
-    with pytest.raises(OSError, match="not empty"), storage.new_folder(tmp_path / "full"):
+    with pytest.raises(InputError, match="exists already"), storage.written_folder(tmp_path / "full"):
         pass
     with pytest.raises(FileNotFoundError):
         storage.write(tmp_path / "not there" / "file", NEW)
@@ -187,7 +187,7 @@ def test_the_next_append_repairs_a_line_torn_anywhere(tmp_path: Path) -> None:
         path.write_bytes(lines[0] + lines[1][:size])
         whole = [1, 2] if size >= len(lines[1]) - 1 else [1]  # one that only lacks its end is whole
         assert read(path) == (whole, [])
-        storage.append_json(path, {"n": 3}, sync=True)
+        storage.append_json(path, {"n": 3})
         assert read(path) == ([*whole, 3], [])
         assert path.read_bytes().endswith(b'\n{"n": 3}\n')
 
@@ -284,7 +284,7 @@ def test_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", missing)
-    monkeypatch.setattr(storage, "SOFT", 0.3)
+    monkeypatch.setattr(storage, "EMPTY_LOCK_SECONDS", 0.3)
     lock = tmp_path / "lock"
     with pytest.warns(UserWarning, match="flock not supported"), storage.lock(lock):
         pass
@@ -295,7 +295,7 @@ def test_a_disk_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     lock.write_text("12741\nnode17\n4592\n")  # of a process on another machine, perhaps killed
     with pytest.warns(UserWarning, match="flock"), line, storage.lock(lock, seconds=0):
         pass
-    ended = Timer(0.8, lock.unlink)  # the process releases it after more than SOFT seconds
+    ended = Timer(0.8, lock.unlink)  # the process releases it after more than EMPTY_LOCK_SECONDS
     ended.start()
     with pytest.warns(UserWarning, match="flock"), storage.lock(lock):
         ended.join()

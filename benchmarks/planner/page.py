@@ -28,7 +28,7 @@ SEARCHED = ("simumax_b200_deepseek_v2", "simumax_b200_llama3_70b")
 _COMMAND = "$ python benchmarks/planner_accuracy.py"
 # One hue a table, of equal weight on a light and on a dark page (Okabe and Ito's, the yellow darkened).
 _HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a5195", "#8c8c8c",
-         "#004d40", "#a52a2a", "#7cb342", "#e91e63", "#3f51b5", "#795548", "#607d8b")  # fmt: skip
+         "#004d40", "#a52a2a", "#7cb342", "#e91e63", "#3f51b5", "#795548", "#607d8b", "#9e9d24")  # fmt: skip
 _NOTHING = "no row has it: not checked on a table"
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f } .small { font-size: 11px; fill: #57606a }

@@ -1,4 +1,4 @@
-"""`python -m leaven`, and `torchrun ... -m leaven train`."""
+"""Run the command line: `python -m leaven`, and `torchrun ... -m leaven train`."""
 
 from leaven.cli import main
 

@@ -29,7 +29,7 @@ from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import LINES, RunStore
-from leaven.views.demo import RULES, best, curves, demo_plan
+from leaven.views.demo import COMMANDS, RULES, best, curves, demo_plan
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.live import LiveScreen
@@ -44,7 +44,7 @@ class Size:
     """The widths, learning rates and seeds of a demo, for one value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
-    lrs: tuple[float, ...]
+    lrs: tuple[float, ...]  # at the base
     seeds: int  # number of seeds at the smallest width, and of the final runs at the largest width
 
     @property
@@ -57,8 +57,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules and all seeds but the first, which is
-        in the grid."""
+        """Return the final runs: ``lr`` at the largest width, with both rules. The first seed is in the grid."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -136,7 +135,7 @@ def run_demo(
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
     """Return the document that an earlier call wrote into this folder, or None if the demo is new. Raise InputError
-    if the folder contains anything but this demo with its runs."""
+    for a folder with other files, a demo of another size or text, or a demo without its runs."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -208,7 +207,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
     for name, recipe in recipes.items():
         if not (folder / f"{name}.toml").exists():  # the user may have edited it
             write_recipe(recipe.replace({"name": name}), folder / f"{name}.toml")
-    following = [f"leaven show --rule {MOVED}", "leaven new mine.toml --params 1B --tokens 20B"]
+    following = [f"leaven show --rule {MOVED}", COMMANDS[0]]
     return document.model_copy(update={"result": result_of(document), "next": following})
 
 
@@ -231,6 +230,7 @@ def result_of(demo: DemoDocument) -> DemoResult:
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
+    """Write demo.json."""
     write_text(folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
 
 
@@ -251,8 +251,8 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run in a worker process (one thread), from the speed of four steps. A validation
-    token is assumed to take a third of the time of a training token."""
+    """Estimate the seconds of a run in a worker process (one thread) from the speed of four steps. A validation token
+    is assumed to take a third of the time of a training token."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

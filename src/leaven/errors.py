@@ -36,6 +36,10 @@ class Settled(InputError):
     """An input error that every process of a run raises with the same message. Only the first process prints it."""
 
 
+class TextUnreadable(InputError):
+    """Raised if a batch cannot be read while a run trains. The state of the run before this step is sound."""
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python, numpy or torch means that memory is full."""
     message = str(error)

@@ -4,7 +4,7 @@ leaven writes all its permanent files with this module. It never writes through 
 else may have made the link. If the new content of a file cannot be written, the old file stays.
 
 Files of users and other programs are read with :func:`open_file` or :func:`read`, which refuse pipes and devices:
-reading them may never end. For paths that a user has typed, :func:`write_text` and others raise InputError.
+reading them may never end. Functions for a path that a user has typed, such as :func:`write_text`, raise InputError.
 """
 
 import errno
@@ -43,8 +43,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 """Errors of a network disk that is away for a while."""
 
-SOFT = 10.0
-"""Seconds until a lock on a disk without flock is refused, if its file does not name a process."""
+EMPTY_LOCK_SECONDS = 10.0
+"""On a disk without flock, :func:`lock` refuses a lock file that stays empty for so many seconds. Such a file does
+not say which process holds the lock."""
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
@@ -131,25 +132,6 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``path``, a new or empty folder, when the ``with`` block ends
-    without an error."""
-    path = path.absolute()
-    _remove_leftovers(path)
-    temporary = _temporary(path)
-    try:
-        temporary.mkdir()
-        yield temporary
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                sync_file(Path(folder, name))
-            sync_folder(Path(folder))
-        place_folder(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def place_folder(temporary: Path, final: Path) -> None:
     """Rename the folder ``temporary``, whose files are synced, to ``final``, which must be new or empty."""
     sync_folder(temporary)
@@ -218,8 +200,8 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def require_page(path: Path) -> None:
-    """Check that an HTML page may be written to ``path``: it may overwrite a page or an empty file, but no other
-    file. Raise InputError if it may not. In the folder of a run, study, check or demo, the name must end in .html."""
+    """Raise InputError if an HTML page may not be written to ``path``. It may overwrite a page or an empty file, but
+    no other file. In the folder of a run, study, check or demo, its name must end in .html."""
     if _is_device(path):
         return
     if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
@@ -242,16 +224,16 @@ def write_page(path: Path, html: str) -> None:
     """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
     be written, or :func:`require_page` refuses the path."""
     require_page(path)
-    write_text(path, html.encode(errors="backslashreplace").decode())  # others may have written half a surrogate pair
+    write_text(path, html.encode(errors="backslashreplace").decode())  # text of others may have half a surrogate pair
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a folder is a URL or a database login, which may contain a password, or is no
-    UTF-8, which some libraries do not read."""
+    """Raise InputError if the path of a folder is a URL or a database login, because it may contain a password, or
+    is not UTF-8, because some libraries cannot open it."""
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
-        raise InputError(f"{path}: the path is no UTF-8; rename the folder, or give another one") from None
+        raise InputError(f"{path}: the path is not UTF-8; rename the folder, or give another one") from None
     if _ADDRESS.search(path.as_posix()):
         raise InputError(
             "the path of the folder is a URL or the login of a database; give the path of a folder on this machine"
@@ -270,8 +252,14 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
     return False
 
 
+def may_pass(error: str) -> bool:
+    """Return whether the text of an error says that a disk is full, or away for a while."""
+    return any(os.strerror(number) in error for number in FULL | AWAY)
+
+
 def require_writable(path: Path) -> None:
-    """Before long work: raise InputError if ``path`` is a URL, or leaven is not permitted to write or create it."""
+    """Raise InputError if ``path`` is a URL, or if leaven is not permitted to write or create it. Call this before
+    long work."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -295,7 +283,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Raise InputError if the path is a URL, or exists and is not an empty folder."""
+    """Raise InputError if the path is a URL or the root of a disk, or exists and is not an empty folder."""
     require_folder_name(path)
     if os.path.ismount(path):
         raise InputError(f"{path} is the root of a disk; give a new folder in it, such as {path / 'model'}")
@@ -305,20 +293,33 @@ def require_free(path: Path) -> None:
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. Raise
-    InputError if the path exists and is not an empty folder, or if the block or the renaming raises OSError."""
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
+
+    Raises:
+        InputError: if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.
+    """
     require_free(path)
-    make_folder(path.absolute().parent)
+    final = path.absolute()
+    make_folder(final.parent)
+    _remove_leftovers(final)
+    temporary = _temporary(final)
     try:
-        with new_folder(path) as temporary:
-            yield temporary
+        temporary.mkdir()
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                sync_file(Path(folder, name))
+            sync_folder(Path(folder))
+        place_folder(temporary, final)
     except (OSError, UnicodeEncodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{path}: cannot be written: {why}; nothing was written") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def share(path: Path) -> None:
-    """Give a file, which a library may have made private, the permissions that a new file in its folder gets."""
+    """Give a file the permissions that a new file in its folder gets. A library may have made the file private."""
     new = _temporary(path)
     with new.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -361,7 +362,8 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files and folders of killed processes of this machine that were writing ``path``."""
+    """Remove the temporary files and folders of processes of this machine that were killed while they wrote
+    ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
@@ -400,13 +402,14 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
             os.fsync(file.fileno())
 
 
-def append_json(path: Path, document: Mapping[str, Any], *, sync: bool = False) -> None:
-    """Append a JSON object as one line. The caller must hold a lock. With ``sync``, the line survives a power cut."""
-    append(path, json.dumps(document).encode() + b"\n", sync=sync)
+def append_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Append a JSON object as one line, which survives a power cut. The caller must hold a lock."""
+    append(path, json.dumps(document).encode() + b"\n", sync=True)
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether the last line of a file is that of :func:`append_json`, whose flush may have failed."""
+    """Return whether a file ends with the line that :func:`append_json` writes for ``document``. If that function
+    raises OSError, the line may be in the file all the same."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -434,7 +437,7 @@ def _torn(file: FileIO) -> bytes:
 class JsonLines:
     """The content of a file with one JSON object per line."""
 
-    documents: list[dict[str, Any]]
+    documents: list[dict[str, Any]]  # the JSON objects, in order
     damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
     numbers: list[int]  # the line number of each entry of ``documents``
 
@@ -452,7 +455,6 @@ def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> 
         *lines, tail = read(path, math.inf).split(b"\n")
     except FileNotFoundError:
         lines, tail = [], b""
-    # ``tail`` is the text after the last newline. It counts if only its newline is missing.
     for number, line in enumerate([*lines, tail], start=1):
         document = json_object(line, decode)
         if document is not None:
@@ -479,8 +481,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path; or on a disk without flock, if a process that is
-            gone may have left the lock, and it names no process or ``seconds`` is 0.
+        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, a process that is gone
+            may have left the lock: then also if the lock is not free, and ``seconds`` is 0 or its file is empty.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 
@@ -489,7 +491,7 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     held, empty = FileLock(path, timeout=seconds), False
     try:
         try:
-            held.acquire(timeout=SOFT if seconds < 0 else seconds)
+            held.acquire(timeout=EMPTY_LOCK_SECONDS if seconds < 0 else seconds)
         except TimeoutError:
             # Without flock, filelock takes any file for a lock: its own, which names the process, and an empty one,
             # which a flock has left here or another machine holds.

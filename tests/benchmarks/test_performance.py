@@ -3,12 +3,15 @@
 import json
 
 import pytest
-from benchmarks.performance import PAGE, RESULTS, table
+from benchmarks.performance import GPU_RESULTS, PAGE, RESULTS, gpu_tables, table
 from benchmarks.profile_step import group_of
 
 
 def test_the_page_has_the_table_of_the_saved_results() -> None:
-    assert table(json.loads(RESULTS.read_text())) in PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    assert table(json.loads(RESULTS.read_text())) in page
+    if GPU_RESULTS.exists():
+        assert gpu_tables(json.loads(GPU_RESULTS.read_text())) in page
 
 
 @pytest.mark.parametrize(

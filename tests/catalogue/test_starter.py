@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import replace
 
 import pytest
+from benchmarks.road import untuned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS, b
 from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, used_params
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.shape import TIED_SHARE
-from leaven.catalogue.starter.starter import starter, untuned
+from leaven.catalogue.starter.starter import starter
 from leaven.catalogue.terms import diff_in_terms
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES

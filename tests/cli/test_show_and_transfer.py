@@ -37,7 +37,7 @@ def test_show_lists_the_experts_and_counts_what_a_token_uses(leaven: Verb, tiny_
     assert totals["params_active"] == plain["params"] + router
     code, out, _ = leaven("show", tiny_file, *experts)
     assert code == 0
-    assert "used by a token" in out
+    assert "of which a token uses" in out
     assert "number 4 · active 1 · d_expert 32 · shared 0" in " ".join(out.split())
     columns = out[out.index("\nstd ") :].splitlines()[2].split()
     assert {"router", "experts.in", "experts.out"} <= set(columns)

@@ -20,8 +20,10 @@ from leaven.data import corpus as module
 from leaven.data import readers
 from leaven.data.corpus import VALIDATION_SHARE, Corpus, open_corpora
 from leaven.data.readers import File
+from leaven.data.sources import source_parts
+from leaven.data.tokens import prepare
 from leaven.errors import InputError
-from leaven.recipe.data import DataSource
+from leaven.recipe.data import Data, DataSource
 
 
 def opened(source: object, share: float = 0.0, text: str = "text", memory: Path | None = None) -> Corpus:
@@ -219,6 +221,7 @@ def flipped(raw: bytes) -> bytes:
 LINES = b"\n".join(good_lines(2_000))
 BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-2_000], "ended before the end-of-stream"),
+    "empty gzip": ("x.jsonl.gz", lambda: b"", "0 bytes"),
     "no gzip": ("x.jsonl.gz", lambda: LINES, "Not a gzipped file"),
     "flipped gzip": ("x.jsonl.gz", lambda: flipped(gzip.compress(LINES)), "cannot be read to its end ("),
     "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
@@ -321,6 +324,21 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "lost+found").mkdir()  # which the root of a disk has, and only root can list
     (tmp_path / "a" / "lost+found" / "a.txt").write_text("no text")
     assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
+    (tmp_path / "a" / "run").mkdir()  # of leaven, and no text
+    for name, line in (("events", '{"event": "start"}'), ("metrics", '{"run": "a"}'), ("x", '{"text": "a"}')):
+        (tmp_path / "a" / "run" / f"{name}.jsonl").write_text(line)
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"text": "of the user"}')
+    found = opened(f"{tmp_path}/a/**/*.[jt][sx]*").parts
+    assert [part.key for part in found] == ["a.txt", "metrics.jsonl", "run/x.jsonl"]
+    (tmp_path / "a" / "mount").mkdir()
+    (tmp_path / "a" / "d").mkdir()
+    write(tmp_path / "a" / "d" / "a.txt", "a")
+    for matching in (pattern, f"{tmp_path}/a/*/*.txt", f"{tmp_path}/a/*/a.txt"):
+        assert source_parts(DataSource(source=matching)).empty == (tmp_path / "a" / "mount",)
+    data = Data(source=pattern, tokens=1_024)
+    assert prepare(data, 300, tmp_path / "cache").notes == (
+        f"{tmp_path}/a/mount is empty; if a disk belongs there, mount it, and begin again",
+    )
     (tmp_path / "disk").rename(tmp_path / "away")
     for missed in (pattern, f"{tmp_path.parent}/{tmp_path.name[:-1]}?/b/*.txt"):
         with pytest.raises(InputError, match=rf"b is a link to {tmp_path}/disk, which is missing \(is its disk moun"):

@@ -1,6 +1,5 @@
 """Shards on disk are complete or absent after a kill, and rebuilt when damaged."""
 
-import errno
 import json
 import os
 import random
@@ -22,9 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_tokens import write_corpus
-from tests.errors import refused
 
-from leaven import storage
 from leaven.data import file_tokens, shards
 from leaven.data.corpus import Corpus
 from leaven.data.pool import encode_in_order
@@ -181,12 +178,8 @@ def test_a_shard_that_is_truncated_while_it_is_read_gives_one_line(data: Data, t
         found.train[:]
 
 
-def without_blocks(entry: dict[str, Any]) -> None:
-    del entry["blocks"]
-
-
 BLOCKS_HARM: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no blocks": without_blocks,
+    "no blocks": lambda entry: entry.pop("blocks"),
     "short": lambda entry: entry["blocks"].update(train="00"),
     "no hexadecimal": lambda entry: entry["blocks"].update(train="g" * len(entry["blocks"]["train"])),
 }
@@ -198,9 +191,9 @@ def change_entries(folder: Path, change: Callable[[dict[str, Any]], None], *name
         stamp = path.stat().st_mtime_ns
         if path.name == "index.json":
             document = json.loads(path.read_text())
-            del document["digest"]  # as in an index of an older version
             for entry in document["shards"]:
                 change(entry)
+            document["digest"] = shards._digest(document)
             path.write_text(json.dumps(document))
         else:
             lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -208,18 +201,6 @@ def change_entries(folder: Path, change: Callable[[dict[str, Any]], None], *name
                 change(line)
             path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         os.utime(path, ns=(stamp, stamp))
-
-
-@pytest.mark.usefixtures("small")
-def test_shards_of_an_older_version_get_checksums_of_blocks(data: Data, prepared: TokenSet, tmp_path: Path) -> None:
-    prepare(data, 300, tmp_path)
-    folder = folder_in(tmp_path)
-    index = json.loads((folder / "index.json").read_text())
-    change_entries(folder, without_blocks, "index.json", "shards.jsonl")
-    before = {path: path.stat().st_ino for path in folder.glob("*.bin")}
-    assert same(prepare(data, 300, tmp_path), prepared)
-    assert json.loads((folder / "index.json").read_text()) == index
-    assert {path: path.stat().st_ino for path in folder.glob("*.bin")} == before
 
 
 @pytest.mark.usefixtures("small")
@@ -264,27 +245,6 @@ def test_every_block_is_compared_once_when_it_is_first_read(count: int, offset: 
             for index in (slice(place, place + 1), slice(None)):
                 with pytest.raises(InputError, match="is damaged"):
                     fresh[index]
-
-
-@pytest.mark.usefixtures("small")
-def test_a_read_only_cache_of_an_older_version_is_used(
-    data: Data, prepared: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    prepare(data, 300, tmp_path)
-    folder = folder_in(tmp_path)
-    change_entries(folder, without_blocks, "index.json", "shards.jsonl")
-    monkeypatch.setattr(storage, "lock", denied)
-    found = prepare(data, 300, tmp_path)
-    assert same(found, prepared)
-    damaged = folder / "train-00003.bin"
-    stamp = damaged.stat()
-    flipped(damaged)
-    os.utime(damaged, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    with refused(f"the cache folder {tmp_path} cannot be used (Permission denied)"):
-        prepare(data, 300, tmp_path)
 
 
 HARM: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -430,9 +390,9 @@ if __name__ == "__main__":
         if path.name == "index.json":
             with storage.replacing(path) as file: file.write(raw[: len(raw) // 2]); file.flush(); die()
         write(path, raw)
-    def die_at_shard_7(path, line, sync):
+    def die_at_shard_7(path, line):
         if line["shard"] == 7: die()
-        append(path, line, sync=sync)
+        append(path, line)
     def replace_and_die(source, final):
         if final.name == "train-00007.bin" and stop == "before a rename": die()
         replace(source, final)

@@ -103,6 +103,20 @@ def waits_for_room(recipe: Recipe, tokens: TokenSet, folder: Path) -> bool:
         return train(recipe, tokens, folder, group=group, on_event=on_event).finished
 
 
+def sees_the_end_late(recipe: Recipe, tokens: TokenSet, folder: Path, rank: int) -> bool:
+    """A network disk shows the last event of the run a second late to a process."""
+    read = storage.read
+
+    def late(path: Path, most: float = storage.LARGEST) -> bytes:
+        lines = read(path, most).splitlines(keepends=True)
+        shown = group.rank != rank or Path(path).name != "events.jsonl" or time.monotonic() > begin + 1
+        return b"".join(lines if shown else lines[:-1])
+
+    with join_process_group(recipe.layout, torch.device("cpu")) as group, patch.object(storage, "read", late):
+        begin = time.monotonic()
+        return train(recipe, tokens, folder, group=group).finished
+
+
 def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
     """The second process sleeps before the fourth step."""
     try:
@@ -160,6 +174,16 @@ def test_all_wait_for_room_at_the_end_of_a_run(two: Recipe, tokens: TokenSet, ra
     assert ranks(2, waits_for_room, two, tokens, tmp_path / "run") == [True, True]
     assert len(losses(tmp_path / "run")) == RunFolder(tmp_path / "run").metrics()[-1]["step"]
     assert events(tmp_path / "run")[-1] == "finish"
+
+
+def test_all_wait_for_one_that_sees_the_end_of_a_run_late(
+    two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
+) -> None:
+    ranks(2, run, two, tokens, tmp_path / "run")
+    before = events(tmp_path / "run")
+    for rank in range(2):
+        assert ranks(2, sees_the_end_late, two, tokens, tmp_path / "run", rank) == [True, True]
+    assert events(tmp_path / "run") == before
 
 
 def test_all_end_if_the_run_folder_is_deleted(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:

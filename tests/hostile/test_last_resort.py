@@ -170,6 +170,15 @@ def test_the_variable_for_debugging_shows_the_traceback(broken: Verb, monkeypatc
         broken("show")
 
 
+def test_a_removed_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory")
+    assert error_message(missing) is None
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "type cd with a folder" in str(error_message(missing))
+
+
 def test_errors_of_the_file_system_say_what_to_do_and_those_of_memory_give_no_wrong_advice() -> None:
     assert error_message(PermissionError(13, "Permission denied", "a")) == (
         "a: permission denied; use another path, or allow leaven to read and write it"
@@ -178,6 +187,8 @@ def test_errors_of_the_file_system_say_what_to_do_and_those_of_memory_give_no_wr
         assert "; check that the disk is mounted" in str(error_message(OSError(number, os.strerror(number), "a")))
     assert error_message(OSError(errno.EBADF, "Bad file descriptor", "a")) is None
     assert "use smaller files" in str(error_message(MemoryError()))
+    for error in (BlockingIOError(errno.EAGAIN, "no process"), RuntimeError("can't start new thread")):
+        assert "allows no further process or thread" in str(error_message(error))
 
 
 def _denied() -> list[str]:

@@ -102,6 +102,24 @@ def test_a_hand_written_model_is_folded(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs(leaven.fold(model)), wanted)
 
 
+def test_a_model_whose_folding_was_interrupted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, left = trained(llama), [True, False]
+
+    def mul(self: torch.Tensor, factor: float) -> torch.Tensor:
+        if not left.pop(0):
+            raise KeyboardInterrupt
+        return torch.Tensor.mul_(self, factor)
+
+    monkeypatch.setattr(nn.Parameter, "mul_", mul, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        leaven.fold(model)
+    monkeypatch.undo()
+    for use in (outputs, leaven.fold, partial(leaven.save_folded, folder=tmp_path / "folded")):
+        with pytest.raises(InputError, match="interrupted on this LlamaForCausalLM.*load the weights again"):
+            use(model)
+    assert not any(tmp_path.iterdir())
+
+
 def test_compiled_and_pickled_models_fold_too() -> None:
     model = trained(llama)
     wanted = outputs(model)

@@ -7,7 +7,7 @@ from benchmarks.planner.judge import judge
 from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
 from benchmarks.planner.tables import read
 from benchmarks.planner.verdict import BARS, TableVerdict
-from benchmarks.planner_accuracy import PUBLISHED, accuracy_line, lines
+from benchmarks.planner_accuracy import PUBLISHED, TIMES, accuracy_line, lines, published_times
 
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
 
@@ -19,6 +19,7 @@ TABLES = {
     "torchtitan_llama31_h100": 18,
     "megatron_llama3_fp8_h100": 3,
     "mpt_fsdp_bf16": 61,
+    "mpt_fsdp_h100": 70,
     "bloom_layout_search": 70,
     "simumax_b200_deepseek_v2": 6,
     "simumax_b200_deepseek_v3": 6,
@@ -30,6 +31,7 @@ TABLES = {
 }
 # (table, limit) that the planner exceeds, and why
 MISSED = {
+    ("mpt_fsdp_h100", "time_err_mean"): "FSDP of October 2023 reached less of an H100 than newer codes",
     ("bloom_layout_search", "oom_called_fit"): "line 957 ran out of memory; its twin, line 939, ran with 67 GB",
     ("simumax_b200_deepseek_v2", "time_err_mean"): "probably copies of latent attention, which are not counted",
     ("megatron_experts_h100", "time_err_mean"): "a row with FSDP takes the time of its exchange at full bandwidth",
@@ -79,3 +81,4 @@ def test_the_page_and_its_picture_are_up_to_date() -> None:
     page, found = PAGE.read_text(encoding="utf-8"), list(verdicts().values())
     assert renewed(page, "\n".join(lines(found)), found) == page
     assert picture(found) == PICTURE.read_text(encoding="utf-8")
+    assert published_times(found) == TIMES.read_text(encoding="utf-8")

@@ -27,6 +27,7 @@ from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
+from leaven.views.numbers import published_range
 
 H100 = "H100-SXM-80GB"
 
@@ -237,3 +238,12 @@ def test_a_prediction_is_a_cost_or_nothing() -> None:
     impossible = Layout(pp=64)  # of twelve layers
     assert predicted(SMALL, record(layout=impossible).arrangement, H100, "bf16") is None
     assert predicted(SMALL, record().arrangement, "X9", "bf16") is None
+
+
+def test_a_plan_has_the_range_of_published_runs_until_it_is_calibrated() -> None:
+    bare = plan_recipe(recipe(), "1xH100")
+    low, llm_foundry, *_ = published_range(bare.document())
+    assert low.endswith("a step, as published runs on H100 boards")
+    assert llm_foundry == "x1.07 to x1.65 of the planned time: llm-foundry of October 2023 (70 rows)"
+    assert published_range(bare.calibrated([took(1.3)], "bf16").document()) == []
+    assert "no published run on H200-SXM-141GB was" in published_range(plan_recipe(recipe(), "1xH200").document())[0]

@@ -197,10 +197,13 @@ def test_a_user_adds_accelerators_and_corrects_groups(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (f"Z9 = {EXAMPLE.replace('gib = 64', 'gib = -1')}", "[Z9] memory.gib: -1 should be greater than 0"),
+        (
+            f"Z9 = {EXAMPLE.replace('gib = 64', 'gib = -1')}",
+            "Z9: [memory] gib: input should be greater than 0, not -1",
+        ),
         (f"Z9 = {EXAMPLE.replace('bf16', 'fp8')}", "has neither bf16 nor fp16"),
         (f"Z9 = {EXAMPLE[:-1]}, matmul = {{ bf16 = 500 }} }}", "matmul.bf16: 500 TFLOP/s is above the peak of 400"),
-        ("[Z9]\npeak = { bf16 = 400 }", "[Z9] memory: missing"),
+        ("[Z9]\npeak = { bf16 = 400 }", "Z9: memory: missing"),
         ("Z9 = 3", "[Z9] is not an accelerator"),
         ("Z9", "not TOML"),
     ],

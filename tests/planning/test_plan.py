@@ -26,7 +26,7 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_parameters
 from leaven.views.terminal.plan import plan_screen
 
 
@@ -215,13 +215,13 @@ def test_a_recipe_with_experts_is_planned_and_expert_parallelism_is_explained() 
     document = found.document()
     assert (document.params, document.params_active) == (shape.params, shape.params_active)
     screen = shown(document)
-    assert f"{format_quantity(shape.params)} parameters · {format_quantity(shape.params_active)} used by a" in screen
+    assert format_parameters(shape.params, shape.params_active) in screen
     assert "dp 64 · tp 1 · pp 1 · ep 8 · zero 1" in screen
     assert "exchange in blocks" in screen
     assert "all-reduce" not in screen
     assert "published mixtures of experts" in screen
     dense = plan(LLAMA_8B, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=3").document()
-    assert "used by a token" not in shown(dense)
+    assert "of which a token uses" not in shown(dense)
     # the experts of a rank are an eighth, and its gradients and weights with them
     one = plan(shape, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=1")
     routed = 16 * 64 * 3 * 2048 * 1024

@@ -152,10 +152,14 @@ def test_which_checkpoints_are_kept(
     assert steps(tmp_path) == kept
 
 
-def test_checkpoints_kept_for_good_stay_if_a_rewind_makes_others_rarer(tmp_path: Path) -> None:
-    for to, every, due in ((0, 1, range(1, 8)), (6, 4, [8])):  # a rewind to one that is kept for good
+@pytest.mark.parametrize("target", [6, 7])
+def test_checkpoints_kept_for_good_stay_if_a_rewind_makes_others_rarer(tmp_path: Path, target: int) -> None:
+    """A rewind to one that is kept for good, or to a damaged one after it."""
+    for to, every, due in ((0, 1, range(1, 8)), (6, 4, [8])):
         manager = CheckpointManager(tmp_path, 256 * every, 1, 2 * 256)
-        manager.clear(to * 256, rewinds=[Rewind(to * 256, 0, 0)])
+        manager.clear(
+            to * 256, checkpoints(tmp_path)[-1:] if target > to > 0 else (), [Rewind((to and target) * 256, 0, 0)]
+        )
         for step in due:
             save(manager, step, step)
         manager.close()

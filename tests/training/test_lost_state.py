@@ -437,16 +437,24 @@ def test_a_run_goes_on_with_its_own_tokenizer(run: RunFolder, recipe: Recipe, to
     assert train(own, prepare(own.data, own.model.vocab_size), run.path).finished
 
 
+def test_a_finished_run_makes_its_tokenizer_again(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
+    for _ in range(2):
+        run.tokenizer_file.unlink()
+        assert train(recipe, tokens, run.path).finished
+    assert load_run(run.path).tokenizer
+
+
 def test_a_stop_of_an_earlier_torchrun_does_not_keep_this_one_from_restarting(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "attempt_0").mkdir()
-    os.utime(tmp_path / "attempt_0", (2, 2))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "0" / "error.json"))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    rewrite(run.events_file, lambda lines: [*lines[:-1], lines[-1] | {"time": 1e10}])  # by a clock that was ahead
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        _exit_if_stopped_on_purpose(run)
+    run.event("stop", why="interrupted")
     with pytest.raises(typer.Exit):
         _exit_if_stopped_on_purpose(run)
-    rewrite(run.events_file, lambda lines: [*lines[:-1], lines[-1] | {"time": 1.0}])
-    _exit_if_stopped_on_purpose(run)
 
 
 def test_a_rewind_that_only_a_later_one_knows_is_not_forgotten(run: RunFolder, recipe: Recipe) -> None:
@@ -680,6 +688,110 @@ def test_checkpoints_of_another_run_are_refused(
     assert train(recipe, tokens, tmp_path / "copy").finished  # a copy of the whole folder is the same run
 
 
+def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    other, elsewhere = recipe.replace({"hyperparameters.lr": 0.002}), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for run, each in ((first, recipe), (second, other)):
+        run.path.mkdir()
+        write_recipe(each, run.recipe_file)
+        run.checkpoints.symlink_to(elsewhere)
+
+    def on_step(step: Step) -> None:
+        if step.step == 20:
+            with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {first.path}, which"):
+                train(other, tokens, second.path)
+            (elsewhere / ".run").write_text(str(second.path))  # as if both had begun at once
+
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {second.path}, which"):
+        train(recipe, tokens, first.path, on_step=on_step)
+
+
+def test_checkpoints_are_not_saved_in_the_place_of_a_folder_that_is_away(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    """As if its disk had been unmounted, and mounted again while the run waits at its end."""
+    run, seen = RunFolder(tmp_path / "run"), list[str]()
+
+    def on_step(step: Step) -> None:
+        if step.step == 20:
+            run.checkpoints.rename(tmp_path / "away")
+            run.checkpoints.mkdir()
+
+    def on_event(event: str, values: dict[str, Any]) -> None:
+        seen.append(event)
+        if event == "waits":
+            assert checkpoints(run.checkpoints) == []
+            run.checkpoints.rmdir()
+            (tmp_path / "away").rename(run.checkpoints)
+
+    assert train(recipe, tokens, run.path, on_step=on_step, on_event=on_event).finished
+    assert seen.count("waits") == 1
+    assert "checkpoint_failed" in seen
+    assert checkpoints(run.checkpoints)[-1].name == f"tokens-{recipe.data.tokens:015d}"
+
+
+def test_a_newer_checkpoint_that_a_network_disk_shows_late_changes_nothing(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, before = checkpoints(run.checkpoints)[-1], files(run.path)
+
+    def early(*arguments: Any, **more: Any) -> Any:
+        newest.rename(tmp_path / "not yet")
+        try:
+            return checkpoint.read_checkpoint(*arguments, **more)
+        finally:
+            (tmp_path / "not yet").rename(newest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("leaven.training.trainer.read_checkpoint", early)
+        with pytest.raises(InputError, match="was not seen at first"):
+            train(recipe, tokens, run.path)
+    assert files(run.path) == before
+
+
+def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    train(recipe, tokens, run.path)
+    elsewhere, copy = tmp_path / "elsewhere", RunFolder(tmp_path / "copy")
+    run.checkpoints.rename(elsewhere)
+    run.checkpoints.symlink_to(elsewhere)
+    assert train(recipe, tokens, run.path).finished
+    shutil.copytree(run.path, copy.path, symlinks=True)
+    before = files(elsewhere)
+    for rewind in (None, ManualRewind(9_216)):
+        with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
+            train(recipe, tokens, copy.path, rewind=rewind)
+    assert files(elsewhere) == before
+    copy.checkpoints.unlink()
+    shutil.copytree(elsewhere, copy.checkpoints)
+    assert train(recipe, tokens, copy.path, rewind=ManualRewind(9_216)).finished
+    assert files(elsewhere) == before
+    moved = run.path.rename(tmp_path / "moved")  # it is no copy: the link leads to its own checkpoints
+    assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
+
+
+@pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])
+def test_files_of_one_copy_beside_the_checkpoints_of_another_are_refused(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, tokens_to: int, lr: float
+) -> None:
+    """The copies are rewound to different places, or with different values of the recipe."""
+    train(recipe, tokens, run.path)
+    other = RunFolder(tmp_path / "other")
+    shutil.copytree(run.path, other.path)
+    changed = recipe.replace({"hyperparameters.lr": lr})
+    train(recipe.replace({"hyperparameters.lr": 0.004}), tokens, run.path, rewind=ManualRewind(9_216))
+    train(changed, tokens, other.path, rewind=ManualRewind(tokens_to))
+    for name in ("events.jsonl", "metrics.jsonl", "recipe.toml", "plan.json"):
+        shutil.copy(other.path / name, run.path)
+    before = files(run.path)
+    for read in (lambda: train(changed, tokens, run.path), lambda: load_run(run.path)):
+        with pytest.raises(InputError, match="belong to different copies of a run|was changed after the checkpoint"):
+            read()
+    assert files(run.path) == before
+
+
 def test_the_finish_of_another_run_does_not_end_a_run(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
@@ -909,6 +1021,8 @@ def test_a_shard_truncated_under_a_running_training_ends_it_with_one_line(recipe
     run = RunFolder(tmp_path / "run")
     with pytest.raises(InputError, match=r"train-00000.bin has been truncated to 1,000 of .*; remove it and run"):
         train(recipe, prepared(), run.path, on_step=harm)
+    # What was trained since the last checkpoint is saved.
+    assert read_state(checkpoints(run.checkpoints)[-1])["step"] == run.metrics()[-1]["step"] >= 20
     again = prepared()
     assert again.notes  # rebuilt
     train(recipe, again, run.path)

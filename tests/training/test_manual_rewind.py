@@ -161,3 +161,20 @@ def test_a_rewind_without_a_checkpoint_is_refused(finished: Path) -> None:
     there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]
     with pytest.raises(InputError, match=r"no undamaged checkpoint at or before this count; there are checkpoints"):
         check(RUN, finished, ManualRewind(min(there) - 1))
+
+
+@pytest.mark.parametrize("harm", ["damaged", "gone"])
+def test_a_rewind_to_a_checkpoint_that_is_away_does_not_go_further_back(run: RunFolder, harm: str) -> None:
+    before, asked, newest = checkpoints(run.checkpoints)[-3:]
+    if harm == "damaged":
+        (asked / "state.json").unlink()
+    else:
+        shutil.rmtree(asked)
+    at = tokens_of(asked)
+    with pytest.raises(
+        InputError, match=rf"{asked.name} is damaged or gone; .* type --rewind-to {tokens_of(before)} "
+    ):
+        train(LOWER, text(), run.path, rewind=ManualRewind(at))
+    assert newest.exists()
+    assert "rewind" not in {event["event"] for event in run.events()}
+    check(LOWER, run.path, ManualRewind(at + 1))  # the newest that there is before this count

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -292,6 +293,15 @@ def test_durations_without_a_common_trunk_are_refused(
     with pytest.raises(InputError, match=says) as error:
         train_trial(tiny.replace(changes), durations=durations)
     assert "\n" not in str(error.value)
+
+
+def test_workers_that_cannot_share_memory_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("leaven.data.pool.ProcessPoolExecutor", read_only)
+    with pytest.raises(InputError, match=r"because /dev/shm cannot be written \(Read-only file system\); make room"):
+        WorkerPool(1)
 
 
 @pytest.mark.kills

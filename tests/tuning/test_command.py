@@ -15,6 +15,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -115,11 +116,10 @@ def test_a_study_over_a_command_is_the_search_over_the_same_function(write: Writ
     assert study.best is not None
     assert study.best.loss == found.loss < study.trials[0].loss - 0.5  # type: ignore[operator]
     best = command_space(Path("study/best.toml"))  # a command file that starts at the best values
-    assert best.centre == space.values(study.octaves)
+    start = {each.path: each.centre for each in best.dimensions}
+    assert start == space.values(study.octaves)
     assert "trial" in best.file.why["lr"]
-    command = (
-        f"{BIGRAM} --lr={text_of(best.centre['lr'])} --weight_decay={text_of(best.centre['weight_decay'])} --seed=0"
-    )
+    command = f"{BIGRAM} --lr={text_of(start['lr'])} --weight_decay={text_of(start['weight_decay'])} --seed=0"
     assert study.best_command == command
     assert command in printed
     assert command in study_page(read_study(Path("study"))).replace("&#39;", "'")
@@ -271,6 +271,7 @@ def test_a_trial_that_would_resume_does_not_begin_again_without_a_word(write: Wr
         lost = made and one_folder
         if made:
             Path("trials").mkdir()
+            Path("trials", "NOT_MOUNTED").touch()
         with (
             trainer(file, one_folder=one_folder) as run,
             refused("000004", "mount its disk, or type mkdir") if lost else nullcontext(),
@@ -353,6 +354,35 @@ def test_a_disk_that_is_away_when_a_command_ends_is_waited_for(
         monkeypatch.setattr(run, "_note", lambda note: None)
         with pytest.raises(StoreGone, match=r"cannot be read \(No such file.*\); run the same command"):
             run(Proposal({"lr": 0.0}, 1))
+
+
+@pytest.mark.parametrize("loss", ["", 'loss.jsonl = "{out}/log"\nloss.key = "loss"\n'])
+def test_losses_of_another_study_in_the_place_of_the_folder_are_not_used(write: Write, loss: str) -> None:
+    """Also those of a copy, which may not have all of them."""
+    log = "echo '{\"loss\": 2}' > {out}/log; echo iter 1: val loss 2"
+    file = write(f"{log}; mv trials away; cp -r away trials; : {{lr}} {{seed}}", loss or PATTERN, ONE)
+    with (
+        trainer(file, works=True) as run,
+        pytest.raises(InputError, match="output.log was replaced while its command"),
+    ):
+        run(Proposal({"lr": 0.0}, 0))
+
+
+def test_a_command_whose_results_folder_is_another_study_now_ends(write: Write) -> None:
+    """Its own store is in a database, where its trial runs again later."""
+    begin, store = (
+        "leaven tune other.toml --study sqlite:///other.db --out study --trials 1 --noise 0",
+        Path("one.db"),
+    )
+    write("echo iter 1: val loss 9; : {lr} {seed}", PATTERN, ONE, "other.toml")
+    replace = f"test -e away || {{ mv study away; {sys.executable} -m {begin}; }}"
+    file = write(f"echo iter 1: val loss 3; {replace}; : {{lr}} {{seed}}", PATTERN, ONE)
+    options = ("--study", f"sqlite:///{store.absolute()}", "--trials", 2, "--noise", 0.01)
+    code, printed = tune(file, *options, "--out", "study")
+    assert (code, "output.log was replaced while its command ran" in printed) == (2, True), printed
+    assert [trial.loss for trial in document().trials] == [9.0]
+    assert tune(file, *options, "--out", "away")[0] == 0
+    assert [trial.loss for trial in document("away").trials] == [3.0, 3.0]
 
 
 def test_a_log_on_a_disk_that_fails_over_is_waited_for(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,6 +676,11 @@ def test_an_earlier_study_informs_the_next(write: Write) -> None:
     assert earlier is not None
     first = [trial.octaves for trial in document("first").trials]
     assert [point[0] for point in earlier.points] == pytest.approx([x["lr"] - 2 for x in first], abs=1e-4)  # type: ignore[index]
+    # The columns are in the order of the command that began the study.
+    swapped = replace(study.space, dimensions=study.space.dimensions[::-1], earlier=None)
+    with CommandStudy(Path("third"), command_space(Path("wide.toml")).file, swapped, "trust-region") as again:
+        assert again.space.earlier is not None
+        assert again.space.earlier.points[:, ::-1].tolist() == earlier.points.tolist()
 
 
 RUN = "run {lr} {seed}"
@@ -1017,6 +1052,16 @@ def test_commands_on_a_database_may_have_other_folders(write: Write, monkeypatch
             there.chdir(folder)
             code, printed = tune(file, "--study", store, "--out", Path("/", file.parent, "results"), "--trials", 1)
         assert code == 0, printed
+
+
+@pytest.mark.parametrize("other", ['["lion", "adamw"]', '["adamw", "muon"]'])
+def test_commands_on_a_database_have_the_same_values(write: Write, other: str) -> None:
+    store = f"sqlite:///{Path('store.db').absolute()}"
+    file = write("echo iter 1: val loss 3; : {opt} {seed}", PATTERN, '[space]\nopt.choices = ["adamw", "lion"]\n')
+    assert tune(file, "--study", store, "--out", "a", "--trials", 2)[0] == 0
+    file.write_text(file.read_text().replace('["adamw", "lion"]', other))
+    code, printed = tune(file, "--study", store, "--out", "b", "--trials", 4)
+    assert (code, "has other values: opt" in printed) == (2, True), printed
 
 
 @pytest.mark.parametrize("config", ["output.log", "out", "recipe.toml", "config"])

@@ -44,6 +44,7 @@ base = { width = 8, depth = 2, batch_tokens = 256, tokens = 5_120, d_head = 4 }
 )
 EVERYTHING = "global-full,per-module,per-module-full,hyperparameters.depth.*"
 AROUND = space(RECIPE, EVERYTHING)
+START = {each.path: each.centre for each in AROUND.dimensions}
 LIMITS = {
     # Rounded: a recipe has no numbers below 1e-40, and a search does not come near them.
     path: (
@@ -64,7 +65,7 @@ def column(table: ParameterTable, quantity: str) -> dict[str, float]:
 def test_distance_0_is_exactly_the_recipe() -> None:
     nowhere = dict.fromkeys(AROUND.paths, 0.0)
     assert recipe_at(RECIPE, nowhere) == recipe_at(RECIPE, {}) == RECIPE
-    assert values(RECIPE, nowhere) == AROUND.centre == AROUND.values(nowhere)
+    assert values(RECIPE, nowhere) == START == AROUND.values(nowhere)
     other = recipe_at(RECIPE, {}, seed=7)
     assert other.data.seed == 7
     assert other.replace({"data.seed": RECIPE.data.seed}) == RECIPE
@@ -104,7 +105,7 @@ def test_a_value_moves_by_its_distance_and_nothing_else_moves(dimension, data: s
         assert now / dimension.centre == pytest.approx(2**octaves)
     others = {path: 0.0 for path in AROUND.paths if path != dimension.path}
     there = values(recipe_at(RECIPE, {dimension.path: octaves}), others)
-    assert there == {path: AROUND.centre[path] for path in others}
+    assert there == {path: START[path] for path in others}
 
 
 @pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "eps", "residual"])

@@ -26,10 +26,10 @@ from leaven.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region, results
-from leaven.tuning.service import stored_study
+from leaven.tuning.service import search_plan, stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, busy
+from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy
 from leaven.tuning.service.stored_study import TrialRequest, join_study, trials_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
@@ -301,22 +301,23 @@ def test_finished_trials_are_compared_with_their_digests_once(monkeypatch: pytes
 
 
 def test_a_trial_that_ends_during_a_read_was_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PostgreSQL reads states before losses. Here each of two reads shows another trial with a loss as running."""
+    """PostgreSQL reads states before losses. Here each of three reads shows another trial with a loss as running."""
     stored, reads = stored_trials(3), itertools.count()
     whole = stored.study.get_trials(deepcopy=False)
 
     def read(**_: Any) -> list[optuna.trial.FrozenTrial]:
         trials = [copy.copy(trial) for trial in whole]
-        trials[next(reads)].state = TrialState.RUNNING
+        if (at := next(reads)) < 3:
+            trials[at].state = TrialState.RUNNING
         return trials
 
     monkeypatch.setattr(stored.study, "get_trials", read)
-    assert len(stored.attempts) == 3
+    assert [trial.state for trial in stored.trials] == 3 * ["complete"]
     still = copy.copy(whole[2])
     still.state = TrialState.RUNNING
     monkeypatch.setattr(stored.study, "get_trials", lambda **_: [*whole[:2], still])
     with pytest.raises(InputError, match="trial 2 of .* its state is RUNNING, but it has a loss"):
-        _ = stored.attempts
+        stored.read()
 
 
 def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,8 +327,27 @@ def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.
     monkeypatch.setattr(stored_study, "_change_of", lambda trial, digests: checked.append(trial.number) or "")
     assert [trial.number for trial in stored.trials] == list(range(5))
     stored.create(TrialRequest("search", "search:5", point={"lr": 1.0}), "x", None)
-    assert len(stored.trials) == stored.first_attempts == 6
+    assert len(stored.trials) == stored.read().started == 6
     assert checked.count(5) == len(checked) == 1
+
+
+def test_trials_that_go_while_a_command_runs_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stored_trials(3)
+    kept = stored.study.get_trials(deepcopy=False)[:2]
+    monkeypatch.setattr(stored.study, "get_trials", lambda **_: kept)
+    with pytest.raises(InputError, match="has lost trial 2; restore"):
+        stored.read()
+
+
+def test_with_many_trials_the_surrogate_is_not_fitted_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stored_trials(7)
+    plan = SearchPlan(stored.axes, "trust-region", 0, Budget(100), None, stop_at_noise=False)
+    regions = [plan._region(stored.trials[:count]) for count in (4, 5, 6, 7)]
+    assert len(set(map(id, regions))) == 4
+    monkeypatch.setattr(search_plan, "REFITTED", 1 / 3)
+    regions = [plan._region(stored.trials[:count]) for count in (4, 5, 6, 7)]
+    assert len(set(map(id, regions))) == 3
+    assert regions[2] is regions[3]
 
 
 def stored_trials(count: int) -> stored_study.StoredStudy:
@@ -539,22 +559,38 @@ def test_a_search_in_which_most_points_fail_by_their_values_ends_after_a_few_com
     assert len(attempts) == 24
 
 
-def test_failures_beside_a_trial_that_runs_longer_do_not_end_a_search() -> None:
-    enough, deaths = threading.Event(), list[int]()
+def test_points_that_fail_by_their_values_beside_others_that_work_do_not_end_a_search() -> None:
+    failed = threading.Semaphore(0)
 
     def objective(x: Proposal) -> float:
-        if x.origin == 3:
-            assert enough.wait(60)
-        elif x.origin > 3 and not enough.is_set():
-            deaths.append(x.origin)
-            if len(deaths) == 10:
-                enough.set()
+        if x.origin in {4, 5}:
+            failed.release()
             raise WorkerDied
+        if x.origin > 5:  # it ends after all failures
+            for _ in range(4):
+                assert failed.acquire(timeout=60)
+            failed.release(4)
         return bowl(x)
 
-    found = search(objective, SPACE, trials=14, workers=2, method="random")
-    assert len(set(deaths)) == 5
-    assert len(found.trials) == 14 - 5
+    assert len(search(objective, SPACE, trials=8, workers=4, method="random").trials) == 6
+
+
+def test_a_broken_gpu_beside_one_that_works_gives_its_trials_back() -> None:
+    store, deaths = InMemoryStorage(), list[int]()
+
+    def objective(x: Proposal) -> float:
+        if x.worker == 1:
+            deaths.append(x.origin)
+            raise WorkerDied("ended with exit code 1")
+        end = time.monotonic() + 60
+        while len(set(deaths)) < 4 and time.monotonic() < end:  # a trial that takes longer than four failures
+            time.sleep(0.001)
+        return bowl(x)
+
+    with pytest.raises(InputError, match="in a row failed on this machine: trial .* ended with exit code 1;"):
+        search(objective, SPACE, trials=14, workers=2, method="random", storage=store)
+    assert len(set(deaths)) == 4
+    assert len(search(bowl, SPACE, trials=14, method="random", storage=store).trials) == 14
 
 
 def test_trials_that_fail_on_a_broken_machine_run_on_another_one() -> None:

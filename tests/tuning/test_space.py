@@ -47,7 +47,7 @@ def test_global_values(tiny: Recipe) -> None:
     names = ("lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual")
     around = space(tiny, "global")
     assert set(around.paths) == {f"hyperparameters.{n}" for n in names} | {"schedule.warmup_tokens", "batch.tokens"}
-    assert around.centre["hyperparameters.lr"] == 0.01
+    assert around.dimensions[0].centre == 0.01
     assert around.near["hyperparameters.lr"] == (-3, 3)
     assert around.left_out == ()
     # Steps of half an octave for lr, init and residual, of one for decay, eps and 1 - beta: twice as far.
@@ -67,7 +67,7 @@ def test_per_module_has_lr_init_and_residual_by_module_and_the_rest_globally(dee
     around = space(deep, "per-module")
     assert set(around.paths) == expected
     assert len(around.paths) == len(expected) == 25
-    assert set(around.centre.values()) == {1.0, 0.1, 0.9, 0.95, 1e-8}
+    assert {each.centre for each in around.dimensions} == {1.0, 0.1, 0.9, 0.95, 1e-8}
     plain = deep.replace({"model.qk_norm": False})
     without = set(space(plain, "per-module").paths) - set(around.paths)
     assert without == modules("attention.query", "attention.key", quantity="init_std")
@@ -106,7 +106,8 @@ def test_only_points_of_a_depth_profile_that_affect_a_block_are_searched(tiny: R
     assert {n: points(tiny.replace({"model.n_layers": n})) for n in counts} == counts
     stated = tiny.replace({"model.n_layers": 9, "hyperparameters.depth.lr": (1.0, 1.1, 1.2, 1.1, 0.9)})
     assert points(stated) == [f"lr[{i}]" for i in (0, 1, 3, 4)]
-    assert space(stated, "per-module").centre["hyperparameters.depth.lr[4]"] == 0.9
+    starts = {each.path: each.centre for each in space(stated, "per-module").dimensions}
+    assert starts["hyperparameters.depth.lr[4]"] == 0.9
     assert points(stated.replace({"model.n_layers": 3})) == ["lr[0]", "lr[4]"]
 
 

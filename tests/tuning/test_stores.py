@@ -8,7 +8,9 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,34 @@ def test_a_journal_that_an_older_copy_has_replaced_is_away(tmp_path: Path) -> No
     assert path.read_bytes() == older
 
 
+def test_a_journal_of_another_study_in_its_place_is_not_written(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    folder.mkdir()
+    path = folder / "journal.log"
+    store, study = begun(str(path), patience_seconds=0.1)
+    trial = store.create_new_trial(study)
+    moved = folder.rename(tmp_path / "moved")
+    with pytest.raises(StoreGone):
+        store.create_new_trial(study)
+    folder.mkdir()
+    other, _ = begun(str(path))
+    for _ in range(3):
+        other.create_new_trial(study)
+    before = path.read_bytes()
+    calls: list[Callable[[], object]] = [
+        lambda: store.set_trial_user_attr(trial, "seconds", 1.0),
+        lambda: store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0]),
+        lambda: store.get_all_trials(study),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="journal.log is now the journal of another study, so this command"):
+            call()
+    assert path.read_bytes() == before
+    path.write_bytes((moved / "journal.log").read_bytes())  # a copy of its own
+    store.set_trial_state_values(trial, TrialState.COMPLETE, [1.0])
+    assert store.get_trial(trial).value == 1.0
+
+
 def test_a_line_that_cannot_be_read_for_a_moment_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +356,38 @@ def test_a_lock_that_leads_nowhere_is_removed(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "study.log.lock").symlink_to("nowhere")
     store.create_new_trial(study)
     assert len(store.get_all_trials(study)) == 1
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_a_database_that_is_locked_when_it_is_opened_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    monkeypatch.setattr(stores, "BUSY_SECONDS", 0.01)
+    where = f"sqlite:///{tmp_path / 'study.db'}"
+    _, study = begun(where)
+    other = sqlite3.connect(tmp_path / "study.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    with nullcontext() if not lasts else pytest.raises(StoreGone, match=r"study.db has been locked for \d+ seconds"):
+        store = open_store(where, lambda seconds: lasts or other.execute("COMMIT"), 0.1 if lasts else 300)  # type: ignore[arg-type, return-value]
+        assert not store.get_all_trials(study)
+    other.close()
+
+
+def test_a_user_who_stops_is_heard_while_a_call_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(stores, "LOOK_SECONDS", 0.01)
+    path = tmp_path / "study.log"
+
+    def waited(seconds: float) -> None:
+        if seconds > 0.05:
+            raise StoreGone("stopped")
+
+    store, study = begun(str(path), waited=waited)
+    path.unlink()
+    began = time.monotonic()
+    with pytest.raises(StoreGone, match="stopped"):
+        store.create_new_trial(study)
+    assert time.monotonic() - began < 10
 
 
 def test_a_locked_database_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,17 +217,18 @@ def test_runs_on_another_text_are_refused(tiny: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
 def test_finished_runs_wait_for_room_on_the_disk(
-    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
+    """Or for a permission, such as a Kerberos ticket that has expired."""
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     append, tries, notes = storage.append_json, list[int](), list[str]()
 
-    def full(path: Path, line: Any, *, sync: bool) -> None:
-        assert sync  # a power cut must not lose a run
+    def full(path: Path, line: Any) -> None:
         tries.append(1)
         if 2 <= len(tries) <= 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(error, os.strerror(error))
         append(path, line)
 
     monkeypatch.setattr(storage, "append_json", full)
@@ -235,7 +236,7 @@ def test_finished_runs_wait_for_room_on_the_disk(
         store.run([RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)])
     assert len((tmp_path / runs.LINES).read_text().splitlines()) == 3
     assert notes == [
-        f"caution: {tmp_path / runs.LINES}: No space left on device; finished runs wait until it can be written"
+        f"caution: {tmp_path / runs.LINES}: {os.strerror(error)}; finished runs wait until it can be written"
     ]
 
 
@@ -267,10 +268,10 @@ def test_finished_runs_are_saved_if_another_fails(
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     append, away = storage.append_json, [True]
 
-    def stale(path: Path, line: Any, *, sync: bool) -> None:
+    def stale(path: Path, line: Any) -> None:
         if away:
             raise OSError(errno.ESTALE, "Stale file handle")
-        append(path, line, sync=sync)
+        append(path, line)
 
     def dies(trial: RecipeTrial) -> Outcome:
         away.clear()  # the disk is back
@@ -325,6 +326,14 @@ def test_a_check_does_not_write_into_the_folder_of_a_run(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
 
 
+@pytest.mark.parametrize("text", ["a note without its newline", '{"run": 1}\nnot whole'])
+def test_a_check_does_not_append_to_text_of_something_else(tmp_path: Path, text: str) -> None:
+    (tmp_path / runs.LINES).write_text(text)
+    with pytest.raises(InputError, match="has lines that are no runs of a check"), RunStore(tmp_path, 1) as store:
+        store.run([])
+    assert (tmp_path / runs.LINES).read_text() == text
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_check_that_has_lost_its_runs_does_not_start_again(tiny: Recipe, tmp_path: Path) -> None:
     (tmp_path / "check.json").write_text("{}")
@@ -343,7 +352,7 @@ def test_runs_of_a_check_train_on_the_text_with_which_it_began(tiny: Recipe, cor
     text = prepare(tiny.data, tiny.model.vocab_size).fingerprint
     family = recipe_models(tiny, prepare)
     assert (family.text, family.trial(RunSetting(SMALL, 0.04)).text) == (text, text)
-    with pytest.raises(InputError, match="the text has changed since this command began"):
+    with pytest.raises(InputError, match="the text, or the weights of .start., have changed since"):
         RecipeTrial(tiny, text="another").run()
 
 

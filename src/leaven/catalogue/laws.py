@@ -93,7 +93,7 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``, or inf if none does."""
+        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``; inf if no factor does."""
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
@@ -157,7 +157,7 @@ class Fitted(Part):
     experts: Range = ANY  # (experts of a layer) / (those that a token uses), if the law depends on it; 1 if dense
 
     def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
-        """Return the fitted ranges that a run is outside of, such as that of N, the largest factor first."""
+        """Return a row for each fitted range that a run is outside of, such as that of N; the farthest first."""
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),

@@ -14,10 +14,11 @@ from statistics import median
 from typing import Any
 
 from leaven.catalogue.groups import NormPlacement
-from leaven.catalogue.runs import Kind, PublishedRun, Stack, listed, load_runs, same_lr_meaning
+from leaven.catalogue.runs import Kind, PublishedRun, Stack, load_runs, same_lr_meaning
 from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
 from leaven.errors import InputError
+from leaven.recipe.units import listed
 
 FACTOR = 4.0
 """A run counts as near if its size is within this factor of the model's. Others say little about lr and batch."""
@@ -233,7 +234,7 @@ class Neighbours:
         }
 
     def sources(self, ids: Iterable[str]) -> list[str]:
-        """Return one line for each run: its id and the sources of its learning rate."""
+        """Return a line for each of the ``ids`` that is a neighbour: the id and the sources of the run's lr."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
@@ -268,8 +269,13 @@ def neighbours(
 ) -> Neighbours:
     """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
 
-    Sizes count the parameters that a token uses. A mixture of experts (``experts``) also has dense neighbours. Runs
-    within `FACTOR` of the size come first, then the others, both in the order of :func:`nearest`.
+    Sizes count the parameters that a token uses. Runs within `FACTOR` of the size come first, then the others, both
+    in the order of :func:`nearest`.
+
+    Args:
+        qk_norm: whether the model has QK-norm; None: runs with and without it are equally near.
+        reference: the run of ``--from``, which decides the values that it publishes.
+        experts: whether the model is a mixture of experts. It has dense neighbours, too.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     kind: Kind = "moe" if experts else "dense"

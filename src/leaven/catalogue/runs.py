@@ -7,7 +7,7 @@ leaven tuned itself have a table ``[tuning]``.
 import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from leaven.errors import InputError
 from leaven.recipe.base import Part
 from leaven.recipe.recipe import differing, flatten
 from leaven.recipe.schedule import Decay
+from leaven.recipe.units import listed
 
 FOLDER = Path(__file__).parent / "runs"
 Kind = Literal["dense", "moe", "vlm"]
@@ -53,7 +54,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has the values of this stack that are not None. Adam equals AdamW."""
+        """Return whether ``other`` has the values of this stack that are not None. Adam counts as AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -149,7 +150,10 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return the tokens before each stage of the batch ([0] if there are no stages), or None if not published."""
+        """Return how many tokens come before each stage of the batch, or None if that is not published.
+
+        Without stages, the result is [0].
+        """
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:
@@ -341,10 +345,6 @@ def find_run(id: str) -> PublishedRun:
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Return the three known names most similar to ``name``."""
     return difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
-
-
-def listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + (" or " if names[:-1] else "") + names[-1]
 
 
 def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:

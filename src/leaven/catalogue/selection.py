@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from leaven.catalogue.runs import PublishedRun, closest, listed
+from leaven.catalogue.runs import PublishedRun, closest
 from leaven.errors import InputError
-from leaven.recipe.units import parse_quantity
+from leaven.recipe.units import listed, parse_quantity
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,

@@ -122,7 +122,11 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of what only a run, or only a recipe, can state, without defaults and `not_compared`."""
+    """Yield the path and the value of everything in ``of`` that has no counterpart in the other kind.
+
+    The two kinds are published runs and recipes. These are left out: what ``terms.toml`` lists under ``not_compared``
+    and ``given``, the default values of a recipe, and values of a run that are false.
+    """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():

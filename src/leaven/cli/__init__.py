@@ -86,9 +86,14 @@ EXTRAS = {
 }
 
 FAILED, WRONG_INPUT, BUG, INTERRUPTED = 1, 2, 70, 75
+_NO_PROCESS = (
+    "this machine allows no further process or thread; raise its limit (ulimit -u shows it) or use fewer workers, "
+    "and run the same command again"
+)
 DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# The disk or its server does not answer.
 _DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN)
 # What to do about an error of the file system, by its number. Other numbers are bugs of leaven.
 _ADVICE = {
@@ -155,8 +160,8 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of a closed standard input, output or error, as of ``leaven ... >&-``. Otherwise
-    the next file that is opened would take its place, and printed text would go into this file."""
+    """Open the null device in place of each closed standard stream, as of ``leaven ... >&-``. Otherwise the next file
+    that is opened would get the stream's number, and printed text would go into this file."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # as standard streams are
     os.close(descriptor)
@@ -165,12 +170,13 @@ def _open_standard_streams() -> None:
 
 
 def _run() -> int:
+    """Run the command of the command line, print the error if it raises one, and return the exit code."""
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         return FAILED
-    except KeyboardInterrupt:  # while modules are imported; typer handles it later
+    except KeyboardInterrupt:  # while modules are imported; of a running command, typer returns the same code
         code = _CTRL_C
     except ProcessLost as error:
         sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
@@ -208,11 +214,17 @@ def error_message(error: BaseException) -> str | None:
         what = f"out of memory ({str(error) or type(error).__name__}); to"
         files = "use smaller files, " if isinstance(error, MemoryError) else ""  # not the memory of a GPU
         return f'{what} train with less memory, {files}lower micro_batch in [batch], or set it to "auto"'
-    return usage_message(error)
+    return _NO_PROCESS if str(error) == "can't start new thread" else usage_message(error)
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return the message for a file error that the user can fix, such as a full disk, or None."""
+    """Return the message for an error of the system that the user can fix, such as a full disk, or None."""
+    if isinstance(error, BlockingIOError) and not hasattr(error, "characters_written"):  # not of a full pipe
+        return _NO_PROCESS
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the current folder was removed; type cd with a folder that exists, and run the same command again"
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
@@ -240,7 +252,7 @@ def bug_message(error: BaseException) -> str:
 
 
 def usage_message(error: Any) -> str | None:
-    """Return what is wrong with a command line and what to type. Return None for errors not of typer or click."""
+    """Return what is wrong with the command line and what to type, or None if typer or click did not raise it."""
     # This does not test the class, because some versions of typer contain their own copy of click.
     if not hasattr(error, "format_message"):
         return None
@@ -262,6 +274,6 @@ def usage_message(error: Any) -> str | None:
 
 
 def parameter_name(param: Any) -> str:
-    """Return the name of an option as in ``--output/-o``, or of an argument as in ``RECIPE``."""
+    """Return the name of a parameter: of an option such as ``--output/-o``, of an argument such as ``RECIPE``."""
     names = [*param.opts, *param.secondary_opts]
     return "/".join(names) if names[0].startswith("-") else str(param.metavar or param.name.upper())

@@ -48,14 +48,14 @@ SourceOption = Annotated[
 ]
 
 
-LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of runs
+LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of finished runs
 
 
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the first parameter of a command, a data class, by one option for each of its fields.
+    """Return the command with an option for each field of the data class that is its first parameter.
 
-    typer does not support data classes. For ``init(options: RecipeRunOptions, stds=None)`` it sees the signature
-    ``init(*, subject, run, stds=None, seeds=3, ...)``.
+    typer does not support data classes. For ``init(options: RecipeRunOptions, scales)`` it sees the signature
+    ``init(*, subject, run, scales, seeds=3, ...)``.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters
@@ -96,8 +96,8 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe, or the text ``module:factory``. Raise InputError if ``subject`` is a file with logs, or
-        if an option was given that does not apply to ``subject``."""
+        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``. Raise
+        InputError for a file with logs, and for an option that does not apply to ``subject``."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -115,8 +115,8 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check's result and the lines ``more``, and write the page. Exit with code 1 if the check failed.
-        ``following`` are the commands to suggest if the check passed."""
+        """Write the page, and print a check's result and the lines ``more``. Exit with code 1 if the check failed.
+        ``following`` are the commands to suggest if it passed."""
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -157,6 +157,7 @@ class SizeOptions(CheckOptions):
     for_factories = ("source", "alpha")
 
     def train(self, kind: "type[SizeCheck[Any]]", steps: int, lr_factor: float) -> CheckDocument:
+        """Train the small models of a check of this ``kind``, and return its document."""
         check = kind.of(
             self.read(),
             prepare_text,
@@ -215,7 +216,7 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Run a check that keeps its runs in the folder ``run``. Return its document. Ctrl-C exits with code 75."""
+        """Return the document of a check that keeps its runs in the folder ``run``. Ctrl-C exits with code 75."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (
@@ -277,7 +278,7 @@ class LoggedRunOptions(RunOptions):
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
         """Return the path of the user's logs (results of finished runs), or None if the check trains runs. Raise
-        InputError if an option does not apply, such as one of ``only_logs`` without logs, or if one is missing."""
+        InputError if an option does not apply or is missing. ``only_logs`` names the options that need logs."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

@@ -49,7 +49,7 @@ ShareOption = Annotated[
         min=0.01,
         max=1,
         metavar="SHARE",
-        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full-batch speed (0 to 1).",
+        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -143,7 +143,7 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for the recipe in a file: the file's, with hyphens for special characters, or ``default``."""
+    """Return a name for the recipe in a file: the file's, with hyphens for special characters; else ``default``."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
@@ -186,7 +186,7 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether a terminal, or the process at the other end of a pipe or socket, reads what is written."""
+    """Return whether this is a terminal, pipe or socket, which somebody reads while leaven writes."""
     with suppress(OSError):
         mode = os.fstat(descriptor).st_mode
         return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
@@ -194,12 +194,13 @@ def _has_reader(descriptor: int) -> bool:
 
 
 def _drop_output(descriptors: Iterable[int]) -> None:
+    """Send what is written to these file descriptors to the null device from now on."""
     for descriptor in descriptors:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _without_reader(descriptor: int) -> bool:
-    """Return whether the process that read a pipe or socket has ended. On Windows, the answer is False."""
+    """Return whether the reader of a terminal, pipe or socket has ended. On Windows, always return False."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()
@@ -207,17 +208,17 @@ def _without_reader(descriptor: int) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-AGAIN_AFTER = 1.0  # seconds after the first signal, from which on Ctrl-C interrupts at once
+AGAIN_AFTER = 1.0  # seconds; an earlier second Ctrl-C does not interrupt
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C, SIGTERM or SIGHUP has arrived. Another Ctrl-C, after `AGAIN_AFTER`
-    seconds or more, interrupts at once.
+    """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
-    Other repeated signals do nothing: a scheduler sends a signal to torchrun and to its processes, to which torchrun
-    then sends it as well; a closed terminal often sends SIGHUP twice. If the terminal is closed, or the
-    program that reads the output has ended, the command goes on, and what it prints is lost.
+    A later Ctrl-C raises KeyboardInterrupt, if it comes `AGAIN_AFTER` seconds or more after the first signal. Other
+    repeats do nothing: under torchrun, a process gets a scheduler's signal twice (from the scheduler and from
+    torchrun), and a closed terminal often sends SIGHUP twice. If the terminal is closed, or the program that reads
+    the output has ended, the command goes on, and what it prints is lost.
     """
     requested: float | None = None  # when the first one arrived, by time.monotonic()
     readers = [number for number in (1, 2) if _has_reader(number)]
@@ -226,7 +227,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         nonlocal requested
         now, first = time.monotonic(), requested is None
         requested = now if requested is None else requested
-        # torchrun repeats the signal that its processes get, too; a person presses Ctrl-C again later.
+        # The repeat of torchrun comes at once; a person presses Ctrl-C again later.
         if number == signal.SIGINT and now > requested + AGAIN_AFTER:
             raise KeyboardInterrupt
         if number == hang_up:  # later lines to a closed terminal or pipe would raise errors
@@ -258,7 +259,7 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
-    """Return the tokens that ``data`` names. Show the progress of reading and tokenising text."""
+    """Return the tokens of the text that ``data`` names, and show the progress of reading and tokenising it."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

@@ -6,7 +6,6 @@ import typer
 
 from leaven.catalogue.laws import compute_optimal, critical_batch, evaluate, lr_at_batch
 from leaven.cli.common import JsonOption, count_option, print_document, require_alone
-from leaven.documents.catalogue import LawRow
 from leaven.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
 
@@ -63,16 +62,16 @@ def laws(
         )
     rows = evaluate(params, tokens, params_non_embedding=params_non_embedding, experts=experts)
     if batch_tokens is not None:
-        rows = [_at_batch(row, batch_tokens, critical_batch(rows)) for row in rows]
+        critical = critical_batch(rows)
+        rows = [
+            row.model_copy(
+                update={
+                    "at_batch": lr_at_batch(row, batch_tokens, critical),
+                    "batch_ratio": batch_tokens / row.batch_tokens if row.batch_tokens else None,
+                }
+            )
+            for row in rows
+        ]
     print_document(
         rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding, experts=experts), json_output
     )
-
-
-def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:
-    """Add to a law's row its lr at ``batch_tokens``, and ``batch_tokens`` / the law's batch size.
-
-    ``critical`` is the critical batch size in tokens.
-    """
-    ratio = batch_tokens / law.batch_tokens if law.batch_tokens else None
-    return law.model_copy(update={"at_batch": lr_at_batch(law, batch_tokens, critical), "batch_ratio": ratio})

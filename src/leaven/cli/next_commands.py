@@ -51,11 +51,11 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a failed check. It is the first of these that applies:
+    """Return the command to suggest after a failed check, the first of these that applies, or []:
 
-    - the same check with more runs, if there are too few to decide;
-    - the same check with the rule complete-d-p, if a row failed with another rule;
-    - a command that writes a page with charts, unless ``page`` was written.
+    - if no row failed for certain, and the check says which options would decide it: the same check with these;
+    - if a row failed with another rule than complete-d-p: the same check with complete-d-p;
+    - if no ``page`` was written: a command that writes a page with charts. ``run`` is the folder of its runs, if any.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -73,7 +73,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
     """Return the commands to suggest after a study: transfer the best values to the target or, without a target,
-    train with them. ``command`` is the user's own command with the best values, if the study ran one."""
+    train with them; or ``command``, the user's own one with these values. Then report on the study."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -95,11 +95,11 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after the plan of a recipe: tune its proxy if that is left to do, and train in
-    the planned layout.
+    """Return the commands to suggest after the plan of a recipe: tune its proxy, if that is still to do, and train.
 
-    With ``overrides``, no proxy is tuned, because the proxy was made for the recipe without them. There are no
-    commands if the layout does not fit in memory or has context parallelism, which leaven cannot train.
+    The training command sets the planned layout. With ``overrides``, no proxy is tuned, because the proxy was made
+    for the recipe without them. There are no commands if the layout does not fit in memory or has context
+    parallelism, which leaven cannot train.
     """
     if not found.memory.fits or found.layout["cp"] > 1:
         return []
@@ -180,7 +180,7 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
     """Return the command that tunes the proxy in the file ``path``, with as many trials as are worth their cost for
-    the target. If a trial is too large for this machine, a command that plans the proxy comes first."""
+    the target, if there is one. If the proxy is too large for this machine, a command that plans it comes first."""
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
@@ -228,8 +228,7 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: the one it was made for, or one of the target's GPUs, or as an
-    example one of H100s."""
+    """Return the cluster on which to plan a recipe: the known one, else one of the target's GPUs, else of H100s."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -239,7 +238,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return why the first ``leaven plan`` in ``following`` has its cluster: one line, or [] if that is not known."""
+    """Return a line about why the first ``leaven plan`` in ``following`` has its cluster, or [] if there is none."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
@@ -257,7 +256,7 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
-    """Return the command that trains a recipe, with torchrun if there are several ranks."""
+    """Return the command that trains a recipe, with torchrun if there are several ranks (``node_size`` on a node)."""
     run = _free(Path("runs", _run_name(path)))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
@@ -285,7 +284,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return the path, with -2, -3 and so on appended to its name if it exists already."""
+    """Return the path or, if it exists, the first of its name with -2, -3 and so on that does not."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

@@ -152,7 +152,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``)."""
+    """Return a plan with times calibrated by steps on this machine (``measure``), else by past runs (``history``)."""
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 
@@ -166,8 +166,8 @@ def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: boo
             "beginning"
         )
     depth, layers = recipe.model.n_layers, " and ".join(map(str, found.layers))
-    of = "" if found.layers == (depth,) else f"; the time of {depth} layers is extrapolated from {layers}"
+    short = "" if found.layers == (depth,) else f"; the time of {depth} layers is extrapolated from {layers}"
     errors.print(
-        f"measured {found.record.device}: the fastest matrix product reached {found.matmul_tflops:.3g} TFLOP/s{of}"
+        f"measured {found.record.device}: the fastest matrix product reached {found.matmul_tflops:.3g} TFLOP/s{short}"
     )
     return plan.calibrated([found.record], recipe.precision.compute)

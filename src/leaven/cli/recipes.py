@@ -165,8 +165,8 @@ def diff_runs(
         from leaven.scaling.table import adamw_rows
 
         rows = diff_in_terms(left, right, lambda recipe: Case(recipe, adamw_rows(recipe)).as_trained)
-    one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
-    print_document(rows, diff_screen(one, other, rows), json_output)
+    first, second = (side.id if isinstance(side, PublishedRun) else side.name for side in (left, right))
+    print_document(rows, diff_screen(first, second, rows), json_output)
 
 
 @app.command()

@@ -99,7 +99,7 @@ def train(
     require_trainable(loaded, world_size())
     if loaded.start.folder is not None and not RunFolder(folder).begun:  # an error, before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
         _exit_if_stopped_on_purpose(RunFolder(folder))
     curves = writers(log_to)
     rewind = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
@@ -132,13 +132,13 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run's last event is a stop since torchrun was started. torchrun restarts a command that has failed,
-    but only the user may restart such a run."""
-    from leaven.training.integrity import torchrun_began
+    """Exit if the run's last event is a stop since torchrun was started. torchrun restarts every command that ends
+    with an error, but only the user may resume a run that has stopped."""
+    from leaven.training.integrity import events_before_torchrun
 
-    last = (run.events() or [{"event": None}])[-1]
-    at = last.get("time")
-    if last["event"] == "stop" and not (isinstance(at, int | float) and at < torchrun_began()):
+    events, before = run.events(), events_before_torchrun(run)
+    restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    if restarted and events[before:] and (last := events[-1])["event"] == "stop":
         errors.print(
             f"the run in {run.path} has stopped ({last['why']}) and is not restarted automatically; to resume it, "
             "run the same command again"

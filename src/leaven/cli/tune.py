@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from leaven.tuning.service.recipe_study import Study
     from leaven.tuning.space import Space
 
-AUTO = 0  # the number of workers for --workers auto
+AUTO = 0  # stands for --workers auto
 TRIALS = 32  # the number of trials if no budget is given
 WITHOUT_COMMAND = "durations flops stack device"  # options that a study over a command does not have
 
@@ -181,9 +181,7 @@ def tune(
         searched = of_file
     else:
         searched = around = _space(load_recipe(recipe, overrides), space, prior)
-    if not study:
-        raise InputError("--study is empty; give a folder, or the URL of a database")
-    url, folder = (study, out or Path("studies", searched.name)) if "://" in study else (None, Path(study))
+    url, folder = _where(study, out, searched.name)
     asked, devices = workers, _devices(workers, program)
     workers = len(devices) or workers or (1 if program else _usual_workers())
     given: dict[str, Any] = {"noise": noise, "from_study": from_study}
@@ -197,7 +195,7 @@ def tune(
         gpus = len(devices) if asked == AUTO and stack is None else 0
         study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
-        with stop_on_signal() as stop, study_of as opened:
+        with stop_on_signal() as stop, study_of.told(errors.print, stop) as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
             with TuneScreen(opened.state(), trials, workers, **budget, stack=opened.stack) as screen:
@@ -218,6 +216,19 @@ def tune(
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
+    """Return (URL of the database or None, folder for the results) of ``--study`` and ``--out``."""
+    if not study:
+        raise InputError("--study is empty; give a folder, or the URL of a database")
+    if "://" in study:
+        return study, out or Path("studies", name)
+    if out is not None:
+        raise InputError(
+            "--out needs a --study that is a URL; leave it out: the results are in the folder of --study"
+        )
+    return None, Path(study)
 
 
 def _command(
@@ -242,8 +253,7 @@ def _command(
 
 
 def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
-    """Return the search space around a recipe. With ``prior``, also print the best values according to scaling
-    laws."""
+    """Return the search space around a recipe. With ``prior``, it has the optima that laws predict. Print these."""
     from leaven.tuning.space import space as space_of
 
     if prior is None:
@@ -254,7 +264,7 @@ def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
 
 
 def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
-    """Return the GPUs of each worker, or () if every worker may use all GPUs."""
+    """Return the value of CUDA_VISIBLE_DEVICES for each worker, or () if every worker may use all GPUs."""
     from leaven.planning.this_machine import devices_here, devices_of_workers
 
     if command is not None and command.devices:

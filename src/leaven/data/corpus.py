@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from leaven import storage
 from leaven.data.hub import SCHEME
 from leaven.data.readers import BrokenFile, FileStamp
-from leaven.data.sources import TextPart, source_parts
+from leaven.data.sources import TextPart, TokenPart, source_parts
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
 
@@ -39,22 +39,7 @@ OnProgress = Callable[[str, int, int], None]
 REPORT_EVERY_BYTES = 2**20
 
 
-class SourcePart(Protocol):
-    """A file of a source, or a split of a data set."""
-
-    @property
-    def key(self) -> str:
-        """The name of the part, unique in its source."""
-
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-
-    def stamp(self) -> FileStamp | None:
-        """Return a value that changes when the content changes, or None if the content must be read again."""
-
-
-AnyPart = TypeVar("AnyPart", bound=SourcePart)
+AnyPart = TypeVar("AnyPart", TextPart, TokenPart)
 AnySurvey = TypeVar("AnySurvey", bound="DataclassInstance")
 
 
@@ -216,7 +201,9 @@ def cached_surveys(
     survey: Callable[[AnyPart, Meter], AnySurvey],
     restored: Callable[[AnyPart, Any], AnySurvey | None],
 ) -> list[AnySurvey]:
-    """Return the surveys of all parts: of unchanged parts from the cache file ``path``, where new ones are saved.
+    """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
+
+    New surveys are saved in that file. If ``path`` is None, all parts are read, and nothing is saved.
 
     Args:
         survey: reads a part and returns its survey (a data class).

@@ -64,9 +64,9 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """Token ids whose blocks are compared with their checksums when they are read for the first time since a change.
+    """Token ids in blocks. A block is compared with its checksum when it is first read, and again after each change.
 
-    Index them with slices of step 1.
+    A change is one of the files' time stamps. Index the ids with slices of step 1.
 
     Args:
         count: number of token ids.
@@ -184,7 +184,7 @@ class MappedFile:
 
 
 class ArrayTokens(CheckedTokens):
-    """The token ids in an array. ``files`` are mapped into the array; there are none if it is in memory."""
+    """The token ids in an array. ``files`` are mapped into the array; an array in memory has none."""
 
     def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...], checksums: str | None = None) -> None:
         super().__init__(ids.dtype, len(ids), checksums)

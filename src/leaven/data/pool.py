@@ -1,10 +1,11 @@
 """Tokenise batches of text in several processes. The results come in the order of the batches."""
 
+import errno
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -24,12 +25,16 @@ BYTES_A_PROCESS = 2**24
 """A process is started only if it gets at least this much text. Starting it takes half a second; encoding this much
 text takes several times as long."""
 
+NO_SEMAPHORE = {errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS}
+"""Errors of a system whose /dev/shm, which has the semaphores of processes, is full, missing or cannot be written."""
+
 _encoder: Encoder
 
 
 def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, processes: int | None) -> Generator[Done]:
-    """Encode batches of text, and yield the results in the order of the batches. Close this generator to end its
-    processes.
+    """Encode batches of text, and yield the results in the order of the batches.
+
+    Close this generator to end its processes.
 
     ``n_bytes`` is the size of the text. By default, there is one process per core, or fewer for little text. A single
     process is the calling process, which uses all cores.
@@ -44,8 +49,7 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
                 yield shard, encoder.encode(batch)
         return
     others = active_children()
-    with signals_blocked():  # also in the process that tracks the executor's semaphores
-        executor = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
+    executor = new_processes(processes, _start, encoder)
     waiting: deque[tuple[int, Future[tuple[Encoded, Encoded]]]] = deque()
     try:
         for shard, batch in work:
@@ -67,6 +71,24 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
             if process not in others:
                 process.kill()
         executor.shutdown(cancel_futures=True)
+
+
+def new_processes(count: int, initialise: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
+    """Return an executor of ``count`` processes, each of which first calls ``initialise``.
+
+    Raises:
+        InputError: if the semaphores of the executor cannot be made.
+    """
+    try:
+        with signals_blocked():  # also in the process that tracks the semaphores
+            return ProcessPoolExecutor(count, get_context("spawn"), initializer=initialise, initargs=arguments)
+    except OSError as error:
+        if error.errno not in NO_SEMAPHORE:
+            raise
+        raise InputError(
+            f"no worker process can start, because /dev/shm cannot be written ({error.strerror}); make room in it, "
+            "or mount it so that it can be written (in a container: --tmpfs /dev/shm)"
+        ) from None
 
 
 @contextmanager

@@ -112,6 +112,8 @@ class File:
 
 
 def _open_lines(path: Path) -> Any:
+    if path.suffix in {".gz", ".zst"} and not path.stat().st_size:  # Python takes it for an empty text
+        raise ValueError("it has 0 bytes, which no compressed file has")
     match path.suffix:
         case ".gz":
             return gzip.open(path)

@@ -8,11 +8,10 @@ last: a folder without it is unfinished.
 At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
 the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
 
-An index that is damaged, of an older version, or does not fit the text is written again. Before that, the checksums
-of all files are compared, and damaged shards are written again.
+An index that is damaged or does not fit the text is written again. Before that, the checksums of all files are
+compared, and damaged shards are written again.
 """
 
-import errno
 import json
 import operator
 import os
@@ -38,7 +37,7 @@ SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
 SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
-DIGEST = "digest"  # key of the hash of all other keys of an index; an index of an older version lacks it
+DIGEST = "digest"  # key of the hash of all other keys of an index
 TEXT = "text"  # key of the digest of a shard's text in shards.jsonl
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
@@ -96,7 +95,7 @@ class ShardFile:
     documents: int  # number of documents that end in this file
     bytes: int  # bytes of UTF-8 text that the tokens encode
     blake2b: str  # checksum of the file
-    blocks: str = ""  # checksums of its blocks, from BlockChecksums; empty if an older version wrote this record
+    blocks: str = ""  # checksums of its blocks, from BlockChecksums; set when the file is complete
 
 
 ShardRecord = dict[str, ShardFile]
@@ -126,44 +125,30 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     if found is not None:
         return found
     damage: dict[Path, str] = {}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with storage.lock(folder / ".lock"):
-            found = _open(folder, corpus, encoder.dtype)
-            if found is None:
-                damage = _build(folder, corpus, encoder, meter, processes)
-                found = _open(folder, corpus, encoder.dtype)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):  # for example, the cache of another user
-            found = _open(folder, corpus, encoder.dtype, read_only=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with storage.lock(folder / ".lock"):
+        found = _open(folder, corpus, encoder.dtype)
         if found is None:
-            raise
+            damage = _build(folder, corpus, encoder, meter, processes)
+            found = _open(folder, corpus, encoder.dtype)
     assert found is not None
     return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
 
 
-def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any], *, read_only: bool = False) -> Shards | None:
-    """Open the shards in a folder. Return None if the folder is unfinished or damaged.
-
-    A folder of an older version, without checksums of blocks, counts as unfinished. With ``read_only``, it is opened
-    if the checksums of its whole files are right.
-    """
+def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
+    """Open the shards in a folder. Return None if the folder is unfinished or damaged."""
     path = folder / "index.json"
     try:
         index: Any = storage.json_object(storage.read(path))
         checked = path.stat().st_mtime_ns
         records = [_record(entry, dtype) for entry in index["shards"]]
-        fingerprint, digest = index["fingerprint"], index.get(DIGEST, _digest(index))
+        fingerprint, digest = index["fingerprint"], index[DIGEST]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if not (isinstance(fingerprint, str) and digest == _digest(index) and _has_all(records, corpus)):
         return None
-    older = any(file.tokens and not file.blocks for record in records for file in record.values())
-    if older and not read_only:
+    if any(_damage(folder, shard, record, dtype, checked) for shard, record in enumerate(records)):
         return None
-    if any(_damage(folder, shard, record, dtype, 0 if older else checked) for shard, record in enumerate(records)):
-        return None
-    records = [_with_blocks(folder, shard, record) for shard, record in enumerate(records)]
     files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
     newest = max(file.stat().st_mtime_ns for file in files)
     if newest >= checked:  # later than the index, but the checksums match: do not compare them next time
@@ -190,20 +175,18 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     Return the files that had to be rebuilt, each with a phrase that says what was wrong.
     """
     records: dict[int, ShardRecord] = {}
-    known: dict[int, Any] = {}  # digests of the texts of finished shards; older versions wrote none
+    known: dict[int, Any] = {}  # digests of the texts of finished shards
     texts: dict[int, Any] = {}  # the same of the corpus as it is read now
     log = folder / "shards.jsonl"
     for entry in storage.read_json_lines(log).documents:
         with suppress(KeyError, TypeError, ValueError):
-            records[shard := operator.index(entry["shard"])] = _record(entry, encoder.dtype)
-            known[shard] = entry.get(TEXT)
+            shard = operator.index(entry["shard"])
+            known[shard], records[shard] = entry[TEXT], _record(entry, encoder.dtype)
     damage: dict[Path, str] = {}
     for shard, record in list(records.items()):
         if found := _damage(folder, shard, record, encoder.dtype):
             damage |= found
             del records[shard]
-        else:
-            records[shard] = _with_blocks(folder, shard, record)
     log_used = bool(records)
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
         remains.unlink(missing_ok=True)
@@ -243,10 +226,10 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
             known[shard] = texts[shard].hexdigest()
-            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]), sync=True)
+            storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]))
     ordered = [records[shard] for shard in sorted(records)]
     # A file may have changed while a build read it that was then stopped, so that its shards have another text.
-    other = any(known[shard] not in (None, text.hexdigest()) for shard, text in texts.items())
+    other = any(known[shard] != text.hexdigest() for shard, text in texts.items())
     if log_used and (other or not _has_all(ordered, corpus)):  # write all shards again
         log.unlink()
         return damage | {log: "did not fit the text"} | _build(folder, corpus, encoder, meter, processes)
@@ -284,41 +267,28 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
-    """Return the index entry of a shard. Checksums of blocks have their own key, which older versions ignore."""
+    """Return the index entry of a shard: the values of its files by split, and under `BLOCKS` the checksums."""
     files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     """Return the record of an index entry. Raise KeyError, TypeError or ValueError if it is damaged."""
-    blocks = entry[BLOCKS] if BLOCKS in entry else dict.fromkeys(SPLITS, "")
-    record = {split: ShardFile(**entry[split], blocks=blocks[split]) for split in SPLITS}
+    record = {split: ShardFile(**entry[split], blocks=entry[BLOCKS][split]) for split in SPLITS}
     for file in record.values():
         counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes)]
-        if min(counts) < 0 or not (file.blocks == "" or checksums_fit(file.blocks, file.tokens * dtype.itemsize)):
+        if min(counts) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
             raise ValueError
     return record
-
-
-def _with_blocks(folder: Path, shard: int, record: ShardRecord) -> ShardRecord:
-    """Return the record of a shard with the checksums of its blocks. The caller has compared whole files before."""
-
-    def complete(split: str) -> ShardFile:
-        if record[split].blocks or not record[split].tokens:
-            return record[split]
-        blocks = BlockChecksums()
-        with _file(folder, split, shard).open("rb") as content:
-            while piece := content.read(2**22):
-                blocks.update(piece)
-        return replace(record[split], blocks=blocks.hexdigest())
-
-    return {split: complete(split) for split in SPLITS}
 
 
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with what is wrong. Files older than ``checked_ns`` are not read."""
+    """Return the damaged files of a shard, each with what is wrong.
+
+    Of files that are older than ``checked_ns``, only the size is compared.
+    """
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

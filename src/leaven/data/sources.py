@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class SourceParts(NamedTuple):
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
     validation: tuple[TokenPart, ...] = ()  # the parts of ``source.validation``
+    empty: tuple[Path, ...] = ()  # folders without any file that the pattern has matched, as of a disk that is away
 
 
 def source_parts(source: DataSource) -> SourceParts:
@@ -66,26 +68,27 @@ def source_parts(source: DataSource) -> SourceParts:
         return found
     if not found.ids:
         raise InputError(f"validation is for token ids, but data.source {source.source!r} is text; remove validation")
-    validation = _parts(source.model_copy(update={"source": source.validation})).ids
-    if not validation:
+    held_out = _parts(source.model_copy(update={"source": source.validation}))
+    if not held_out.ids:
         raise InputError(f"validation {source.validation!r} is text, but the source has token ids; give token ids")
-    return found._replace(validation=validation)
+    return found._replace(validation=held_out.ids, empty=found.empty + held_out.empty)
 
 
 def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
         return SourceParts(ids=(split,)) if isinstance(split, HubTokens) else SourceParts(texts=(split,))
-    found = _files(source.source)
+    empty: dict[Path, None] = {}  # a set that keeps the order
+    found = _files(source.source, empty)
     if found[0][1].suffix in TOKEN_SUFFIXES:
-        return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found))
-    return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found))
+        return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found), empty=tuple(empty))
+    return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), empty=tuple(empty))
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Return the number of tokens of a source, which is estimated from the size of its files if it is text.
+    """Return the number of tokens of a source, or None for an hf:// source.
 
-    The result is None for an hf:// source.
+    For text, the number is estimated from the size of the files.
 
     Raises:
         InputError: if the source cannot be used or is empty.
@@ -118,8 +121,8 @@ def opened(part: TokenPart) -> MappedTokens:
         raise InputError(f"{part.name} {error}".encode(errors="replace").decode()) from None
 
 
-def _files(source: str) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key."""
+def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
+    """Return the key and path of each file of a source, sorted by key. Add folders without any file to ``empty``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -140,13 +143,13 @@ def _files(source: str) -> list[tuple[str, Path]]:
         root = Path(*path.parts[:fixed])
         pattern = path.parts[fixed:]
         try:
-            paths = set(_matches(root, pattern)) if pattern and root.is_dir() else set[Path]()
+            paths = set(_matches(root, pattern, empty)) if pattern and root.is_dir() else set[Path]()
         except OSError as error:
             raise InputError(
                 f"data.source {source!r}: {error.filename} cannot be read: {error.strerror}; make it readable, or "
                 "give a pattern without it"
             ) from None
-        found = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+        found = sorted((path.relative_to(root).as_posix(), path) for path in paths if not _is_of_leaven(path))
     if not found:
         raise InputError(
             f"data.source {source!r} matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset, or a "
@@ -164,13 +167,14 @@ def _files(source: str) -> list[tuple[str, Path]]:
 
 
 def _matches(
-    folder: Path, pattern: tuple[str, ...], above: frozenset[tuple[int, int]] = frozenset()
+    folder: Path, pattern: tuple[str, ...], empty: dict[Path, None], above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
     """Yield the files below a folder that the parts of a pattern match, as ``glob.glob(recursive=True)`` does.
 
     glob leaves out what it cannot read, so that a part of a text could be missing without a word.
 
     Args:
+        empty: gets the folders that have no entry at all.
         above: (device, inode) of the folders that ``**`` has matched, because a link may lead back to one of them.
 
     Raises:
@@ -178,13 +182,15 @@ def _matches(
         OSError: if a folder cannot be read.
     """
     name, rest = pattern[0], pattern[1:]
+    if _is_empty(folder):
+        empty[folder] = None
     recursive = name == "**"
     while recursive and rest[:1] == ("**",):
         rest = rest[1:]
     if not (recursive or _MAGIC & set(name)):  # also "..", and a name in other letters on a disk that ignores case
         _require_target(folder / name)
         if rest and (folder / name).is_dir():
-            yield from _matches(folder / name, rest, above)
+            yield from _matches(folder / name, rest, empty, above)
         elif not rest and (folder / name).is_file():
             yield folder / name
         return
@@ -193,7 +199,7 @@ def _matches(
         if (found.st_dev, found.st_ino) in above:
             return
         above |= {(found.st_dev, found.st_ino)}
-        yield from _matches(folder, rest or ("*",), above)
+        yield from _matches(folder, rest or ("*",), empty, above)
     with os.scandir(folder) as entries:
         for entry in entries:
             hidden = entry.name.startswith(".") and not name.startswith(".")
@@ -203,9 +209,24 @@ def _matches(
             if not recursive:
                 _require_target(path)
             if entry.is_dir() and (rest or recursive):
-                yield from _matches(path, pattern if recursive else rest, above)
+                yield from _matches(path, pattern if recursive else rest, empty, above)
             elif not (recursive or rest) and entry.is_file():
                 yield path
+
+
+def _is_of_leaven(path: Path) -> bool:
+    """Return whether a file has the lines of a run or check, whose folder may lie beside the text."""
+    if path.name not in {"events.jsonl", "metrics.jsonl", "runs.jsonl"}:
+        return False
+    with suppress(OSError), storage.open_file(path) as file:
+        return file.read(10).startswith((b'{"event": ', b'{"run": ', b'{"step": ', b'{"key": '))
+    return False
+
+
+def _is_empty(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return all(entry.name in _OF_DISKS for entry in entries)
+    return False
 
 
 def _require_target(path: Path) -> None:

@@ -55,7 +55,7 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of those outside ``skip``, [count, seq_len + 1]."""
+        """Return ``count`` samples from number ``first`` on, not counting those in ``skip``, [count, seq_len + 1]."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -73,7 +73,7 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # as in `Stream`, of the mixture's sample numbers
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of those outside ``skip``, [count, seq_len + 1]."""
+        """Return ``count`` samples from number ``first`` on, not counting those in ``skip``, [count, seq_len + 1]."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -120,7 +120,7 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return entries ``first`` to ``first + count - 1`` of the list of all numbers outside the ranges ``skip``."""
+    """Return ``count`` entries, from entry ``first`` on, of the list of all numbers outside the ranges ``skip``."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start

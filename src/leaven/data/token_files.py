@@ -44,7 +44,7 @@ _CHECKED_IDS = 2**20  # ids at the start of a file, which show whether its dtype
 class MappedTokens:
     """The token ids of a file, or of a split of a data set."""
 
-    # The ids are these, one after the other: one file, or the arrays of a data set.
+    # the ids, one array after the other; of a file, there is one
     arrays: tuple[FileTokens | ArrayTokens, ...]
     ends: NDArray[np.int64] | None  # positions after the last token of each document, ascending; None if unknown
     raw: bool = False  # whether neither the file nor the recipe states the dtype of the ids

@@ -155,6 +155,10 @@ def prepare(
         ) from None
     sources = [found[source.source] for source in data.sources]
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
+    empty = [path for found_parts in parts.values() for path in found_parts.empty]
+    if empty:
+        more = f" and {len(empty) - 1:,} more folders are" if len(empty) > 1 else " is"
+        skipped.append(f"{empty[0]}{more} empty; if a disk belongs there, mount it, and begin again")
     fingerprints = [source.fingerprint for source in sources]
     return TokenSet(
         names=tuple(source.source for source in data.sources),
@@ -169,7 +173,7 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Check that the keys of ``data`` fit its sources. ``of_ids`` are the parts of the sources with token ids."""
+    """Raise InputError if keys of ``data`` do not fit its sources. ``of_ids``: the parts of sources of token ids."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")

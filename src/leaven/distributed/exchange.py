@@ -91,7 +91,7 @@ def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
     The others wait for up to 60 days. They find the files that the first process has written.
 
     Raises:
-        InputError: on all processes, if the first process raises it.
+        InputError: on all processes, if the first process raises it. If another process raises it, only there.
     """
     exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None
     if group.is_first:

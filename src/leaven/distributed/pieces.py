@@ -36,14 +36,10 @@ class Piece:
         """Whether the block is the whole tensor."""
         return tuple(self.local.shape) == self.shape
 
-    @property
-    def place(self) -> Place:
-        return Place(self.shape, self.offset)
-
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores. Of the processes with the same block, the first along
-    each axis of the mesh owns it. With ``owned`` false, this process does not own it in any case."""
+    """Return the block of a tensor that this process stores. If several processes store the same block, the first
+    one along each axis of the mesh owns it. If ``owned`` is false, this process does not own the block."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -39,8 +39,8 @@ T = TypeVar("T")
 class ProcessGroup:
     """The group of processes of a run. With a single process, no method communicates."""
 
-    rank: int = 0
-    size: int = 1
+    rank: int = 0  # of this process, from 0
+    size: int = 1  # number of processes
     mesh: DeviceMesh | None = None  # device mesh with the axes in :data:`AXES`; None for a single process
     store: "dist.Store | None" = None  # type: ignore[name-defined]  # key-value store, for use from any thread
     expert_mesh: DeviceMesh | None = None  # the same processes with the axes in EXPERT_AXES; None if ep is 1
@@ -235,7 +235,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return the rank that torchrun gave this process, or 0 without torchrun."""
+    """Return the rank of this process among all processes that torchrun started, or 0 without torchrun."""
     return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
 
 

@@ -51,7 +51,12 @@ class StoredParameter:
 
 
 class ShardedModel:
-    """The part of a model that this process runs: its stages and parameters."""
+    """The part of a model that this process runs: its stages and parameters.
+
+    Args:
+        dtype: the dtype of matrix products. Parameters are fp32.
+        z_loss: the coefficient of the z-loss; 0: there is none.
+    """
 
     def __init__(
         self,
@@ -167,7 +172,8 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def total_z_loss(self) -> Tensor | None:
-        """Return the z-loss of the last step, summed over the tokens of all processes, or None."""
+        """Return the z-loss of the last step in nats, summed over the tokens of all processes. Without a z-loss,
+        return None."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
     @property
@@ -178,16 +184,17 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Overwrite ``tally``, which has zeros, with the loads and balance losses of this step over all processes. It
-        has a row for each layer of the model, a column for each expert, and a last column for the balance loss."""
+        """Return the loads and balance losses of this step, summed over all processes: a row for each layer of the
+        model, a column for each expert, and a last column for the balance loss. ``tally`` is a tensor of zeros in
+        this shape, which is overwritten."""
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tensor of 2-norms for each of ``groups``: one norm for each row of the parameter table, over all
-        processes. A group has one tensor, such as the gradient, for each of ``local_parameters``."""
+        """Return a tensor of 2-norms, (rows,), for each of ``groups``: a norm for each row of the parameter table,
+        over all processes. A group has a tensor, such as the gradient, for each of ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -196,12 +203,13 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the current gradients, after their exchange, in the order of the parameter table."""
+        """Return the 2-norms of the gradients, (rows,), in the order of the parameter table. The last backward pass
+        must have reduced the gradients over the data-parallel ranks."""
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
     def whole_matrices(self) -> WholeMatrices | None:
-        """Return a callable that applies a function to whole matrices, or None in a run with a single process."""
+        """Return the object that applies functions to whole matrices. With a single process, return None."""
         if self.group is SINGLE_PROCESS:
             return None
         return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
@@ -292,9 +300,8 @@ def build_stage(
             block.forward = forward  # type: ignore[method-assign]
     if layout.compile:
         for block in stage.layers:
-            experts = isinstance(
-                block.mlp, MixtureOfExperts
-            )  # not compiled: their numbers of rows change all the time
+            # Experts are not compiled, because their numbers of rows change in every step.
+            experts = isinstance(block.mlp, MixtureOfExperts)
             if layout.tp == 1 and not experts:
                 block.compile()
                 continue

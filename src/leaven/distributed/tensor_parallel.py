@@ -80,8 +80,8 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors: the parts of the parameters that it
-    stores.
+    """The parallel style of a module that each rank computes with plain tensors, not DTensors. It computes with the
+    parts of the parameters that it stores.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
     over the ranks. torch's own style for norms needs much memory on a CPU: it decomposes a norm into small operations

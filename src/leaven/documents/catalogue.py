@@ -15,7 +15,7 @@ class RunSummary(Document, schema="run-summary/1"):
     tokens: int | None
     peak_lr: float | None
     batch_tokens: int | None
-    source: str  # source of the learning rate
+    source: str  # source of peak_lr
     params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     kind: str  # dense, moe or vlm
     optimizer: str | None
@@ -118,7 +118,7 @@ class LawRow(Document, schema="law/1"):
     source: str
     loss: float | None  # predicted loss in nats per token; null if the law does not predict the loss
     tau: float | None  # predicted timescale of weight decay, as a share of the run
-    says: str  # what the law states, if it predicts no number
+    says: str  # what the law states, if it predicts no number; otherwise empty
     trust: str  # verified (read and recomputed), read (in the paper), secondary (in another text) or memory
     doubt: str  # reasons to doubt the law
     params_definition: str  # which parameters the law counts as model size: all, or without some embeddings

@@ -5,17 +5,16 @@ from typing import Any
 from leaven.documents import Document, Entry, Number
 
 REGRET_LIMIT = 0.01
-"""The limit in nats on the regret of a sweep, which is the loss that the base's best value costs at another scale.
-
-Published scaling laws predict losses to about this accuracy.
+"""The limit in nats on the regret of a sweep: the loss with the base's best value at another scale, minus the lowest
+loss at that scale. Published scaling laws predict losses to about this accuracy.
 """
 
 
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
-    axis: str  # what grows, e.g. width; in a sweep, two scales: 64x4 -> 256x4; bookkeeping: computed without training
+    axis: str  # what grows, e.g. width; in a sweep, two scales: 64x4 -> 256x4; bookkeeping if nothing was trained
     slope: float | None  # the judged number, e.g. an exponent; of several, the one farthest beyond its limit
-    limit: float | None  # largest allowed distance of slope from its correct value (usually 0) or range of values
+    limit: float | None  # largest allowed distance of slope from its correct value or range, which is usually 0
     passed: bool | None  # null if the row is measured but not judged
     parts: dict[str, float | None] = {}  # all numbers of the row by column
     note: str = ""  # the usual cause of a failure, or why the row is not judged

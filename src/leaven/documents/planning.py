@@ -153,6 +153,18 @@ class CalibrationRow(Entry):
     says: str  # a sentence that describes the calibration
 
 
+class PublishedTimes(Entry):
+    """Step times of published runs on one kind of accelerator: measured / planned."""
+
+    accelerator: str  # the first word of its names, e.g. H100
+    experts: bool  # whether the models are mixtures of experts
+    code: str  # the training code, with its year if the source has one
+    rows: int  # number of measured runs
+    low: float  # smallest ratio of all rows
+    high: float  # largest ratio of all rows
+    source: str  # where the rows were published
+
+
 class PlanDocument(Document, schema="plan/1"):
     """The result of ``leaven plan RECIPE --gpus CLUSTER``."""
 
@@ -176,6 +188,7 @@ class PlanDocument(Document, schema="plan/1"):
     not_: list[str] = Field(alias="not")  # why layouts that differ in one setting (e.g. tp) were not chosen
     cautions: list[str]
     calibration: CalibrationRow | None  # correction that the planned times include; null if there is none
+    published_times: list[PublishedTimes] = []  # of published runs on this accelerator; empty if calibrated
     explain: Explanation | None = None  # why the layout given with --explain was not chosen
     next: list[str] = []  # commands to type next
 

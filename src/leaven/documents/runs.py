@@ -29,7 +29,7 @@ class ParameterValues(Entry):
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
     match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0 if Adam updates the parameter
-    ratios: dict[str, float]  # recipe / base: of the fans, head dimension, depth, batch, tokens and match
+    ratios: dict[str, float]  # target / base of the fans, the head dimension, depth, batch, tokens and match
 
 
 class Totals(Entry):
@@ -40,14 +40,14 @@ class Totals(Entry):
 
 
 class WorthRow(Entry):
-    """How many times as many training tokens would lower the loss as much as a study did.
+    """What the gain of a study is worth in training tokens.
 
-    Only a fraction of the study's gain may survive the transfer to a larger run. Each row assumes a different one.
+    Only a part of the gain may survive the transfer to a larger run. Each row assumes another part.
     """
 
-    share: float  # fraction of the gain that is assumed to survive, from 0 to 1
+    share: float  # part of the gain that is assumed to survive, from 0 to 1
     gain: float  # surviving gain in nats per token
-    times: Number  # factor on the training tokens that would gain as much, by a published loss law
+    times: Number  # factor on the training tokens that would lower the loss as much, by a published loss law
 
 
 class ShowDocument(Document, schema="show/1"):
@@ -55,7 +55,7 @@ class ShowDocument(Document, schema="show/1"):
 
     name: str  # name of the recipe
     start: str | None  # folder of the weights that the run starts from
-    scale: dict[str, Any]  # width, depth, batch_tokens and tokens; base: the sizes that the hyperparameters are for
+    scale: dict[str, Any]  # width, depth, batch_tokens and tokens of the recipe; base: the same of its base
     rule: str
     ratios: dict[str, Number]  # size of the recipe / size of its base: width, depth, batch and tokens
     totals: Totals
@@ -224,7 +224,7 @@ class ComparedRun(Entry):
     finished: bool
     loss: float | None  # last validation loss, nats per token
     difference: float | None  # loss of this run - loss of the first run; null for the first run
-    speedup: float | None  # tokens that the first run needed / tokens that this run needed for the same loss
+    speedup: float | None  # tokens that the first run needed / tokens of this run for the same loss; null if unknown
     tokens: int
     seconds: float | None
     tokens_per_second: float | None  # median over the steps
@@ -295,7 +295,7 @@ class DemoDocument(Document, schema="demo/2"):
     runs: list[DemoRun] = []  # empty until the demo has finished
     result: DemoResult | None = None  # null until the demo has finished
     processes: int = 0  # number of worker processes
-    seconds: float = 0.0  # total time of all calls of leaven demo in this folder
+    seconds: float = 0.0  # total time of all calls of leaven demo in this folder until the demo finished
     report: str | None = None  # path of the HTML page
     next: list[str] = []  # commands to type next
 

@@ -265,7 +265,7 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the type of each layer, as in a config.json. With ``global_every`` 0, all have a sliding window."""
+    """Return the type of each layer, as in a config.json: every ``global_every``-th has full attention (0: none)."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)
@@ -281,7 +281,10 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return a table with the missing entries of the architecture ``like``, except for the entries ``without``."""
+    """Return the table of an architecture, completed with entries of the architecture that its key ``like`` names.
+
+    Entries that its key ``without`` lists are not taken over. A table without ``like`` is returned as it is.
+    """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {

@@ -190,7 +190,11 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
 
 
 def _set_global_layers(values: dict[str, Any]) -> None:
-    """Replace the layer types in ``global_every`` by n > 1 (every n-th has no window), or drop unused keys."""
+    """Replace the list of layer types under the key ``global_every`` by the number n of a recipe.
+
+    Every n-th layer has no window. If all layers have one, ``global_every`` is removed. If none has, ``window`` is
+    removed, too.
+    """
     layers = values["n_layers"]
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2
     every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)

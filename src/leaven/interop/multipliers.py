@@ -1,8 +1,9 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention logits
-(there not a hook, but an attribute of the module). Hooks work with FSDP2, and with torch.compile if installed before
-the first forward pass. The state dict lacks multipliers, so fold a model before you save it for use without leaven.
+A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention
+logits. For attention logits, an attribute of the attention module is changed. For the others, a hook is installed.
+Hooks work with FSDP2, and with torch.compile if they are installed before the first forward pass. The state dict
+lacks multipliers, so fold a model before you save it for use without leaven.
 
 Where each multiplier is folded:
 
@@ -190,12 +191,21 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 # Fold into the weights --------------------------------------------------------------------------------------
 
 
+def refuse_half_folded(model: nn.Module, *_: object) -> None:
+    """A forward pre-hook that a model has while :func:`fold` changes it, and keeps if this is interrupted."""
+    raise InputError(
+        f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
+        "and others do not; load the weights again into a new model"
+    )
+
+
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and return the model.
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
-    eps and weight decay are wrong for the new weights.
+    eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, the model
+    cannot be used any more: every call of it and of ``fold`` raises InputError.
 
     Raises:
         InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
@@ -204,8 +214,9 @@ def fold(model: nn.Module) -> nn.Module:
     for module in target.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass, FSDP2 may keep whole parameters for a while
-    offset = _offset_gains(target)
-    for parameter, factor in _factors(target).items():
+    offset, factors = _offset_gains(target), _factors(target)
+    unfinished = target.register_forward_pre_hook(refuse_half_folded, prepend=True)
+    for parameter, factor in factors.items():
         if isinstance(factor, Tensor):
             piece = piece_of("", parameter)  # the whole parameter, or this process's shard
             piece.local.mul_(cut(factor.expand(parameter.shape), piece.offset, piece.local.shape))
@@ -221,6 +232,7 @@ def fold(model: nn.Module) -> nn.Module:
         setattr(target.get_submodule(name), attribute, before)
     for mark in (ROWS, MUON, LOGIT_SCALES):
         delattr(target, mark)
+    unfinished.remove()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compiled graphs contain the hooks
     return model
@@ -269,6 +281,8 @@ def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
 
 def _factors(target: nn.Module) -> Factors:
     """Return the factor on each parameter that folding changes."""
+    if refuse_half_folded in target._forward_pre_hooks.values():
+        refuse_half_folded(target)
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")

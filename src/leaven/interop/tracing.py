@@ -104,7 +104,10 @@ def _random(like: Tensor, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def is_offset(norm: nn.Module) -> bool:
-    """Return whether the gain of a norm is 1 + weight, so that a weight of 0 is neutral."""
+    """Return whether the gain of a norm is 1 + weight, so that a weight of 0 is neutral.
+
+    The result is False for a norm that cannot be called with one vector.
+    """
     try:
         copied = copy.deepcopy(norm)
         copied._forward_hooks.clear()
@@ -117,5 +120,5 @@ def is_offset(norm: nn.Module) -> bool:
         at_zero = copied(x)
         weight.fill_(1.0)
         return bool(at_zero.any()) and torch.allclose(copied(x), 2 * at_zero)
-    except Exception:  # assume an ordinary norm if it cannot be called like this
+    except Exception:  # from the user's own code
         return False

@@ -287,7 +287,8 @@ class Positions:
     """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
 
     Cosines and sines are (T, E), or (B, T, E) with document numbers. The bias of ALiBi is (H, T, T), or (B, H, T, T)
-    with document numbers. The mask of document numbers without ALiBi is (B, 1, T, T).
+    with document numbers. The mask of document numbers without ALiBi is (B, 1, T, T), that of a sliding window (T,
+    T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
@@ -322,9 +323,8 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer with this sliding window, or without one.
-
-        None means that each token attends to all tokens of its sequence up to its own position.
+        """Return the bias or mask of the attention scores in a layer. ``window`` is None in a layer without a sliding
+        window. The result None means that a token attends to all tokens of its sequence up to its own position.
         """
         if window is None or self.window_TT is None:
             return self.bias_HTT

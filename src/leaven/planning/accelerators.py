@@ -12,12 +12,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from leaven import storage
 from leaven.documents.catalogue import AcceleratorRow, Confidence, NumberSource
 from leaven.errors import InputError
 from leaven.recipe.base import Part
+from leaven.recipe.files import validated
 
 Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -108,7 +109,7 @@ class Accelerator:
 
     @cached_property
     def sustained_share(self) -> float:
-        """The rate of large matrix products in a training step / that of the fastest matmul; 0.9 if not measured."""
+        """Speed of large matrix products in a training step / speed of the fastest matmul; 0.9 if not measured."""
         fastest = self.matmul("bf16") or self.matmul("fp16")
         return self.sustained.matmul / fastest if self.sustained and fastest else SUSTAINED
 
@@ -212,14 +213,14 @@ def _read(own: Path | None) -> dict[str, Accelerator]:
     users = {} if own is None else _parsed(own)
     of_user = users.pop("sources", {})
     sources |= of_user if isinstance(of_user, dict) else {}
-    origins = dict.fromkeys(entries, f"{_BUILT_IN}: ")
+    origins: dict[str, Path | None] = dict.fromkeys(entries, _BUILT_IN)
     for written, groups in users.items():
         if not _NAME.fullmatch(written) or written.lower() == "cpu" or not isinstance(groups, dict):
             raise InputError(f"{own}: [{written}] is not an accelerator; {_WRITE}")
         name = spelt.get(written.upper(), written)
         parts = {group: {"source": str(own)} | part for group, part in groups.items() if isinstance(part, dict)}
         entries[name] = entries.get(name, {}) | groups | parts
-        origins[name] = f"{own}: "
+        origins[name] = own
     return {name: _accelerator(name, entry, sources, origins[name]) for name, entry in entries.items()}
 
 
@@ -236,19 +237,12 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not TOML: {error}; {_WRITE}") from None
 
 
-def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: str) -> Accelerator:
+def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: Path | None) -> Accelerator:
     """Return the accelerator that a TOML table describes; ``sources`` maps short names of sources to full names."""
     try:
-        entry = _Entry.model_validate(values)
-    except ValidationError as error:
-        # Of several faults, an unknown key is reported first: it is often a misspelling of a missing key.
-        fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
-        at = ".".join(map(str, fault["loc"]))
-        what = {"extra_forbidden": "no such key", "missing": "missing"}.get(fault["type"])
-        message = what or fault["msg"].removeprefix("Value error, ").replace(
-            "Input should", f"{fault['input']!r} should"
-        )
-        raise InputError(f"{file}[{name}] {at}{': ' if at else ''}{message}; {_WRITE}") from None
+        entry = validated(_Entry, values, f"{file}: {name}")
+    except InputError as error:
+        raise InputError(f"{error}; {_WRITE}") from None
 
     def in_full(source: str) -> str:  # short names of sources are at the start and after semicolons
         return re.sub(r"(^|; )([^ :;]+)", lambda found: f"{found[1]}{sources.get(found[2], found[2])}", source)

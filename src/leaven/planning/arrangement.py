@@ -5,18 +5,18 @@ micro-batch size and a number of gradient accumulation steps.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, get_args
 
-from pydantic import ValidationError
-
 from leaven.errors import InputError
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
+from leaven.recipe.files import validated
 from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
+from leaven.recipe.units import listed
 
 MOST_CHARACTERS = 300  # of a layout as text
 # The keys of ``--layout`` with their possible values; None stands for any whole number from 1 on.
@@ -107,9 +107,10 @@ def parse_keys(text: str) -> dict[str, Any]:
 
 
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Return the layout and the micro-batch size (or None) of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
+    """Return the layout and the micro-batch size of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
-    Without dp in the text, dp is ``gpus`` / (tp x pp x cp) if whole, else 1. ``compile`` is the default of its key.
+    Without ``mbs``, the micro-batch size is None. Without ``dp``, dp is ``gpus`` / (tp x pp x cp), or 1 if this is
+    not whole or ``gpus`` is None. ``compile`` is the default of its key.
 
     Raises:
         InputError: if a key or a value is wrong, or two values cannot be combined.
@@ -119,18 +120,7 @@ def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -
     if gpus is not None:
         dp, rest = divmod(gpus, math.prod(values.get(key, 1) for key in ("tp", "pp", "cp")))
         values = values if rest else {"dp": dp} | values
-    try:
-        return Layout.model_validate(values), micro_batch
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{key}: " for key in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise InputError(f"layout {text!r}: {where}{reason[0].lower()}{reason[1:]}") from error
-
-
-def listed(values: Iterable[object]) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} or {last}" if most else last
+    return validated(Layout, values, f"layout {text!r}"), micro_batch
 
 
 def written(layout: Layout) -> str:
@@ -183,6 +173,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
 
 
 def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
+    """Return why a model cannot be split over ``tp`` tensor-parallel ranks: what ``tp`` does not divide."""
     sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
         if model.qk_norm_whole:
@@ -202,7 +193,7 @@ def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
 
 
 def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
-    """Return the number of micro-batches, rounded up, that a rank runs in a step of ``batch_tokens`` tokens."""
+    """Return how many micro-batches a rank runs in a step of ``batch_tokens`` tokens, rounded up."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 

@@ -56,7 +56,7 @@ class Core:
     kv_heads: int
     d_qk: int  # width of a head's queries and keys
     d_v: int  # width of a head's values
-    window: int | None = None  # keys that a query attends to, including that of its own position; None: all
+    window: int | None = None  # keys that a query attends to, its own position included; None: all
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
         """Return the FLOPs per token, in a forward pass, of queries times keys and of probabilities times values.
@@ -80,7 +80,7 @@ class BlockTable:
     activation: str
     qk_norm: bool = False
     dropout: bool = False
-    # the norms over the width, by the names of :attr:`leaven.recipe.shape.ModelShape.block_norms`
+    # Norms over the width, by their names in :attr:`leaven.recipe.shape.ModelShape.block_norms`.
     norms: tuple[str, ...] = ("attention", "mlp")
 
     @cached_property

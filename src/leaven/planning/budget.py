@@ -52,7 +52,7 @@ _STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Return the cluster, and the time in seconds, that text such as ``64xH100 x 14d`` states.
+    """Return the cluster and the time in seconds of text such as ``64xH100 x 14d``.
 
     Raises:
         InputError: if the text does not have this form, the time is zero, or the cluster is unknown.
@@ -165,10 +165,10 @@ class _Speeds:
     records: Sequence[CalibrationRecord] = ()  # earlier runs, which correct the planned speeds
     vocab: int | None = None  # vocabulary size; None: chosen by model size
     seq_len: int | None = None  # sequence length; None: chosen by model size
-    planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # speeds by number of parameters
+    planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the row named ``law``: the model that ``size`` (FLOPs -> parameters) gives for cluster and time."""
+        """Return the row of a law, whose function ``size`` returns the best number of parameters for some FLOPs."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

@@ -28,7 +28,7 @@ from leaven.recipe.shape import ModelShape
 # File names: the file that records are appended to, and the previous, full file.
 _NAME, _FULL = "history.jsonl", "history-before.jsonl"
 # A past run corrects a plan if the numbers of parameters of the run and the plan differ by a factor of at most FAR.
-# If the factor is at most NEAR and the layouts are alike, the run takes precedence over others.
+# If there are runs with a factor of at most NEAR and with like layouts, only these correct it.
 NEAR, FAR = 4.0, 16.0
 # Only this many of the newest runs correct a plan, because older runs used other versions.
 NEWEST = 100
@@ -94,7 +94,7 @@ def predicted(
 
 
 def remember(record: CalibrationRecord) -> bool:
-    """Append a record to the calibration history; return whether it was written."""
+    """Append a record to the calibration history, and return whether it was written."""
     folder = cache_folder()
     path = folder / _NAME
     try:
@@ -128,11 +128,11 @@ def calibration(
     compute: str,
     step_seconds: float,
 ) -> CalibrationRow | None:
-    """Return factors that correct the planned time and memory of a model in a layout, or None if no record is usable.
+    """Return factors that correct the planned time and memory of a model in a layout, or None without usable records.
 
     A factor is the weighted median of measured / predicted over past runs on the same accelerator (on a CPU, the same
     processor) in the same dtype. Predictions are computed again with the current planner. The weight of a run is 1 /
-    (1 + log2 of the ratio of parameters + number of :func:`_features` that differ).
+    (1 + log2(ratio of the parameters) + d), where d is the number of :func:`_features` that differ.
 
     The newest 100 runs of a size within a factor of 16 are used: in much smaller models, kernel launches dominate. If
     there are runs within a factor of 4 with the same features, only these are used.
@@ -143,8 +143,8 @@ def calibration(
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
         ratio = max(record.model.params, params) / min(record.model.params, params)
-        mine = record.accelerator == accelerator and device in {None, record.device} and record.compute == compute
-        if mine and record.measured is not None and ratio <= FAR:
+        alike = record.accelerator == accelerator and device in {None, record.device} and record.compute == compute
+        if alike and record.measured is not None and ratio <= FAR:
             differ = len(_features(record.layout) ^ _features(layout))
             found.append((ratio <= NEAR and not differ, 1 / (1 + math.log2(ratio) + differ), record, record.measured))
     if any(near for near, *_ in found):

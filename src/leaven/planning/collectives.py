@@ -27,7 +27,7 @@ def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes in total, in ``messages`` messages."""
+    """Return the seconds of a reduce-scatter or an all-gather of ``size`` bytes, split into ``messages`` messages."""
     if ranks == 1:
         return 0.0
     nodes = _nodes(ranks, stride, accelerator)
@@ -39,7 +39,7 @@ def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, message
 def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
-    The latency is that of a ring or of a tree of nodes, whichever is lower, because NCCL can use both.
+    NCCL can use a ring or a tree of nodes, so the lower of their latencies counts.
     """
     if ranks == 1:
         return 0.0
@@ -51,6 +51,7 @@ def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, m
 
 
 def _nodes(ranks: int, stride: int, accelerator: Accelerator) -> int:
+    """Return the number of nodes over which a group is spread."""
     size = accelerator.node_size
     return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
 
@@ -94,7 +95,7 @@ def send_once(
     number, used = experts
 
     def reached(groups: int) -> float:
-        """Return to how many groups a token is sent on average, if ``groups`` groups have equally many experts."""
+        """Return how many of ``groups`` equal groups of experts have, on average, at least one expert of a token."""
         each = max(1, number // groups)
         return number // each * (1 - comb(number - each, used) / comb(number, used))
 

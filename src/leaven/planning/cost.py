@@ -7,13 +7,13 @@ from leaven.errors import InputError
 from leaven.planning.hardware import Cluster
 
 _PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
-# Power of the building / power of the boards. 1 counts only the boards: hosts, network and cooling often add 50%, but
-# this differs from place to place.
+# Power of the building / power of the boards. 1 counts only the boards, because what hosts, network and cooling add
+# (often 50%) differs from place to place.
 _PUE = 1.0
 
 
 def cluster_cost(cluster: Cluster, seconds: float, price: Price | None = None) -> CostRow:
-    """Return the cost of the whole cluster for ``seconds`` seconds, at a ``price`` for one GPU-hour."""
+    """Return the cost of the whole cluster for ``seconds`` seconds; money only with a ``price`` of one GPU-hour."""
     gpu_hours, power = seconds / 3_600 * cluster.gpus, cluster.accelerator.power_w
     return CostRow(
         days=seconds / 86_400,

@@ -147,7 +147,10 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return how ``layout`` differs from ``own``, as in ``zero 1``, without ``key``, dp, compile and unused keys."""
+    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``, without the value of ``key``.
+
+    Left out are dp, which follows from the others, compile, and keys that have no effect in ``layout``.
+    """
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -207,6 +210,7 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
+    """Return that not even ``least``, the layout with the least memory, fits, and what to change."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
@@ -248,7 +252,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs, of the 64 next smaller possible ones, on which a layout fits, or None."""
+    """Return the largest number of GPUs below the job's on which a layout fits, of 64 tried ones, or None."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {

@@ -114,7 +114,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls ``name``, for example ``NVIDIA H100 80GB HBM3``, or None."""
+    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, or None."""
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
         return None
@@ -135,7 +135,10 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether ``own`` has all words of ``wanted``, SXM only if ``own`` is PCIe or NVL. RTX4090 is RTX 4090."""
+    """Return whether the words ``wanted`` name the accelerator with the words ``own``; ``RTX4090`` names RTX 4090.
+
+    The word SXM in ``wanted`` only excludes PCIe and NVL boards, because the name of an SXM board may lack it.
+    """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
@@ -154,9 +157,9 @@ def trainable_here(recipe: Recipe) -> bool:
 
 
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
-    """Estimate how many GPUs of this kind can store a model and train it within a month, as a power of two.
+    """Estimate how many GPUs of this kind can store a model and train it within a month: a power of two.
 
-    There are at most as many GPUs as sequences in a batch, unless memory needs more, so training can take longer.
+    For the sake of time alone, there are at most as many GPUs as sequences in a batch, so training may take longer.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from leaven.documents.planning import CalibrationRow, CandidateRow
 from leaven.errors import InputError
-from leaven.planning.arrangement import Arrangement, listed, pipeline_refusal, tensor_degrees
+from leaven.planning.arrangement import Arrangement, pipeline_refusal, tensor_degrees
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB, Memory, worst_stage
@@ -23,14 +23,15 @@ from leaven.planning.timing import StepTime, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout, Recompute
+from leaven.recipe.units import listed
 
 # Share of an accelerator's memory that a layout may need. The rest is for the planner's error: on published runs it
 # underestimates memory by up to 16% (docs/evidence/planner-accuracy.md).
 USABLE = 0.85
 # Up to this many tokens per forward pass, a larger micro-batch saves kernel launches; above, it gains nothing.
 _ENOUGH_TOKENS = 8192
-# Largest micro-batch that is searched, in tokens and in sequences: 64 x 1,024, the largest in 131 published runs of
-# MPT.
+# Largest micro-batch that is searched, in tokens and in sequences. The largest in 131 published runs of MPT is 64
+# sequences of 1,024 tokens.
 _MOST_TOKENS = 65_536
 _LARGEST = 64
 # Context parallelism leaves each rank at least this many tokens of a sequence.
@@ -42,7 +43,7 @@ _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 FILLS = 4
 # Times that differ by less than this share are equal.
 EQUAL = 0.01
-# A layout that leaven cannot train is mentioned if it is faster than all others by more than this share.
+# A layout that leaven cannot train is mentioned if it is faster by this share than all that leaven can train.
 _MENTIONED_IF_FASTER_BY = 0.02
 
 
@@ -151,7 +152,7 @@ class Exploration:
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The layouts in ``fitting`` that may be chosen. If ``job.by_leaven``, leaven must be able to train them."""
+        """The candidates in ``fitting`` that may be chosen: with ``job.by_leaven``, those that leaven can train."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
@@ -246,7 +247,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout of :func:`layouts` with every micro-batch size, except multiples of a misfit."""
+    """Try every layout of :func:`layouts` with every micro-batch size, except multiples of one that does not fit."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

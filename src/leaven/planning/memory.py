@@ -53,7 +53,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The values from which :func:`stage_memory` computes the memory of a rank for any micro-batch size, in bytes."""
+    """The values of a rank that :func:`stage_memory` uses for any micro-batch size, in bytes unless stated."""
 
     weights: float
     grads: float
@@ -131,6 +131,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
 
 @cache
 def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> _States:
+    """Return the values of pipeline rank ``stage`` that do not depend on the micro-batch size."""
     t = layout.tp
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     in_blocks, experts, ends = rank_parameters(table, layout, stage, code)
@@ -182,7 +183,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return the parameters on one rank of the largest FSDP unit, and of the largest two neighbour units together."""
+    """Return the number of parameters on one rank in the largest FSDP unit, and in the largest two neighbours."""
     t, ep = layout.tp, layout.ep
     whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)
     if code.units != 2:
@@ -340,6 +341,7 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
+    """Return the activation memory of one block on one rank, with the given recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1

@@ -200,7 +200,7 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 
 
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
-    """Return the copying of tokens to and from their experts as one operator, or [] in a block without experts.
+    """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
 
     With expert parallelism, the ranks of the experts sort the copies once more, before and after the experts.
     """

@@ -1,10 +1,12 @@
 """Plan a run on a cluster: whether it fits, how fast it is and how long it takes."""
 
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 
-from leaven.documents.planning import MemoryPlan, PlanDocument, Price, SpeedPlan, StageMemory
+from leaven.documents.planning import MemoryPlan, PlanDocument, Price, PublishedTimes, SpeedPlan, StageMemory
 from leaven.errors import InputError
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import check_layout, parse_layout
@@ -26,15 +28,24 @@ _DOUBLINGS = 8  # numbers of GPUs that :func:`cluster_for` tries
 # Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
 ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
-    "(worst -26%), 9% over 13 rows of nanotron (worst +32%), 8% over 18 rows of torchtitan (worst -21%); "
-    "memory 3% over 33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron (worst -11%), 5% over 18 "
-    "rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
+    "(worst -26%), 23% over 70 rows of MPT on H100 (worst -39%), 9% over 13 rows of nanotron (worst +32%), 8% over "
+    "18 rows of torchtitan (worst -21%); memory 3% over 33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron "
+    "(worst -11%), 5% over 18 rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
 ACCURACY_OF_EXPERTS = (
     "mean error on published mixtures of experts: time 16% over 6 rows of DeepSeek-V2 (worst -18%), 12% over 6 "
     "rows of DeepSeek-V3 (worst -16%), 38% over 5 rows of Qwen3 (worst +90%); memory 2% over 6 rows of "
     "DeepSeek-V2 (worst -3%), 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
 )
+
+
+@cache
+def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
+    """Return how far the planner's times are from published runs on an accelerator such as H100-SXM-80GB. Boards of
+    one generation (H100-SXM, H100-PCIe) count as one kind."""
+    text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
+    found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
+    return [row for row in found if (row.accelerator, row.experts) == (accelerator.partition("-")[0], experts)]
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ class ClusterPlan:
         """Warnings, for example that the plan does not fit into memory, relies on guesses or has a large bubble."""
         chosen, device = self.chosen, self.job.cluster.accelerator
         found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
-        if any(of.confidence == "guess" for of in device.sources):
+        if any(source.confidence == "guess" for source in device.sources):
             rest = "MFU and energy" if self.job.calibration else "time, MFU and energy; --measure calibrates the time"
             found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
         if thin_pipeline(chosen.arrangement):
@@ -133,7 +144,7 @@ class ClusterPlan:
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
         """Return the document of ``leaven plan``, without the commands to run next.
 
-        ``asked`` is the text of ``--explain``, and ``share`` that of :func:`plan_ramp`.
+        ``asked`` is the text of ``--explain``. ``share`` is passed to :func:`plan_ramp`.
         """
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
@@ -173,6 +184,9 @@ class ClusterPlan:
             **{"not": list(not_lines(self.exploration, chosen))},
             cautions=list(self.cautions),
             calibration=self.job.calibration,
+            published_times=[]
+            if self.job.calibration
+            else published_times(cluster.accelerator.name, table.active_params != table.params),
             explain=None if asked is None else explain(self.exploration, chosen, asked),
         )
 
@@ -210,8 +224,8 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, there is one GPU for each. Else the count is the first of n, 2n, 4n, ...
-    128n on which the recipe fits, or n if it fits on none, where n is the result of :func:`estimated_gpus`.
+    If the recipe's layout has several ranks, there is one GPU for each. Otherwise, with n = :func:`estimated_gpus`,
+    the count is the first of n, 2n, 4n, ... 128n on which the recipe fits, or n if it fits on none of them.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"

@@ -61,7 +61,7 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    It is the cluster of ``leaven new --gpus``, or that of a published run with the same n_layers,
+    It is the cluster that ``leaven new --gpus`` was given, or the cluster of a published run with the same n_layers,
     d_model, d_ff and tokens.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
@@ -83,9 +83,9 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences in a batch whose published number of tokens is perhaps a rounded number.
+    """Return the number of sequences in a batch, also if its published number of tokens is rounded.
 
-    A fraction such as 1,953.1 becomes a multiple, within 5% of it, of the largest possible power of two: 2,048.
+    A fraction such as 1,953.1 becomes 2,048: of the numbers within 5%, one divisible by the largest power of two.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -120,6 +120,7 @@ def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
 
 
 def _known(arch: PublishedArchitecture, name: str) -> Any:
+    """Return a value of an architecture. Raise InputError if it is not published."""
     value = getattr(arch, name)
     if value is None:
         raise InputError(f"the shape is not published in full: {name} is not known; plan a run with a complete shape")
@@ -166,6 +167,7 @@ def _gains(arch: PublishedArchitecture) -> int:
 
 
 def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
+    """Return the block of a layer with these widths."""
     heads, kv_heads, d_ff = layer
     d, gain, gated, qk_norm = arch.d_model or 0, _gains(arch), _known(arch, "gated"), _known(arch, "qk_norm")
     bias = bool(arch.bias)

@@ -52,7 +52,7 @@ class RampThroughput:
     def step(self, sequences: int) -> tuple[Arrangement, float]:
         """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        The layout is that of the full batch, and the micro-batch is at most that of the full batch.
+        The layout is the full batch's, and the micro-batch is not larger than the full batch's.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -88,7 +88,7 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the cost of a batch ramp of ``over_tokens`` tokens.
+        """Return the cost of a batch ramp over the first ``over_tokens`` tokens.
 
         ``sizes`` has pairs (first token, batch in tokens). ``increment`` is in tokens; None if increments differ.
         """
@@ -150,7 +150,7 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
     """Return the smallest increment, in sequences, of a ramp of at most 64 equal increments up to ``sequences``.
 
-    It is a multiple of dp; of dp x micro-batch if the full batch is a multiple of this and at least 8 times as large.
+    It is a multiple of dp, or of dp x ``micro_batch`` if the full batch is 8, 9, 10, ... times that number.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -158,7 +158,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start`` and the first points of ``starts`` at or above 1/1, 1/2, 1/4, ... of the full batch."""
+    """Return ``start`` and, for 1/1, 1/2, 1/4, ... of the full batch, the smallest of ``starts`` not below."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -216,9 +216,11 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
-    """Propose a batch ramp in stages, whose batch size is at most ``multiple`` x the noise scale, or say why not.
+    """Propose a batch ramp in stages, or say why there is none.
 
-    The batch size about doubles from stage to stage, up to the full batch. The smallest batch is one sequence.
+    The first stage has the largest batch of at most ``multiple`` x the noise scale at the start of the run, or one
+    sequence if even this is too large. The next stages about double it, each as soon as the noise scale allows it, up
+    to the full batch.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

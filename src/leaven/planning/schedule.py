@@ -53,7 +53,7 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return how many forward passes of a rank, at most, await their backward (or ``weight``) pass at once."""
+        """Return the largest number of a rank's forward passes that wait for their backward or ``weight`` pass."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -64,8 +64,8 @@ class Timeline:
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order; ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
-    A rank first runs only forward passes. Then forward and backward passes alternate. The number of first passes,
-    with rank r, p pipeline ranks and v stages per rank:
+    A rank begins with forward passes only. Then forward and backward passes alternate. With rank r, p pipeline ranks
+    and v stages per rank, it begins with this number of forward passes:
 
     - GPipe: all forward passes;
     - interleaved: (v - 1) p + 2 (p - 1 - r);
@@ -120,7 +120,7 @@ def simulate(
     orders = [order(layout, rank, micro_batches) for rank in range(p)]
     seconds: dict[Kind, Sequence[float]] = {"forward": forward, "backward": backward, "weight": weight}
     seconds["input"] = [both - own for both, own in zip(backward, weight, strict=True)]
-    # These kinds of passes wait for the pass of the same kind on the previous (-1) or the next (1) stage.
+    # Passes of these kinds wait for the pass of the same kind on the previous (-1) or the next (1) stage.
     sources: dict[Kind, int] = {"forward": -1, "input" if layout.schedule == "zero-bubble" else "backward": 1}
     ended: dict[Key, float] = {}
     done: list[list[Pass]] = [[] for _ in range(p)]

@@ -13,11 +13,11 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage (at least one), balanced by one of three rules.
 
-    - ``weight``: the largest stage is as small as possible, counted in parameters that a token uses in a mean block.
+    - ``weight``: the largest stage is as small as possible. All blocks count as equal. The embedding and the
+      unembedding each count as (their parameters / those that a token uses in a mean block) blocks.
     - ``number``: the numbers of blocks differ by at most one, and the larger stages are in the middle, as in BLOOM.
-    - ``work``: stages are filled in turn, each up to an equal share of the FLOPs, as in nanotron.
-
-    ``weight`` counts the embedding and the unembedding, ``work`` only the unembedding.
+    - ``work``: stages are filled in turn, each up to an equal share of the FLOPs of blocks and unembedding, as in
+      nanotron.
     """
     table = blueprint(model)
     n_layers = table.n_layers
@@ -30,13 +30,14 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
     weights = [sum(row.flops for row in block.matmuls) // 2 for block in table.blocks]
     if balance == "work":
         return _by_work(weights, table.embedding, stages)
-    end, middle = table.embedding / (sum(weights) / n_layers), stages - 2
+    end, middle = table.embedding / (sum(weights) / n_layers), stages - 2  # in blocks; stages without an end
 
     def load(layers: tuple[int, ...]) -> tuple[float, float]:
         loads = [layers[0] + end, *layers[1:-1], layers[-1] + end]
         return max(loads), sum(stage**2 for stage in loads)
 
     def split(first: int, last: int) -> tuple[int, ...] | None:
+        """Return the number of blocks of every stage, given the first and the last; None if this is impossible."""
         rest = n_layers - first - last
         if rest < middle or (not middle and rest):
             return None
@@ -107,9 +108,9 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    Interleaved 1F1B with v stages per rank keeps the activations of at most 2 (p - r - 1) + (v - 1) p + 1 passes
-    through one stage on rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A stage has 1/v of the
-    rank's blocks. Zero-bubble keeps up to p micro-batches, because it delays the gradients of weights.
+    With v stages per rank, interleaved 1F1B keeps the activations of at most 2 (p - r - 1) + (v - 1) p + 1 passes on
+    rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Each is a pass through one stage and counts as
+    1/v micro-batch. Zero-bubble keeps up to p micro-batches, because it delays the gradients of weights.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

@@ -26,7 +26,7 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-_ROUNDING = 1.05  # smaller factors may come from the rounding of published values, and would be printed as 1
+_ROUNDING = 1.05  # up to this factor beyond the published range, a value is not called outside: values are rounded
 # A value is reported as outside the published range if it is above or below the range by more than this factor.
 # Smaller factors are not reported, because published values are rounded and chosen by hand.
 FAR = 1.25
@@ -137,7 +137,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the planned GPU-hours of all tuning trials, unless under 1 or unknown, to the reasons for the proxy."""
+    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if known and at least 1."""
     tuning = started.tuning
     assert tuning.proxy
     try:

@@ -52,9 +52,9 @@ def this_machine() -> Accelerator:
 
 
 def devices_here() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, such as ``0`` and ``1``.
+    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``: ``0``, ``1``, ...
 
-    As in CUDA, a negative name such as -1 in ``CUDA_VISIBLE_DEVICES`` ends the list.
+    As in CUDA, a negative name such as -1 ends the list. Without the variable, these are all GPUs of the machine.
     """
     if (visible := os.environ.get(VISIBLE)) is not None:
         names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
@@ -63,9 +63,9 @@ def devices_here() -> tuple[str, ...]:
 
 
 def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
-    """Return a value of ``CUDA_VISIBLE_DEVICES`` for every worker, such as ``0,1``: ``each`` GPUs of its own.
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` for each worker, such as ``0,1``: ``each`` GPUs of its own.
 
-    If ``workers`` is None, there are as many workers as the GPUs allow.
+    By default, there are as many workers as the GPUs allow.
 
     Raises:
         InputError: if this process has too few GPUs.

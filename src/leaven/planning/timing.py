@@ -179,7 +179,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the largest number of blocks on a rank, that of the last rank, and the largest RankParameters."""
+    """Return the largest number of blocks on a rank, the number on the last rank, and the largest RankParameters."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -289,7 +289,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of a collective on the parameters of all blocks, at ``of_each`` bytes per parameter."""
+        """Return the seconds of a collective over the parameters of all blocks, with ``of_each`` bytes for each."""
         of_blocks = collective(of_each * blocks, sharers, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)

@@ -24,8 +24,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
     refusal = (
         shape_refusal(recipe.model, recipe.layout)
         or pipeline_refusal(recipe.layout, recipe.model.seq_len, recipe.batch.smallest_tokens, micro_batch)
-        or _torch_refusal(recipe)
-        or _experts_refusal(recipe)
+        or _zero_bubble_refusal(recipe)
     )
     if refusal:
         raise InputError(f"[layout] {refusal}")
@@ -100,25 +99,21 @@ def _noise_refusal(recipe: Recipe) -> str | None:
     return None
 
 
-def _experts_refusal(recipe: Recipe) -> str | None:
-    """Return why a model with experts cannot be trained in its layout, or None if it can."""
-    if recipe.model.experts and recipe.layout.schedule == "zero-bubble":
+def _zero_bubble_refusal(recipe: Recipe) -> str | None:
+    """Return why a zero-bubble schedule cannot be used; None if it can, or if the layout has another schedule."""
+    if recipe.layout.schedule != "zero-bubble":
+        return None
+    torch = version("torch")
+    if tuple(map(int, torch.split(".")[:2])) < (2, 13):  # silently, for operations with several outputs
+        return (
+            f'schedule = "zero-bubble" computes wrong gradients in torch {torch}; install torch 2.13, or use "1f1b"'
+        )
+    if recipe.model.experts:
         return (
             'schedule = "zero-bubble" computes the gradients of weights in a second backward pass, which would count '
             'the loads of the experts twice; use "1f1b" or "interleaved"'
         )
     return None
-
-
-def _torch_refusal(recipe: Recipe) -> str | None:
-    """Return why the installed torch cannot run a zero-bubble schedule, or None if it can.
-
-    Before version 2.13, torch silently computes wrong gradients of operations with several outputs.
-    """
-    there = version("torch")
-    if recipe.layout.schedule != "zero-bubble" or tuple(map(int, there.split(".")[:2])) >= (2, 13):
-        return None
-    return f'schedule = "zero-bubble" computes wrong gradients in torch {there}; install torch 2.13, or use "1f1b"'
 
 
 def layout_cautions(recipe: Recipe) -> list[str]:

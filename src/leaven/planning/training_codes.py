@@ -111,8 +111,8 @@ class TrainingCode:
     def with_moments(self, moments: Moments) -> "TrainingCode":
         """Return the training code with another optimizer.
 
-        ``adam-8bit`` is that of Dettmers 2021, arXiv 2110.02861; its scales, one per 2,048 values, are not counted.
-        ``muon`` uses Adam for parameters that are not matrices.
+        ``adam-8bit`` is from Dettmers 2021, arXiv 2110.02861; its scales, one per 2,048 values, are not counted.
+        ``muon`` uses Adam for all parameters but the matrices of blocks.
         """
         matrices = self.master + 4 if moments == "muon" else None
         return replace(
@@ -176,9 +176,10 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return one row of bytes for each kind of state (weights, gradients, moments, ...), before sharding over ranks.
+    """Return a row for each kind of state (weights, gradients, moments, ...) with its bytes, before sharding.
 
-    ``matrices`` is the number of parameters in the matrices of the blocks, for which Muon stores less.
+    ``params`` is the number of all parameters, and ``matrices`` of those in matrices of blocks: Muon stores less for
+    them. Kinds without bytes are left out.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

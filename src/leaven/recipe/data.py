@@ -13,8 +13,8 @@ STDLIB_TOKENS = 3_000_000
 """Approximate number of tokens of the text python-stdlib (10.7 MB). With a vocabulary of 4,096 it is 2.86 M
 (docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""The longest allowed period, in samples, of the order of the sources. The period is the common denominator of their
-shares: 4 for shares of 1/4 and 3/4."""
+"""The sources take turns in an order that repeats after a period. This is the longest allowed period, in samples. The
+period is the common denominator of the shares of the sources: 4 for shares of 1/4 and 3/4."""
 
 
 class DataSource(Part):
@@ -57,7 +57,7 @@ class Data(Part):
     # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;
     # isolated: attention, positions and loss do not cross the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
-    # The run stops if a larger share of a source's lines or files is unreadable.
+    # Reading a source ends with an error if a larger share of its lines or of its files is unreadable.
     corrupt_share: float = Field(default=0.001, ge=0, le=1)
 
     added: ClassVar = ("end_of_text",)

@@ -35,6 +35,7 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def read_text(path: Path | str) -> str:
+    """Return the text of a UTF-8 file, with ``\\n`` as line ends. Raise InputError if it cannot be read."""
     try:
         text = storage.read(path).decode("utf-8-sig")  # some editors begin a file with a byte order mark
         return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -109,7 +110,7 @@ def _place(keys: list[str]) -> str:
 
 
 def validated(kind: type[Kind], document: dict[str, Any], origin: str) -> Kind:
-    """Return a document as an object of the class ``kind``."""
+    """Return a document as an object of the class ``kind``, or raise InputError with a message about ``origin``."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:
@@ -149,7 +150,7 @@ def _take_out(document: dict[str, Any], path: str) -> None:
 
 
 def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
-    """Return one of the validation errors as a line: ``[model] d_modle: no such key; did you mean d_model?``"""
+    """Return a line about one of the validation errors: ``[model] d_modle: no such key; did you mean d_model?``"""
     # An unknown key is reported first: if a key is missing as well, the unknown key is usually its misspelling.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     fault = faults[0]
@@ -187,8 +188,10 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML. Without a template, defaults are written, except None, empty lists and tables,
-    multipliers of 1 and the fields in `Part.added`.
+    """Return the recipe as TOML.
+
+    Without a template, defaults are written, too. These are left out: None, empty lists and tables, multipliers of 1,
+    and fields in `Part.added` that have their default.
 
     ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
     are kept, and defaults that it omits stay omitted.

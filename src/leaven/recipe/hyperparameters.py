@@ -154,7 +154,10 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay in the table ``muon``; if it is not set, the one of all parameters."""
+        """Return the lr or weight decay of the matrices that Muon updates.
+
+        It is that of the table ``muon`` or, if it is not set there, that of all parameters.
+        """
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own
@@ -208,7 +211,10 @@ class Hyperparameters(Part):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Return why a multiplier of a module is refused, or None if it has an effect."""
+        """Return why a multiplier of a module is refused, or None if it is accepted.
+
+        ``known`` has the role of each module of the model.
+        """
         where = "hyperparameters.modules"
         if module not in known:
             close = get_close_matches(module, known, n=1)
@@ -220,8 +226,8 @@ class Hyperparameters(Part):
                 f"{where}: {module} has no residual multiplier; only the last matrices of branches have one: {ends}"
             )
         if known[module].is_matrix:
-            none = quantity in {"beta2", "eps"} and self.muon_of(known[module])
-            return f"{where}: Muon updates {module}, and has no {quantity}; remove {quantity}" if none else None
+            lacks = quantity in {"beta2", "eps"} and self.muon_of(known[module])
+            return f"{where}: Muon updates {module}, and has no {quantity}; remove {quantity}" if lacks else None
         if quantity == "init_std":
             return f"{where}: {module} has no init_std: gains start at 1, biases at 0; remove init_std"
         if quantity == "weight_decay" and not self.decay_norm_and_bias:

@@ -63,11 +63,12 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Return whether the std of the last matrix of a branch depends on the number or the index of layers."""
+        """Return whether the std of a branch's last matrix depends on the number of layers or on its own layer."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
+        """Return the formula for one matrix. ``gated``: whether the MLPs of the model are gated."""
         if parameter.module in self.modules:
             return self.modules[parameter.module]
         gated_in = (

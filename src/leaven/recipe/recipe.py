@@ -63,7 +63,8 @@ class Scaling(Part):
     alpha: float = Field(default=1.0, ge=0.5, le=1)
     # The exponent t in lr ~ (training tokens)^-t of complete-d-p; published values are 0.3 to 0.5.
     token_exponent: float = Field(default=0.5, ge=0, le=1)
-    # 95% interval of token_exponent, measured by ``leaven check duration``; outside it, ``leaven transfer`` warns.
+    # 95% interval of the token exponent that ``leaven check duration`` measured; None: not measured. ``leaven
+    # transfer`` warns if token_exponent is outside.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
     # Whether the weight decay of hidden weights is multiplied by depth^(1-alpha). With alpha < 1 the lr of hidden
     # weights falls with depth, and this factor keeps lr x decay x steps constant. CompleteP and Complete(d)P have no
@@ -86,7 +87,7 @@ class Stability(Part):
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # so many tokens later the lr is full
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens in which the lr returns to its full value
     # Tokens between checkpoints; None: 1/10 of the run.
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
@@ -273,8 +274,7 @@ class Recipe(Part):
 
     @property
     def base(self) -> Base:
-        """The scale for which the hyperparameters are written: ``scaling.base`` or, by default, that of the
-        recipe."""
+        """The scale for which the hyperparameters are written: ``scaling.base``, or else the recipe's own scale."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -297,7 +297,7 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """The recipe with AdamW in place of Muon, to compare its values with values for Adam."""
+        """The recipe with AdamW in place of Muon, to compare it with values for Adam; itself if it has no Muon."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
@@ -306,6 +306,9 @@ class Recipe(Part):
         """Return a copy of the recipe with other values at the given dotted paths.
 
         The value None removes an optional table such as ``tuning``. The value ``{}`` gives a table its defaults.
+
+        Raises:
+            ValidationError: if the copy is not a valid recipe.
         """
         document = self.model_dump()
         for path, value in changes.items():
@@ -338,12 +341,12 @@ def split_path(path: str) -> list[str]:
 
 
 def short_path(path: str) -> str:
-    """Return the short form of a path: ``embedding.lr`` for ``hyperparameters.modules.embedding.lr``."""
+    """Return a path without ``hyperparameters.modules.`` or ``hyperparameters.``, such as ``embedding.lr``."""
     return path.removeprefix("hyperparameters.").removeprefix("modules.")
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one mapping from dotted paths to values."""
+    """Return nested mappings as one mapping from dotted paths to values. An empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and value:

@@ -72,7 +72,8 @@ class Parameter:
     """A parameter tensor of the model, without its values."""
 
     name: str
-    # (fan out, fan in) for a matrix; (experts, fan out, fan in) for the matrices of the routed experts
+    # (fan out, fan in) for a matrix, as in ``nn.Linear``; (experts, fan out, fan in) for the matrices of the routed
+    # experts; (vocabulary or positions, width) for an embedding
     shape: tuple[int, ...]
     role: Role
     module: str  # the module NAME in ``hyperparameters.modules.NAME``, where multipliers are set
@@ -349,13 +350,13 @@ class ModelShape(Part):
         d_head: int | None = None,
         n_kv_heads: int | None = None,
     ) -> "ModelShape":
-        """Return this shape at another width and depth.
+        """Return this shape at another width (d_model) and depth (n_layers).
 
-        Given sizes replace those that follow from d_ff / d_model, d_head and n_heads / n_kv_heads. d_attention /
-        d_model, d_expert / d_ff and the number of experts are always kept.
+        Without ``d_ff``, d_ff / d_model stays. Without ``d_head``, d_head stays. Without ``n_kv_heads``, n_heads /
+        n_kv_heads stays. d_attention / d_model, d_expert / d_ff and the number of experts always stay.
 
         Raises:
-            ValueError: if a size is not a whole number, or the width not a multiple of d_head x n_heads / n_kv_heads.
+            ValueError: if a size would not be a whole number, or if the sizes do not fit each other.
         """
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads

@@ -1,6 +1,7 @@
 """Parse and format quantities as people write them: 7B, 2T, 0.5M, 32_768."""
 
 import re
+from collections.abc import Iterable
 
 from leaven.errors import InputError
 
@@ -37,15 +38,15 @@ def parse_quantity(text: str) -> int:
     return value // divisor
 
 
-def format_quantity(value: float, digits: int = 3) -> str:
-    """Return a count with ``digits`` significant digits and a suffix: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
-    if abs(float(f"{value:.{digits}g}")) >= 1e15:
-        return f"{value:.{digits - 1}e}"
+def format_quantity(value: float) -> str:
+    """Return a count with three significant digits and a suffix: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
+    rounded = abs(float(f"{value:.3g}"))  # so that 999,999 is shown as 1.00 M and not as 1,000 k
+    if rounded >= 1e15:
+        return f"{value:.2e}"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        # Compare the rounded value, so that 999,999 is shown as 1.00 M and not as 1,000 k.
-        if abs(float(f"{value:.{digits}g}")) >= scale:
-            return f"{_significant(value / scale, digits)} {suffix}"
-    return _significant(value, digits)
+        if rounded >= scale:
+            return f"{_significant(value / scale)} {suffix}"
+    return _significant(value)
 
 
 def format_parameters(params: int, params_active: int) -> str:
@@ -54,18 +55,25 @@ def format_parameters(params: int, params_active: int) -> str:
     return size if params_active == params else f"{size} (of which a token uses {format_quantity(params_active)})"
 
 
+def listed(values: Iterable[object], word: str = "or") -> str:
+    """Return values as text: ``1, 2 or 4``."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} {word} {last}" if most else last
+
+
 def format_number(value: float, digits: int = 3) -> str:
     """Format a number with ``digits`` significant digits, and commas in a large number: ``0.31``, ``15,600``."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.0f}" if 10**digits <= abs(rounded) < 1e15 else f"{rounded:.{digits}g}"
 
 
-def _significant(value: float, digits: int) -> str:
-    rounded = float(f"{value:.{digits}g}")
-    if rounded == int(rounded) and abs(rounded) < 10**digits and value == int(value):
+def _significant(value: float) -> str:
+    """Return a number with three significant digits: ``12.0`` for 12.04, but ``12`` for the whole number 12."""
+    rounded = float(f"{value:.3g}")
+    if rounded == int(rounded) and abs(rounded) < 1_000 and value == int(value):
         return f"{int(rounded)}"
     whole = len(f"{int(abs(rounded))}") if abs(rounded) >= 1 else 1
-    return f"{rounded:.{max(digits - whole, 0)}f}"
+    return f"{rounded:.{max(3 - whole, 0)}f}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -64,7 +64,7 @@ def tensor_ratios(
             matrices of experts are (experts, fan out, fan in); a router is (experts, fan in); embeddings and
             unembedding are (vocabulary or positions, width).
         at: the ratios of the run.
-        head: target / base of the head dimension.
+        head: the head dimension of the target / that of the base.
 
     Raises:
         ValueError: if a matrix has the wrong number of dimensions, or if the number of experts changes.

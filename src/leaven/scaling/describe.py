@@ -1,7 +1,7 @@
 """Build the document of ``leaven show``: the values of each parameter, and the nearest published inits."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -30,8 +30,9 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     """Return the initial std of each module's matrices; if blocks differ, of the first and the last block."""
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
-    for row in matrices(table):
-        by_module.setdefault(row.module, []).append(row)
+    for row in table.rows:
+        if row.role.is_matrix:
+            by_module.setdefault(row.module, []).append(row)
     found: list[ModuleStart] = []
     for rows in by_module.values():
         lines = []
@@ -58,11 +59,6 @@ def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
         if pairs:
             away.append({"init": name, "octaves": fmean(abs(math.log2(own / theirs)) for own, theirs in pairs)})
     return sorted(away, key=lambda each: each["octaves"])
-
-
-def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
-    """Yield the rows of all parameters except gains and biases."""
-    return (row for row in table.rows if row.role.is_matrix)
 
 
 def describe(

@@ -15,7 +15,6 @@ from leaven.recipe.init_std import usual_std
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
-from leaven.scaling.describe import matrices
 from leaven.scaling.table import ParameterTable, parameter_table
 
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
@@ -69,7 +68,10 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
-    """Return warnings if vocab_size or seq_len is not that of ``source``, the model that gave the hyperparameters."""
+    """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
+
+    ``source`` has these sizes of the model that gave the hyperparameters. A size that it lacks is not compared.
+    """
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
@@ -104,7 +106,10 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about Muon with a batch or tokens far from the base, if the rule uses them: no such test is known."""
+    """Warn if Muon is used far from the base in batch or tokens, under a rule that scales with them.
+
+    No test of Muon with such changes is known.
+    """
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -113,7 +118,11 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on outputs far from the base, where the best lr did not stay under complete-d-p, alpha 1."""
+    """Warn about norms on branch outputs in a model more than twice as wide or deep as the base.
+
+    Under complete-d-p with alpha 1, the best lr was measured to change there. Over depth with another alpha, nothing
+    was measured, so there is no warning.
+    """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():
@@ -158,8 +167,9 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if Adam's eps is too large compared with sqrt(v) for a matrix in a block, where v is the second moment.
 
-    The estimate of sqrt(v) spreads the limit of the gradient norm (1 without one) evenly over all parameters. Real
-    gradients in blocks are smaller: most of the norm is in the unembedding, and the norm soon falls below 1.
+    The estimate of sqrt(v) spreads the limit of the global gradient norm (1 if there is none) evenly over all
+    parameters. Real gradients in blocks are smaller: most of the norm is in the unembedding, and the norm soon falls
+    below 1.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -206,7 +216,7 @@ def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier
     if logits > LARGE_LOGITS:
         yield _caution("init of the logits", logits, LARGE_LOGITS, readout=readout, above=logits**2 / 2)
-    blocks = [row for row in matrices(table) if row.role is Role.HIDDEN_WEIGHT]
+    blocks = [row for row in table.rows if row.role is Role.HIDDEN_WEIGHT]
     worst = max(blocks, key=lambda row: row.init_std * row.multiplier)
     std, usual = worst.init_std * worst.multiplier, usual_std(recipe.model.d_model)
     if std > LARGE_INIT * usual:

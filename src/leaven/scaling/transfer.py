@@ -277,7 +277,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reasons for the values that the transfer changed, by path."""
+    """Return the reasons for the hyperparameters, the base and the values that the transfer changed, by path."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

@@ -1,8 +1,8 @@
 """The web server of ``leaven serve``: pages of folders, a planner and a page of published runs.
 
-The server answers only GET requests that are addressed to this machine and contain the token of the address that
-``leaven serve`` prints. A request cannot choose a path to open: the server shows only folders that
-:func:`leaven.server.folders.find` has found.
+The server answers only GET requests that are addressed to this machine and contain the token from the address that
+``leaven serve`` prints. A request cannot open any path: the server shows only folders that
+:func:`leaven.server.folders.find` finds.
 """
 
 import secrets
@@ -61,7 +61,7 @@ def application(roots: list[Path], token: str) -> Starlette:
         "/plotly.js": _plotly,
     }
     return Starlette(
-        # Plain functions run in threads, so that a slow page does not hold up the others.
+        # Plain functions run in threads, so that a slow page does not delay other requests.
         routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()],
         middleware=[Middleware(TokenRequired, token=token)],
     )
@@ -144,6 +144,7 @@ def _counted(found: list[Found]) -> str:
 
 
 def _named(roots: list[Path], root: str, name: str) -> Found | None:
+    """Return the folder with the address ``root/name``, or None if :func:`find` does not find one."""
     return next((each for each in find(roots) if (str(each.root), each.name) == (root, name)), None)
 
 

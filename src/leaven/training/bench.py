@@ -50,7 +50,8 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps for each global batch with each micro-batch up to its size that fits.
+    """Measure the speed of training steps for each pair of a global batch and a micro-batch that is not larger and
+    fits into memory. Return the speeds, with the best micro-batch and the start of a batch ramp.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.

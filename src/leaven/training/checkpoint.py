@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -81,7 +80,7 @@ class Checkpoint:
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
     optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process saves
     state: Mapping[str, Any] = field(default_factory=dict)  # JSON values that the callbacks save
-    rewinds: tuple[Rewind, ...] = ()  # all returns of the run to earlier checkpoints so far
+    rewinds: tuple[Rewind, ...] = ()  # all rewinds of the run so far
     # The position of each part in its whole tensor, by name. A tensor without an entry is whole. An entry without a
     # tensor is a part that another process saves.
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -104,11 +103,13 @@ def write_checkpoint(
     checkpoint: Checkpoint,
     exchange: Exchange | None = None,
     tidy: Callable[[], None] = lambda: None,
+    require: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path.
 
     All processes of ``exchange`` must call this, from any thread, and get the same result. The first process calls
     ``tidy`` when the checkpoint is complete, for example to remove older ones. The other processes return after that.
+    Before it writes, each process calls ``require``, which raises OSError if the folder is not the right one.
 
     Raises:
         NotSaved: if a process cannot write, rank 1 or higher does not answer, or the parts do not form whole tensors.
@@ -119,6 +120,7 @@ def write_checkpoint(
     temporary = folder / f".{final.name}.{exchange.name}.tmp"
     mine: dict[str, Any]
     try:
+        require()
         mine = _write_part(temporary, checkpoint, exchange.group)
     except (OSError, SafetensorError) as error:
         mine = {"error": _reason(error)}
@@ -230,13 +232,13 @@ def read_checkpoint(
     damaged: list[Path] = []
     listed = group.broadcast(checkpoints(folder))
     names = {path.name for path in listed}
-    _require_seen(folder, lambda: any(path.name not in names for path in checkpoints(folder)), group)
+    require_seen(folder, lambda: any(path.name not in names for path in checkpoints(folder)), group)
     for candidate in reversed(listed):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
         wanted = group.broadcast(_seen(candidate)) if group.size > 1 else UNREADABLE
         if wanted != UNREADABLE:  # reading gives the error
-            _require_seen(candidate, partial(_differs, candidate, wanted), group)
+            require_seen(candidate, partial(_differs, candidate, wanted), group)
         try:
             found, unreadable = _read(candidate, group, recipe), None
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, SafetensorError, *WRONG_TYPES):
@@ -254,9 +256,9 @@ def read_checkpoint(
     return None, damaged
 
 
-def _require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait until ``differs`` returns False on every process, for up to `SEEN_AFTER` seconds: a network disk may show
-    new files late. Otherwise raise InputError on all processes."""
+def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
+    """Wait up to `SEEN_AFTER` seconds until ``differs`` returns False on every process, because a network disk may
+    show new files late. Then raise InputError on all processes. With a single process, do nothing."""
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):
@@ -391,8 +393,8 @@ class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled. The newest ``keep`` scheduled checkpoints
-    are kept, and some others (:func:`checkpoints_to_keep`). A further one in an interval, as a stopped run saves it,
-    is kept while it is the newest, so a stop does not shorten how far a run can roll back.
+    are kept, and some others (:func:`checkpoints_to_keep`). A second one in an interval, such as the one that a stop
+    saves, is kept only while it is the newest. So stops do not push out the checkpoints to which a run may roll back.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
@@ -405,13 +407,13 @@ class CheckpointManager:
         keep_every_tokens: int | None,
         *,
         group: ProcessGroup = SINGLE_PROCESS,
-        timeout: timedelta = timedelta(minutes=30),
         sync: Callable[[], None] = lambda: None,
+        require: Callable[[], None] = lambda: None,
     ) -> None:
-        self._sync = sync
+        self._sync, self._require = sync, require
         self._for_good: list[int] = []  # token counts of checkpoints that an earlier start has kept for good
         self._folder, self._every, self._keep, self._keep_every = folder, every_tokens, keep, keep_every_tokens
-        self._group, self._exchange = group, Exchange(group, timeout)
+        self._group, self._exchange = group, Exchange(group)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Saved] | None = None
 
@@ -441,7 +443,7 @@ class CheckpointManager:
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
         """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
         unfinished ones and those that one of the run's ``rewinds`` has undone. Raise InputError on all processes if
-        there are other later ones.
+        there is any other checkpoint after ``after_tokens``.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
@@ -465,11 +467,8 @@ class CheckpointManager:
             for path in later:
                 if path not in damaged:
                     _remove(path)
-            # These stay even if a rewind has made checkpoints rarer. Without a rewind, the newest may be that of a
-            # stop, which has no interval of its own.
-            there = list(map(tokens_of, checkpoints(self._folder)))
-            returned = any(rewind.to_tokens == after_tokens for rewind in rewinds)
-            self._for_good = kept_for_good(there if returned else there[:-1], self._keep_every)
+            # What was kept for good stays so, even if a rewind has changed the interval of checkpoints.
+            self._for_good = kept_for_good(list(map(tokens_of, checkpoints(self._folder))), self._keep_every)
         self._group.barrier()
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
@@ -484,7 +483,7 @@ class CheckpointManager:
 
         self._sync()  # its steps are not trained again, so their lines must survive a power cut as well
         try:
-            path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy)
+            path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy, self._require)
         except NotSaved as error:
             return Saved(checkpoint.progress, error=str(error))
         return Saved(checkpoint.progress, path)
@@ -503,7 +502,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
-    """Return the first of the ascending token counts in each interval of ``every_tokens``, except the one from 0."""
+    """Return the first of the ascending token counts in each interval of ``every_tokens``, except in the interval
+    that begins at 0. Return [] if ``every_tokens`` is None."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]
@@ -531,9 +531,10 @@ class Checkpoints(Callback):
             stability.keep_every_tokens,
             group=trainer.group,
             sync=trainer.run.sync,
+            require=trainer.run.require_claimed,
         )
         self._saved_step = -1
-        # Of token ids there is no tokenizer, though the user may put one into the folder.
+        # A run on token ids has no tokenizer of its own, even if the user has put one into the folder.
         self._tokenizer = tokenizer_digest(trainer.run) if trainer.tokens.tokenizer_path is not None else None
 
     def after_step(self, step: "Step") -> None:
@@ -545,6 +546,7 @@ class Checkpoints(Callback):
     def save(self) -> None:
         self.log_outcome(wait=True)
         self.trainer.run.require_there()
+        self.trainer.run.require_own_checkpoints()
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
@@ -582,6 +584,7 @@ class Checkpoints(Callback):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._manager.clear(self.training.tokens, self.trainer.damaged, self.training.rewinds)
+        self.trainer.run.claim_checkpoints()
         self._saved_step = self.training.progress.step
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ Span = tuple[int, int]
 class SavedBlock:
     """A block of a tensor, stored in a file under the tensor's name."""
 
-    file: str
+    file: str  # its name in the folder of the checkpoint
     offset: tuple[int, ...]  # of the block's first element in the whole tensor
     shape: tuple[int, ...]  # of the block
 

@@ -94,12 +94,9 @@ class Pruning(Callback):
     baseline: Baseline  # the best trial so far
     warmup_tokens: int  # no trial is ended earlier
 
-    def before_step(self) -> None:
-        self._points = len(self.monitor.curve)
-
     def after_step(self, step: StepResult) -> None:
-        curve = self.monitor.curve
-        new_point = len(curve) > self._points and self.monitor.done > self.warmup_tokens
+        curve, done = self.monitor.curve, self.monitor.done
+        new_point = bool(curve) and curve[-1][0] == done > self.warmup_tokens
         if new_point and should_prune(curve, self.baseline):
             raise Pruned(expected(curve, self.baseline))
 
@@ -143,7 +140,7 @@ def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
 
 
 def comparable(baseline: Baseline, tokens: int) -> bool:
-    """Return whether the baseline was trained on about ``tokens`` tokens (within 2%)."""
+    """Return whether the baseline has a curve that ends at about ``tokens`` tokens (within 2%)."""
     return bool(baseline.curve) and math.isclose(baseline.curve[-1][0], tokens, rel_tol=0.02)
 
 

@@ -17,7 +17,7 @@ from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded_model import ShardedModel
-from leaven.errors import InputError
+from leaven.errors import InputError, TextUnreadable
 from leaven.interop.weights import require_start, router_biases, start_from
 from leaven.model.initialisation import name_seed
 from leaven.model.kernels import widened
@@ -96,7 +96,7 @@ class Training:
             {each.row.name: each.local for each in stored},
             [each.row for each in stored],
             recipe.hyperparameters,
-            **self._muon(),
+            **self._muon_arguments(),
         )
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
@@ -116,8 +116,8 @@ class Training:
         self.telemetry = Telemetry(recipe, table, self.sharded)
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
-    def _muon(self) -> dict[str, Any]:
-        """Return the arguments for Muon by name, or {} without Muon."""
+    def _muon_arguments(self) -> dict[str, Any]:
+        """Return the arguments of MuonWithAdamW that depend on the precision and the layout; {} without Muon."""
         if not self.recipe.hyperparameters.ns_steps:
             return {}
         whole = self.sharded.whole_matrices()
@@ -225,7 +225,7 @@ class Training:
         return loss if scale is None else loss / scale
 
     def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
-        """Return the noise scale, prepared for the next step, or None if no measurement is due."""
+        """Return the measurement of the noise scale, prepared for this step, or None if none is due."""
         if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):
             return None
         self.noise.first_targets = self._first_targets(batch)
@@ -267,7 +267,10 @@ class Training:
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
         start, count = self._own_sequences(sequences)
-        windows = torch.from_numpy(self.stream.batch(tokens // seq_len + start, max(count, 1)))
+        try:
+            windows = torch.from_numpy(self.stream.batch(tokens // seq_len + start, max(count, 1)))
+        except InputError as error:
+            raise TextUnreadable(str(error)) from None
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
@@ -331,7 +334,7 @@ class Training:
                 optimizer |= {f"{kind}.{piece.name}": value for kind, value in here.items() if value.dim() or first}
             if not piece.whole:
                 names = (f"{kind}.{piece.name}" for kind, value in here.items() if value.dim())
-                places |= dict.fromkeys((piece.name, *names), piece.place)
+                places |= dict.fromkeys((piece.name, *names), Place(piece.shape, piece.offset))
         if self.group.is_first:
             for stateful in self._stateful:
                 optimizer |= stateful.state_dict()

@@ -1,8 +1,8 @@
 """Finds files of a run that are missing, were changed, or belong to another run.
 
 The event of each start, the first line of the metrics, plan.json and every checkpoint have the random identifier of
-their run. A checkpoint also has the recipe, and digests of the tokenizer, metrics and events. A value that an older
-version did not write is not compared. This module does not import torch.
+their run. A checkpoint also has the recipe, and digests of the tokenizer, metrics and events. A missing value is not
+compared. This module does not import torch.
 """
 
 import json
@@ -77,6 +77,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
             f"use another --run{or_back}"
         )
+    run.require_own_checkpoints()
     require_own_files(run, newest_state(run))
     if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
         raise InputError(
@@ -89,7 +90,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError if :func:`foreign_files` finds a file."""
+    """Raise InputError with the first sentence of :func:`foreign_files`, if there is one."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
@@ -105,6 +106,11 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
     if other is not None:
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
         yield f"{where} different runs; restore the files of one run, or start again with another --run"
+    if _has_other_rewinds(run):
+        yield (
+            f"{run.events_file} and {run.checkpoints} belong to different copies of a run, with different rewinds; "
+            "restore the files of one of them"
+        )
     try:
         there = _tokenizer_digests(run)
         if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:
@@ -119,6 +125,20 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
         changes = [each for each in changes if not _without_weights(each)]
     if changes:
         yield f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}; change it back"
+
+
+def _has_other_rewinds(run: RunFolder) -> bool:
+    """Return whether a rewind in events.jsonl differs from the one at its position in the newest checkpoint. Either
+    may know of later ones: a rewind is no part of a checkpoint yet, or its event is lost."""
+    saved = newest_document(run).get("rewinds")
+    for event in run.read_events():
+        earlier = event.get("earlier_rewinds")
+        if event["event"] in RETURNS and isinstance(earlier, list) and isinstance(saved, list):
+            pairs = zip([*earlier, event], saved, strict=False)
+            with suppress(*WRONG_TYPES):  # damage is named when the rewinds are read
+                if any(one[key] != other[key] for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
+                    return True
+    return False
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
@@ -207,18 +227,21 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe in the last event that changed it or, without one, in the
-    checkpoint. If a process was killed after that event, recipe.toml may still have the values of before. Those do
-    not count.
+    """Return how recipe.toml differs from the recipe in the last event that changed it. Without such an event, or if
+    the newest checkpoint was saved after it, compare with the recipe in the checkpoint. If a process was killed after
+    that event, recipe.toml may still have the values of before the event. These do not count as changes.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
+        if run.rewinds_ahead(run.read_events()) == 0:
+            with suppress(KeyError, ValidationError):
+                recipe = Recipe.model_validate(newest_state(run)[RECIPE])
         changes = differing(_trained_values(recipe), there)
         return [each for each in changes if each[0] not in before or before[each[0]] != each[2]]
     try:
         return differing(_trained_values(Recipe.model_validate(state[RECIPE])), there)
-    except (KeyError, ValidationError):  # a checkpoint of another version
+    except (KeyError, ValidationError):  # there is no checkpoint, or it has no recipe that this version reads
         return []
 
 
@@ -261,9 +284,9 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
         return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
-    if (read.damaged and not lines) or _is_other_text(run.metrics_file, IDENTITY, "step"):
+    if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
         return f"{run.metrics_file.name} has lines that are no metrics"
-    if _is_other_text(run.events_file, "event"):
+    if is_other_text(run.events_file, "event"):
         return f"{run.events_file.name} has lines that are no events"
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
@@ -278,9 +301,9 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
 
 
-def _is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with something else than a line of ours, whose first key is in ``keys``. Zeros,
-    which a power cut may leave, are ignored."""
+def is_other_text(file: Path, *keys: str) -> bool:
+    """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
+    ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -293,7 +316,7 @@ def _trained_file(run: RunFolder, begun: bool) -> Path | None:
     (has events), plan.json needs measured steps, because the first one is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
-    except WRONG_TYPES:  # damaged or of an older version
+    except WRONG_TYPES:  # damaged
         measured = False
     if run.plan_file.is_file() and (not begun or measured):
         return run.plan_file
@@ -311,14 +334,25 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the checkpoint that, according to events.jsonl, the run last saved, resumed from or
-    returned to, or None."""
+    """Return the token count of the last checkpoint in events.jsonl, which the run has saved, resumed from or
+    returned to. Return None if there is none."""
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
         if event["event"] in RETURNS:  # an automatic one of an older version
             break
     return None
+
+
+def saved_checkpoints(run: RunFolder) -> set[int]:
+    """Return the token counts of the checkpoints that events.jsonl mentions and no rewind has undone."""
+    saved = set[int]()
+    for event in run.events():
+        if event["event"] in RETURNS:
+            saved = {tokens for tokens in saved if tokens <= event["to_tokens"]}
+        if (tokens := _saved_tokens(event)) is not None:
+            saved.add(tokens)
+    return saved
 
 
 _SAVED_TOKENS = {"checkpoint": "tokens", "resume": "tokens", "rewind": "to_tokens", "rollback": "from_tokens"}
@@ -370,13 +404,20 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
         return False
 
 
-def torchrun_began() -> float:
-    """Return when torchrun started its first attempt, Unix time. Return 0 if this is not known."""
-    mark = _torchrun_mark()
-    try:
-        return 0.0 if mark is None else mark.with_name("attempt_0").stat().st_mtime
-    except OSError:
-        return 0.0
+def events_before_torchrun(run: RunFolder) -> int:
+    """Return how many events a run had when this function was first called for it since torchrun was started. Return
+    -1 without torchrun."""
+    mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
+    if mark is None:
+        return -1
+    file = mark.with_name("leaven-events")
+    with suppress(OSError, ValueError):
+        count, _, begun = file.read_text(encoding="utf-8").partition(" ")
+        if begun == path:
+            return int(count)
+    with suppress(OSError):
+        file.write_text(f"{events} {path}", encoding="utf-8")
+    return events
 
 
 def _torchrun_mark() -> Path | None:
@@ -392,7 +433,7 @@ def _torchrun_mark() -> Path | None:
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence that says how.
 
-    An event of an older version has no digests. If all checkpoints are gone, they count as removed on purpose.
+    If all checkpoints are gone, they count as removed on purpose.
     """
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}

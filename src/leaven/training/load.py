@@ -26,6 +26,7 @@ from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.integrity import (
+    TOKENIZER,
     missing_checkpoint,
     newest_saved,
     newest_state,
@@ -53,7 +54,7 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
-    changed: str | None = None  # a sentence if recipe.toml was changed in values on which no weight depends
+    changed: str | None = None  # a sentence that names changed values of recipe.toml on which no weight depends
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
     # These are the biases of the last step, even if ``weights`` are averages.
@@ -87,7 +88,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     time, vocabulary). Warnings name newer checkpoints that are damaged or missing, and changed values of recipe.toml.
 
     Raises:
-        InputError: if the folder has no run, no tokenizer or foreign files, or the checkpoint is missing or damaged.
+        InputError: if the folder has no run, no tokenizer or files of another run, or if the checkpoint is missing or
+            damaged.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
@@ -150,9 +152,14 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
             why = f"{at}; it begins after {begins:,}; leave out --averaged"
         raise InputError(f"{run}: no averaged weights: {why}")
     if not folder.tokenizer_file.is_file():
+        if TOKENIZER in checkpoint.state:
+            raise InputError(
+                f"{folder.tokenizer_file} is missing; bring it back, or repeat the leaven train command of this run, "
+                "which makes it again from the text"
+            )
         raise InputError(
-            f"{run}: no tokenizer.json, because the run was trained on token ids (or by an older version of leaven); "
-            "copy the tokenizer.json that was used to make the token ids into this folder"
+            f"{run}: no tokenizer.json, because the run was trained on token ids; copy the tokenizer.json that was "
+            "used to make the token ids into this folder"
         )
     from tokenizers import Tokenizer
 

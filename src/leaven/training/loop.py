@@ -58,7 +58,8 @@ class Callback:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Prepare to start a run (``state`` is {}), or to continue from a checkpoint with what callbacks saved."""
+        """Prepare to continue from a checkpoint. ``state`` has the values that all callbacks saved in the checkpoint.
+        It is {} at the start of a run."""
 
     def close(self) -> None:
         """Release resources. Called when training ends or stops, also after an error."""

@@ -37,9 +37,9 @@ class Step(StepResult):
     """The metrics of a step: a line of metrics.jsonl. The norms cover all parameters."""
 
     lr: float  # lr of the hidden weights (attention.out of the first block)
-    grad_norm: float
-    update_norm: float
-    tokens_per_second: float
+    grad_norm: float  # before clipping
+    update_norm: float  # of the change of the parameters in this step
+    tokens_per_second: float  # of all processes together
     tflops: float  # model FLOPs per second of one device, in 10^12
     mfu: float | None  # tflops divided by the device's peak; None if the peak is unknown
     memory_gib: float  # peak memory use so far

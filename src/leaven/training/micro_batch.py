@@ -41,7 +41,11 @@ TIMED_STEPS = 1_000
 """Runs of fewer steps are not timed, because timing costs about eight steps."""
 
 ROUNDS = 3
+"""A candidate is timed with this many passes, after one that is not counted."""
+
 LIMIT_SECONDS = 60.0
+"""No further candidate is timed if its passes are expected to end later than this."""
+
 WORTH = 0.02
 """The smallest micro-batch whose speed is within this share of the highest is chosen. A smaller difference is noise,
 and a smaller micro-batch saves memory."""
@@ -91,29 +95,29 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
-    return max(1, min(tokens // recipe.model.seq_len, _most(recipe)))
+    return max(1, min(tokens // recipe.model.seq_len, _largest_micro_batch(recipe)))
 
 
-def _most(recipe: Recipe) -> int:
-    """Return the largest micro-batch that leaves each data-parallel rank ``layout.pp`` micro-batches (2 x
-    ``layout.pp`` with the noise scale)."""
+def _largest_micro_batch(recipe: Recipe) -> int:
+    """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches a
+    step, and at least two if the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
-    if layout.pp > 1:  # also at the smallest batch
+    if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
-    if recipe.stability.noise_scale_every_tokens is not None:  # measured on a part of the batch
+    if recipe.stability.noise_scale_every_tokens is not None:  # needs two micro-batches
         batch //= 2
     return max(1, batch // layout.dp // recipe.model.seq_len)
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with the run's micro-batch in place of "auto". Another micro-batch would change the order of
-    summation, and so the last bits of the loss."""
+    """Return the recipe with the micro-batch of the run in place of "auto", if the run has started. Another
+    micro-batch would change the order of summation, and so the last bits of the loss."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
     size = begun.batch.micro_batch
     if size != "auto" and recipe.layout.pp > 1:  # the run may have started without a pipeline
-        size = min(size, _most(recipe))
+        size = min(size, _largest_micro_batch(recipe))
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | begun.why})
 
 
@@ -181,7 +185,7 @@ def choose_micro_batch(training: "Training") -> Choice:
     began, recipe, device = time.perf_counter(), training.recipe, training.device
     sequences = recipe.batch.tokens // recipe.model.seq_len
     powers = {even(sequences, 2**n) for n in range(sequences.bit_length() + 1)}  # and the whole batch
-    everything = sorted(size for size in powers if size <= _most(recipe))
+    everything = sorted(size for size in powers if size <= _largest_micro_batch(recipe))
     candidates = fitting(recipe, device, everything)
     choice = (_largest_that_runs if recipe.steps < TIMED_STEPS else _fastest)(training, candidates)
     if choice is None:
@@ -200,7 +204,7 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Halve the micro-batch of the rule of thumb until it fits. Return None if not even one sequence fits."""
+    """Return the micro-batch of the rule of thumb, halved until it fits, or None if not even one sequence fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while time_passes(training, size) is None:
@@ -280,8 +284,8 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, allocate memory for ``copies`` copies of the parameters. On a CPU, memory takes no space until it is
-    written to."""
+    """On CUDA, allocate memory for ``copies`` copies of the parameters. On other devices, return None: on a CPU,
+    memory takes no space until it is written to."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

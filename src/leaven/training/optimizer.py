@@ -170,8 +170,11 @@ class Clipper:
             factors = factors[self.model.row_numbers]
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
-            # The clipped norm: a spike must not raise the limit for the next one.
-            self._add(self.running, torch.minimum(widened(norm), limit), ramp)
+            # The clipped norm: a spike must not raise the limit for the next one. If it is not finite, ignore it.
+            clipped, beta = torch.minimum(widened(norm), limit), ramp.beta(self.beta)
+            mean_square, steps = self.running.unbind()
+            added = torch.stack((beta * mean_square + (1 - beta) * clipped**2, steps + 1))
+            self.running = torch.where(clipped.isfinite(), added, self.running)
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
@@ -179,12 +182,6 @@ class Clipper:
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
-
-    def _add(self, running: Tensor, norm: Tensor, ramp: Factors) -> None:
-        """Update the running norm with the norm of a step. Ignore a norm that is not finite."""
-        (mean_square, steps), beta = running.unbind(), ramp.beta(self.beta)
-        added = torch.stack((beta * mean_square + (1 - beta) * widened(norm) ** 2, steps + 1))
-        self.running = torch.where(norm.isfinite(), added, running)
 
     def recount(self, factor: float) -> None:
         """Multiply the step count of the running norm by ``factor``, as in :meth:`Optimizer.recount`."""

@@ -85,7 +85,8 @@ class RunProfile(Callback):
 
     def write(self) -> list[CalibrationRecord]:
         """Write the rows of this and earlier starts to ``plan.json``. Return those of this start, one for each batch
-        size. If the file cannot be written, the run continues without it."""
+        size. Only the first process does so; others return []. If the file cannot be written, the run continues
+        without it."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -124,7 +125,8 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of a step's predicted cost and of its ``measured`` cost, the median over ``steps`` steps."""
+    """Return a record of a step's predicted cost and of its ``measured`` cost, the median over ``steps`` steps.
+    ``measured`` is None if no step was measured."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None
@@ -313,7 +315,7 @@ def _measure_steps(
     ``stop()`` becomes true."""
 
     def work() -> list[float]:
-        training = Training(recipe, _random_tokens(recipe))
+        training = Training(recipe, random_tokens(recipe))
         training.stop = stop
         seconds = []
         for _ in range(UNTIMED_STEPS + TIMED_STEPS):
@@ -332,7 +334,7 @@ def _measure_steps(
     return StepCost(step_seconds=median(seconds[UNTIMED_STEPS:]), memory_gib=held if held > 0 else None)
 
 
-def _random_tokens(recipe: Recipe) -> TokenSet:
+def random_tokens(recipe: Recipe) -> TokenSet:
     """Return random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
     length = recipe.batch.tokens + 1

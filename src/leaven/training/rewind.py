@@ -15,7 +15,7 @@ from typing import Any
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.training.integrity import require_own_files, require_run_of
+from leaven.training.integrity import require_own_files, require_run_of, saved_checkpoints
 from leaven.training.run_folder import (
     DAMAGED_EVENTS,
     HYPERPARAMETERS,
@@ -26,6 +26,7 @@ from leaven.training.run_folder import (
     RunFolder,
     changeable,
     changes_of,
+    checkpoint_name,
     checkpoints,
     describe_changes,
     newest_document,
@@ -45,7 +46,7 @@ class Rewind:
     lr_tokens: int = 0  # number of tokens over which this factor rises to 1
     attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
     found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
-    asked: Mapping[str, int] | None = None  # arguments of a manual rewind; older files lack them
+    asked: Mapping[str, int] | None = None  # arguments of a manual rewind; None for an automatic one
 
     def document(self) -> dict[str, Any]:
         """Return the values as events and checkpoints store them."""
@@ -131,7 +132,7 @@ class ManualRewind:
         """Return whether this rewind was done already: the run's last manual rewind had the same arguments, and
         ``recipe`` is still the recipe of the run."""
         asked = [event["asked"] for event in run.events() if event["event"] == "rewind"]
-        # Older checkpoints do not know what was asked. Newer ones do, and the event may be lost.
+        # Checkpoints know the arguments, too, because the event may be lost.
         asked += [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
@@ -172,7 +173,7 @@ class ManualRewind:
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)
-        found, _ = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
+        found, damaged = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
@@ -184,4 +185,11 @@ class ManualRewind:
                 )
             )
         require_own_files(run, found.state)
-        return found.progress.tokens
+        tokens = found.progress.tokens
+        if tokens != self.rewind_to and self.rewind_to in {*map(tokens_of, damaged), *saved_checkpoints(run)}:
+            asked = run.checkpoints / checkpoint_name(self.rewind_to)
+            raise InputError(
+                f"--rewind-to {self.rewind_to}: {asked} is damaged or gone; "
+                f"bring it back (is its disk mounted?), or type --rewind-to {tokens} for the one before it"
+            )
+        return tokens

@@ -1,9 +1,11 @@
 """Reads and writes the folder of a run: recipe, metrics, events and checkpoints. Does not import torch."""
 
+import errno
 import json
 import math
 import os
 import re
+import shlex
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,8 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics
 
 LOCK = ".lock"
-UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or were when the process was killed
+OWNER = ".run"  # file in the folder of checkpoints: the path of the run folder that uses it
+UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
@@ -159,8 +162,8 @@ class RunFolder:
     """The folder of a run on disk.
 
     A line that cannot be written, for example to a full disk, is kept in memory and written later. Meanwhile
-    ``unwritten`` is the error message, and ``no_room`` whether the disk or a quota is full. ``writes`` is true in
-    only one process of a run; the others write no lines and no recipe.
+    ``unwritten`` is the error message, and ``no_room`` whether this may pass: a disk or a quota is full, or a disk is
+    away. ``writes`` is true in only one process of a run; the others write no lines and no recipe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -177,6 +180,7 @@ class RunFolder:
         self.identity = ""  # the random identifier of the run, which is known once it has started
         self._waiting: deque[tuple[Path, bytes]] = deque()
         self._locked: LockedFolder | None = None  # once this process has locked the folder
+        self._claimed = False
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
@@ -209,9 +213,14 @@ class RunFolder:
 
     def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the newest checkpoint knows of more rewinds than the events, for example an older copy."""
+        return self.rewinds_ahead(events) > 0
+
+    def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many rewinds the newest checkpoint has more than the events. It has fewer, and the number is
+        below 0, until a checkpoint is saved after a rewind, or if it is damaged."""
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
-            return len(newest_document(self)["rewinds"]) > _rewinds_known(events)
-        return False
+            return len(newest_document(self)["rewinds"]) - _rewinds_known(events)
+        return -1
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -230,9 +239,49 @@ class RunFolder:
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
             self._write_recipe(current, also_in_events=True)
 
+    def claim_checkpoints(self) -> None:
+        """Write into the folder of checkpoints to which run it belongs. Raise InputError if another run does so at
+        the same time."""
+        if self._claimed or not self.writes:
+            return
+        file, path = self.checkpoints / OWNER, str(self.path.resolve())
+        with suppress(OSError):  # without it, a later command only knows less
+            self.checkpoints.mkdir(exist_ok=True)
+            with suppress(FileExistsError), storage.open_to_write(file, os.O_CREAT | os.O_EXCL) as new:
+                new.write(path.encode())
+            self.require_own_checkpoints()
+            if storage.read(file) != path.encode():  # the run, or the one that was here, has moved
+                storage.write(file, path.encode())
+            self._claimed = True
+
+    def require_claimed(self) -> None:
+        """Raise OSError if the folder of checkpoints is no longer the one that :meth:`claim_checkpoints` has
+        claimed: its disk is not mounted, or it was moved."""
+        if self._claimed and not (self.checkpoints / OWNER).exists():
+            stale = os.strerror(errno.ESTALE)
+            raise OSError(errno.ESTALE, f"{stale}; it is another folder than before (is its disk mounted?)")
+
+    def require_own_checkpoints(self) -> None:
+        """Raise InputError if the folder of checkpoints is a link, and another run uses it, as after ``cp -r`` of a
+        run, which copies only the link."""
+        try:
+            other = Path(storage.read(self.checkpoints / OWNER).decode())
+            own = other == self.path.resolve() or (
+                not self._claimed
+                and (other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints))
+            )
+        except (OSError, ValueError):  # of an older version, or the run was moved
+            return
+        if not own:
+            raise InputError(
+                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would "
+                "change; replace the link by an empty folder, or by a copy if this run is one: "
+                f"cp -r {shlex.quote(str(other / 'checkpoints'))}/. FOLDER"
+            )
+
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, and keep the comments of an existing one, which the user may have written. If the
-        disk is full, do nothing if the recipe is ``also_in_events``."""
+        """Write the recipe file, and keep the comments of an existing one, which the user may have written. Raise
+        InputError if this fails, but not because of a full disk if the recipe is ``also_in_events``."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -419,7 +468,7 @@ class RunFolder:
                 storage.append(path, line)
             except OSError as error:
                 self.unwritten = error.strerror or str(error)
-                self.no_room = error.errno in storage.FULL
+                self.no_room = error.errno in storage.FULL | storage.AWAY
                 return
             self._waiting.popleft()
         self.unwritten, self.no_room = None, False
@@ -467,14 +516,15 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
     return {}
 
 
-def _whole(digits: str) -> int:
-    """Return a whole number in a line of a run. A line with a number too large for a float is damaged."""
+def _parse_int(digits: str) -> int:
+    """Return the number that ``digits`` stand for. Raise ValueError if it is too large for a float: a line with such
+    a number is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole)
+_DECODER = json.JSONDecoder(parse_int=_parse_int)
 
 
 def _read(path: Path) -> storage.JsonLines:

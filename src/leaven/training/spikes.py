@@ -56,8 +56,8 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 class Limits:
     """Upper limits for the loss and the gradient norm. A step is skipped unless both are below their limits."""
 
-    loss: float = math.inf
-    grad_norm: float = math.inf
+    loss: float = math.inf  # nats per token
+    grad_norm: float = math.inf  # before clipping
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def train_stack(
     *,
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 60,
-    text: str | None = None,
+    inputs: str | None = None,
 ) -> list[Outcome]:
     """Train up to ``size`` recipes at once, and return their outcomes in the same order.
 
@@ -98,10 +98,10 @@ def train_stack(
     Args:
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
             in the same order, and the same size.
-        text: the fingerprint that the tokens must have, as in ``train_trial``.
+        inputs: the fingerprint of text and start weights, as in ``train_trial``.
     """
     first = recipes[0]
-    tokens = same_tokens(first, text)
+    tokens = same_tokens(first, inputs)
     stack = _stack(first, size, tokens)
     stack.begin(recipes)
     saving = None
@@ -160,7 +160,8 @@ def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
 
 
 class TrialStack:
-    """The buffers and the compiled step for K recipes with the shape and batch of ``like``."""
+    """The buffers and the training step for ``size`` recipes with the shape and batch of ``like``. On a CUDA device,
+    the step is compiled."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)

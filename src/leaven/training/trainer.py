@@ -64,15 +64,23 @@ from secrets import token_hex
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from leaven import __version__
+from leaven import __version__, storage
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
-from leaven.errors import InputError, Settled, out_of_memory
+from leaven.errors import InputError, Settled, TextUnreadable, out_of_memory
 from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
-from leaven.training.checkpoint import EVENTS, TEXT, Checkpoint, Checkpoints, Progress, read_checkpoint
+from leaven.training.checkpoint import (
+    EVENTS,
+    TEXT,
+    Checkpoint,
+    Checkpoints,
+    Progress,
+    read_checkpoint,
+    require_seen,
+)
 from leaven.training.device import (
     default_device,
     device_peak,
@@ -118,6 +126,8 @@ from leaven.training.spikes import SpikeGuard
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
+SHORT_PAUSE = 0.5  # seconds between looks at a disk that is full or away
+
 
 def train(
     recipe: Recipe,
@@ -136,14 +146,15 @@ def train(
     """Train a recipe in a run folder, and return the result.
 
     A run in the folder resumes from its newest undamaged checkpoint. A finished run only returns its result. On a
-    CPU, a resumed run has the same bits as one that was never stopped (docs/concepts/promises.md).
+    CPU, a resumed run has the same bits as one that was never stopped (docs/concepts/promises.md). Train one run at a
+    time in a process: dropout uses torch's global random generator, and seeds it at every step.
 
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event during the call; most are also lines of events.jsonl.
         stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
-            A single process also polls it within a step, which is then dropped. If the disk is full at the end, the
-            run waits for room until ``stop`` returns True.
+            A single process also polls it within a step, which is then dropped. If a disk is full or away at the
+            end, the run waits for it until ``stop`` returns True.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
@@ -161,6 +172,9 @@ def train(
         require_tokenizer(run, tokens.tokenizer_path)
     finish = run.finish() if rewind is None else None
     if finish is not None:
+        if tokens.tokenizer_path is not None and group.is_first:
+            with suppress(InputError):
+                run.keep_tokenizer(tokens.tokenizer_path)
         for file, why in changed_since(run, finish).items():
             on_event("finished_file_changed", {"file": file, "tokens": finish["tokens"], "why": why})
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
@@ -192,15 +206,18 @@ def train(
 def _require_one_recipe(
     recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
 ) -> None:
-    """Check that all processes have the same recipe, text, start weights, rewind and leaven version. Paths may
-    differ, but not those of several sources, which decide the order of the samples.
+    """Check that all processes have the same recipe, text, start weights, rewind and leaven version, and wait until
+    all see the same events of the run. Paths may differ, but not those of several sources, which decide the order of
+    the samples.
 
     Raises:
-        InputError: on all processes, if one has others.
+        InputError: on all processes, if one has others, or does not see the events.
     """
     if group is SINGLE_PROCESS:
         return
-    start = None if RunFolder(folder).begun else recipe.start.folder
+    run = RunFolder(folder)
+    require_seen(run.events_file, lambda: (seen := run.events_digest()) != group.broadcast(seen), group)
+    start = None if run.begun else recipe.start.folder
     mine = {
         "[start] weights": start and weights_fingerprint(start),
         "recipe": recipe.model_dump(exclude={"why", "start", "data"}),
@@ -269,7 +286,8 @@ class RunTrainer:
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self, **about: Any) -> None:
-        """Restore the newest checkpoint, or start a new run. Log this as an event with the values ``about``."""
+        """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log this
+        as an event with the values ``about``."""
         saved = newest_saved(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
@@ -311,12 +329,19 @@ class RunTrainer:
             self.training.abandon_step()
             self.loop.read()
             result = None
+        except TextUnreadable:
+            if self.group is SINGLE_PROCESS:  # other processes do not know of this error
+                with suppress(InputError):
+                    self.training.abandon_step()
+                    self.loop.read()
+                    self.checkpoints.save_last()
+            raise
         error = self.checkpoints.save_last()
         if result is None:
             self.event("stop", why="interrupted")
             self._tell_unwritten("lines_lost")
             return _summary(self.run, self.training.progress, None, error)
-        if error is not None:
+        if (error := self._save_when_possible(error, stop)) is not None:
             raise InputError(
                 f"{self.run.checkpoints}: checkpoint not saved: {error}; correct this and run the same command again"
             )
@@ -329,10 +354,23 @@ class RunTrainer:
             if not waits:
                 self._tell_unwritten("waits")
             waits = True
-            time.sleep(0.5)
+            time.sleep(SHORT_PAUSE)
             self.run.write_waiting()
         self.run.require_written()
         return _summary(self.run, self.training.progress, result)
+
+    def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
+        """While the last checkpoint could not be saved because a disk is full or away, try it again, until ``stop``
+        returns True. Return the error that is left."""
+        pause, folder = SHORT_PAUSE, self.run.checkpoints
+        if waits := self.group.any(error is not None and storage.may_pass(error)):
+            self._tell("waits", str(error))
+        while waits and not stop():
+            time.sleep(pause)
+            if not self.group.any(storage.is_full(folder)):
+                error = self.checkpoints.save_last()
+                waits, pause = self.group.any(error is not None and storage.may_pass(error)), min(2 * pause, 30.0)
+        return error
 
     def rearrange(self, changes: list[Difference]) -> None:
         """Record that the run continues with another parallel layout or micro-batch."""
@@ -377,8 +415,11 @@ class RunTrainer:
     def _tell_unwritten(self, event: str) -> None:
         """Pass an event to ``on_event`` if lines wait for room on the disk, where it cannot be written."""
         if self.run.unwritten is not None:
-            at = {"step": self.training.progress.step, "tokens": self.training.tokens}
-            self._on_event(event, at | {"why": self.run.unwritten})
+            self._tell(event, self.run.unwritten)
+
+    def _tell(self, event: str, why: str) -> None:
+        at = {"step": self.training.progress.step, "tokens": self.training.tokens}
+        self._on_event(event, at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
         """Return the newest undamaged checkpoint that no rewind has undone. Store newer, damaged ones in
@@ -400,7 +441,8 @@ class RunTrainer:
         if found is not None:
             self.training.restore(found)
         self.training.follow(rewinds)
-        for callback in self.callbacks:
+        # The checkpoints first: if another process shows a newer one just now, nothing may be changed.
+        for callback in sorted(self.callbacks, key=lambda each: each is not self.checkpoints):
             callback.restore(found.state if found is not None else {})
 
 
@@ -455,10 +497,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Check that a folder can be used to train this recipe, after this rewind. Raise InputError if not.
-
-    Return the run folder, the recipe with the run's micro-batch, and the rewind (None if it was done already).
-    """
+    """Return the run folder, the recipe with the run's micro-batch, and the rewind (None if it was done already).
+    Raise InputError if the folder cannot be used to train this recipe after this rewind."""
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):

@@ -19,15 +19,15 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from leaven.data.pool import exit_with_parent, signals_blocked
+from leaven.data.pool import exit_with_parent, new_processes, signals_blocked
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
+from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import flops_per_token
 from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.recipe import Recipe
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-TRIAL = "trial"  # key of the name of the folder in the state of a trial's checkpoint
+TRIAL = "trial"  # key in the state of a trial's checkpoint: the name of its folder
 
 
 def train_trial(
@@ -54,7 +54,7 @@ def train_trial(
     checkpoint: Path | None = None,
     durations: Sequence[int] = (),
     checkpoint_seconds: float = 60,
-    text: str | None = None,
+    inputs: str | None = None,
 ) -> Outcome:
     """Train a recipe until it is done, diverges, or can no longer reach the loss of the ``baseline``. Return the
     outcome.
@@ -64,12 +64,12 @@ def train_trial(
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
             bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
-        text: the fingerprint that the tokens must have, if it is known.
+        inputs: what :func:`fingerprint_of` text and start weights must be, if it is known.
 
     Raises:
-        InputError: if the recipe or the durations cannot be trained, or the text has changed.
+        InputError: if the recipe or the durations cannot be trained, or the text or the start weights have changed.
     """
-    tokens = same_tokens(recipe, text)
+    tokens = same_tokens(recipe, inputs)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
     training = Training(trunk, tokens)
     at_once = trunk.stability.on_spike != "off"
@@ -105,21 +105,28 @@ def train_trial(
     )
 
 
-def same_tokens(recipe: Recipe, text: str | None) -> TokenSet:
-    """Return the tokens of a recipe. Raise InputError if ``text`` is given and is not their fingerprint."""
+def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
+    """Return the tokens of a recipe. Raise InputError if ``inputs`` is given and is not :func:`fingerprint_of` them
+    and the start weights."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
-    if text is not None and tokens.fingerprint != text:
+    if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
-            "the text has changed since this command began, so its trials could not be compared; restore the text "
-            "and run the same command again to resume"
+            "the text, or the weights of [start], have changed since this command began, so its trials could not be "
+            "compared; restore them, and run the same command again to resume"
         )
     return tokens
 
 
+def fingerprint_of(recipe: Recipe, tokens: TokenSet) -> str:
+    """Return a hash of a trial's text and tokenizer, and of its start weights if it has any."""
+    start = recipe.start.folder
+    return tokens.fingerprint if start is None else f"{tokens.fingerprint} {weights_fingerprint(start)}"
+
+
 def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet) -> Path:
     """Return the subfolder of ``folder`` for the checkpoints of trials with these recipes and tokens."""
-    inputs = [each.model_dump(mode="json", exclude={"name", "why"}) for each in recipes]
-    computed_from = json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode()
+    values = [each.model_dump(mode="json", exclude={"name", "why"}) for each in recipes]
+    computed_from = json.dumps([values, fingerprint_of(recipes[0], tokens)], sort_keys=True).encode()
     return folder / blake2b(computed_from, digest_size=12).hexdigest()
 
 
@@ -275,10 +282,7 @@ class WorkerPool:
         self._executor = self._new()
 
     def _new(self) -> ProcessPoolExecutor:
-        with signals_blocked():  # also in the process that tracks the executor's semaphores
-            return ProcessPoolExecutor(
-                self._workers, get_context("spawn"), initializer=initialise_worker, initargs=(self._device,)
-            )
+        return new_processes(self._workers, initialise_worker, self._device)
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
         with signals_blocked():  # the executor may start a process

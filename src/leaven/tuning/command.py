@@ -96,9 +96,7 @@ class LossSource(Part):
     wandb: Text | None = None  # a folder with an offline run of Weights & Biases
     key: str | None = None  # the name of the loss in a JSON line, in TensorBoard or in W&B
     step: str | None = None  # the name of the step in a JSON line
-    tokens_per_step: Annotated[int, Field(gt=0)] | None = (
-        None  # if given, loss curves are over tokens instead of steps
-    )
+    tokens_per_step: Annotated[int, Field(gt=0)] | None = None  # tokens of a step; if given, curves are over tokens
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -224,10 +222,6 @@ class Command(Part):
                     f"the command has no {{{short_path(path)}}}, which is searched; add it, or search other values"
                 )
 
-    @property
-    def has_seed(self) -> bool:
-        return bool({SEED, RECIPE, "data.seed"} & self.used)
-
     def filled(self, values: Mapping[str, Value]) -> str:
         """Return the command with values in place of the placeholders.
 
@@ -256,12 +250,11 @@ class SearchedValue(Part):
     """A searched value of a command: a number from ``low`` to ``high``, or one of several ``choices``."""
 
     start: int | float | None = None  # where the search begins; if it is an integer, so are all values of the search
-    low: int | float | None = None
-    high: int | float | None = None
+    low: int | float | None = None  # the lowest value of the search
+    high: int | float | None = None  # the highest value
     unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances: :func:`leaven.tuning.point.moved`
-    choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = (
-        None  # the search starts at the first
-    )
+    # The possible values; the search starts at the first.
+    choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = None
 
     @model_validator(mode="after")
     def _valid(self) -> Self:
@@ -344,9 +337,8 @@ class CommandFile(Command):
     """The content of a command file: a command and its search space."""
 
     name: Annotated[str, AfterValidator(_name_of_study)]  # the name of the study; by default the name of the file
-    seed: Annotated[int, Field(ge=0)] = (
-        0  # the seed of the search; {seed} is this seed, or in repeated trials this seed + 1, + 2, ...
-    )
+    # The seed of the search. {seed} is this seed, or in repeated trials this seed + 1, + 2, ...
+    seed: Annotated[int, Field(ge=0)] = 0
     space: Annotated[dict[str, SearchedValue], AfterValidator(_names_of_values)]
     why: dict[str, str] = {}  # the reason for the start of each value
 

@@ -113,16 +113,13 @@ class SearchSpace(ABC):
         return tuple(dimension.path for dimension in self.dimensions)
 
     @property
-    def centre(self) -> dict[str, Value]:
-        return {dimension.path: dimension.centre for dimension in self.dimensions}
-
-    @property
     def limits(self) -> Mapping[str, tuple[float, float] | range]:
         """The range or the levels of each value, as in the argument ``space`` of ``leaven.tuning.search``."""
         return self.axes.limits
 
     @property
     def scales(self) -> Mapping[str, float]:
+        """The distance of a typical optimum from the start, by path."""
         return self.axes.scales
 
     @property
@@ -131,7 +128,8 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with ``expected`` optima (distance and its deviation, by path) and ``earlier`` trials."""
+        """Return the space with prior knowledge: by path, the ``expected`` distance of the optimum from the start and
+        its standard deviation, both in octaves; and ``earlier`` trials."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -198,7 +196,8 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with the value at ``path``, if searched, below ``limit`` (in the unit of the recipe)."""
+        """Return the space in which the value at ``path`` stays below ``limit``, in the unit of the recipe. If this
+        value is not searched, return the space unchanged."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -381,7 +380,8 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of a searched value. ``ends``: its range in ``[tuning.octaves]``; None: see ``reach``."""
+    """Return the dimension of a searched value. ``ends`` is its range in ``[tuning.octaves]``. If it is None, the
+    range is that of ``reach``."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

@@ -79,8 +79,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial uses: ``x`` or, for a value that must be whole, that of the value at ``x``
-        after it is rounded, increased by ``more`` and limited to its range."""
+        """Return the distance that a trial at ``x`` uses. It is ``x``, unless the value must be whole: then the value
+        at ``x`` is rounded, increased by ``more`` and limited to its range."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -116,14 +116,14 @@ class StudyTrial:
     state: State  # complete | diverged | pruned | failed (its process died) | running | waiting (for a retry)
     loss: Loss  # validation loss, nats per token; of a pruned trial, the predicted loss
     values: dict[str, bool | int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
-    seconds: float | None = None
-    tokens_per_second: float | None = None
+    seconds: float | None = None  # training time; None until the trial has ended
+    tokens_per_second: float | None = None  # tokens / seconds
     octaves: dict[str, float] | None = None  # distances from the start point, by path
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
     confirms: bool = False  # whether this is a confirmation trial: of the chosen point or the start, with a new seed
     seed: int = 0  # added to the recipe's seed; 0 in the search, so that its trials share init and data order
-    tokens: int = 0
-    flops: float = 0.0
+    tokens: int = 0  # number of tokens trained
+    flops: float = 0.0  # model FLOPs of these tokens
     curve: LossCurve = ()  # (tokens, training loss)
     branches: Curve = ()  # (tokens, validation loss) at the end of each compared run length (duration)
     worker: str | None = None  # host:pid of the worker process
@@ -135,8 +135,8 @@ class Best:
     """A point that was run, with its mean loss and a 95% interval."""
 
     number: int  # number of the first trial at this point
-    loss: float
-    interval: Interval
+    loss: float  # mean loss, nats per token
+    interval: Interval  # 95% interval of the loss
     fresh: int = 0  # number of trials that were not used to choose the point; if 0, the loss is probably too low
     runs: int = 1  # number of trials whose mean is the loss
 
@@ -165,7 +165,7 @@ class SlicePoint:
 class Coordinate:
     """What a search found out about one searched value."""
 
-    path: str
+    path: str  # of the value, in the recipe
     best: float  # distance of the best value from the start point, octaves
     flat: tuple[float, float]  # range of distances, octaves, with a loss as good as the best within the noise
     gain: float  # loss with this value at the start and all others at the best, minus the loss at the best
@@ -183,9 +183,9 @@ class Front:
     """A point of the Pareto front of loss and cost."""
 
     number: int  # number of the trial
-    tokens: int
-    flops: float
-    loss: float
+    tokens: int  # number of tokens trained
+    flops: float  # model FLOPs of these tokens
+    loss: float  # mean over seeds, nats per token
 
 
 class Answer(BaseModel):
@@ -242,7 +242,7 @@ class StudyDocument(Answer):
     """A study: the answer of its search and all trials. ``best`` is None until the search has been run to its end."""
 
     version: int = 1
-    id: str = ""  # the random id of the study, which is also in its store; empty in a study of an older version
+    id: str = ""  # the random id of the study, which is also in its store
     name: str
     method: str
     space: tuple[str, ...]  # paths of the searched values
@@ -316,10 +316,12 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return by which factors more tokens would lower the loss of the run ``target`` by the gain of a study.
+    """Return what the gain of a study is worth in the run ``target``: the factor on its tokens that lowers its loss
+    as much.
 
-    A larger model may keep only a part of the gain: there is a row for each part in ``SHARES``. The list is empty if
-    ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as ``target``.
+    A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
+    if ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as
+    ``target``.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

@@ -20,8 +20,9 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The largest number of rows that are kept of an output; attention logits and probabilities keep more. A row is a
-vector along the last dimension, such as that of one token. Their RMS is that of all rows up to a few percent."""
+"""The largest number of rows that are kept of an output. A row is a vector along the last dimension, such as that of
+one token. The RMS of the kept rows differs from that of all rows by a few percent. Of attention logits and
+probabilities, all rows of the first sequence are kept."""
 
 LOGITS = "logits"
 
@@ -169,6 +170,7 @@ def _branches(model: nn.Module) -> set[nn.Module]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
+    """Return at most `POSITIONS` evenly spaced rows of an output, (rows, features), in fp32."""
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
     return rows[:: max(len(rows) // POSITIONS, 1)][:POSITIONS].float().clone()
 

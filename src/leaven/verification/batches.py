@@ -36,7 +36,10 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return batches in which 70% of tokens are the fixed successor of the token before, others from Zipf's law."""
+    """Return batches of made-up token ids, ``count`` sequences each.
+
+    70% of the ids follow from the id before, by a fixed permutation. The others are drawn by Zipf's law.
+    """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)

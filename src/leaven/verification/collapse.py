@@ -113,7 +113,8 @@ def collapse(
             )
         if (start := max(points[0][0] for points in several)) > FROM * ends[0]:
             raise InputError(
-                f"{subject}: a curve of {name} starts at {start:g} of {ends[0]:g}; give it from the start of the run"
+                f"{subject}: a curve of {name} starts at {start:g} and ends at {ends[0]:g}, so its first part is "
+                "missing; give the whole curve"
             )
     by_seed = [np.array([_interval_means(points, count) for points in several]) for several in runs.values()]
     curves = np.stack([several.mean(0) for several in by_seed])

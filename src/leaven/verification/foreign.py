@@ -84,7 +84,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for all others."""
+        """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for other quantities."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
@@ -105,7 +105,9 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. Its key changes if the factory makes another initial model.
+        """Return the training run of a setting.
+
+        Its key contains a hash of the initial model, so the key is another one after a change of the factory.
 
         Raises:
             InputError: if the batch is not a whole number of sequences, or the factory cannot make the model.
@@ -229,7 +231,7 @@ def foreign(
 
     Args:
         entry: ``module:factory``; the module is imported from the working directory, as with ``python -m``.
-        scale: where one model is built, to find the size of the vocabulary.
+        scale: the scale at which one model is built, to read the size of the vocabulary from it.
         prepare: tokenises the text of ``source``.
         source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`; None for :data:`SOURCE`. Leave it and
             ``batch_tokens`` out if the factory returns batches.

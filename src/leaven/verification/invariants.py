@@ -56,7 +56,7 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations of each parameter's settings, if AdamW or Muon trains it.
+    """Return the combinations of the settings of each parameter that AdamW or Muon trains.
 
     ``steps`` is the number of steps divided by that at the smallest scale.
     """
@@ -103,7 +103,11 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row that judges each module label, and one for batch or tokens if the rule changes nothing with it."""
+    """Return one row for each module label, which judges how its settings change with scale.
+
+    If the family can change with batch and tokens, there is one more row for each of the two with which the rule
+    changes nothing.
+    """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -151,7 +155,10 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponents of a combination in the layers (if depths differ: first and last) where it is not 0."""
+    """Return the exponent of a combination in each layer, or in the first and the last layer if the depths differ.
+
+    Layers where it is 0 at both scales are left out. If it is 0 at one scale only, the exponent is infinite.
+    """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

@@ -18,7 +18,7 @@ from typing import Any
 from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, flatten
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.training.run_logs import tensorboard_rows, wandb_rows
 from leaven.verification.collapse import Points
@@ -87,7 +87,7 @@ class LoggedRow:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return ``path`` if it is a file; else the files and TensorBoard folders in it and in its subfolders.
+    """Return ``path`` if it is a file, or else the files and TensorBoard folders in it, at any depth.
 
     Raises:
         InputError: if there are none.
@@ -439,9 +439,7 @@ def _rows_of_own_runs(folders: Sequence[Path], value: str) -> list[LoggedRow]:
     varied = [axis for axis, values in zip(AXES, zip(*scales, strict=True), strict=True) if len(set(values)) > 1]
     rows = []
     for scale, recipe, run in runs:
-        found: Any = recipe.model_dump()
-        for key in path.split("."):
-            found = found.get(key) if isinstance(found, dict) else None
+        found = flatten(recipe.model_dump()).get(path)
         if not isinstance(found, int | float):
             raise InputError(f"--value {value}: {path} is not a number in the recipe of {run.path}; give e.g. lr")
         columns = {value: found, "seed": recipe.data.seed, "loss": _final_loss(run)}

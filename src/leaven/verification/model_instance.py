@@ -56,7 +56,7 @@ class ModelInstance:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
-    seed: int  # of the batches
+    seed: int  # seed of the batches
     label: Callable[[str], str | None]  # takes the name of a module or parameter, returns its label; None: left out
 
     def loss(self, step: int) -> Tensor:

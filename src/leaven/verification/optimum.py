@@ -71,7 +71,10 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value to try beyond the `edge`: one step, or halfway in octaves to the nearest value that diverged."""
+        """The value to try beyond the `edge` of the grid: one grid step beyond it.
+
+        If values beyond the edge have diverged, it is halfway, in octaves, between the edge and the nearest of them.
+        """
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -163,7 +166,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return the residuals to draw from, by value. A value with fewer than two has those of all values."""
+        """Return the residuals to draw from, by value: its own if there are two or more, else those of all values."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]

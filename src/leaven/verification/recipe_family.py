@@ -130,7 +130,7 @@ class RecipeTrial:
         return self.recipe.model.params * self.recipe.data.tokens
 
     def run(self) -> Outcome:
-        outcome = train_trial(self.recipe, text=self.text)
+        outcome = train_trial(self.recipe, inputs=self.text)
         return replace(outcome, loss=min(outcome.loss, divergence_limit(self.recipe.model.vocab_size)))
 
 

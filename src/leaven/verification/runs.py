@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
+from leaven.training.integrity import is_other_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import LockedFolder
 from leaven.training.trial import WorkerPool
@@ -28,9 +29,9 @@ from leaven.verification.foreign import CheckTrial, ModelFamily
 from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
-DIGEST = "blake2b"  # key of the digest of a line, which lines of older versions do not have
-TEXT = "text"  # key of the fingerprint of the text, which lines of older versions and of foreign models do not have
-COUNT = "earlier_runs"  # key of the number of finished runs before a line, which lines of older versions do not have
+DIGEST = "blake2b"  # key of the digest of a line; lines of benchmarks/lr_transfer.py have none
+TEXT = "text"  # key of the fingerprint of the text, which lines of foreign models do not have
+COUNT = "earlier_runs"  # key of the number of finished runs before a line; those lines have none, too
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
 Key = TypeVar("Key")
@@ -136,8 +137,10 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def _save(self) -> bool:
-        """Write the lines of finished runs, and return True. If the disk has a fault that may pass, keep the rest and
-        return False."""
+        """Write the lines of finished runs, and return whether all are written.
+
+        If the disk has a fault, the other lines are kept for the next call: somebody may correct it meanwhile.
+        """
         while self._unsaved:
             self._locked.require()
             try:
@@ -145,10 +148,8 @@ class RunStore:
                 if self._waits and storage.ends_with(self.folder / LINES, self._unsaved[0]):
                     storage.sync_file(self.folder / LINES)
                 else:
-                    storage.append_json(self.folder / LINES, self._unsaved[0], sync=True)
+                    storage.append_json(self.folder / LINES, self._unsaved[0])
             except OSError as error:
-                if error.errno not in storage.FULL | storage.AWAY:
-                    raise
                 if not self._waits:
                     why = error.strerror or error
                     self._note(f"caution: {self.folder / LINES}: {why}; finished runs wait until it can be written")
@@ -204,6 +205,8 @@ class RunStore:
                     f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
                     "start again with another --run"
                 )
+            if not self._ended and is_other_text(self.folder / LINES, "key"):
+                raise InputError(f"{self.folder / LINES} has lines that are no runs of a check; use another --run")
             self._lost = max(lost, known - len(self._ended))
             self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool

@@ -118,9 +118,9 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     - The embedding starts at RMS 1. With a smaller one, the residual stream of a model with two layers would be
       mostly the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the gradients inside
       blocks would have wrong exponents.
-    - The unembedding starts at RMS 1/width. With a larger one, the first gradient of the final norm's gain would be
-      of order 1/width^2, and the logits would hardly change in the first steps. :meth:`SmallModels.table` treats tied
-      embeddings.
+    - The unembedding starts at RMS 1/width. With a larger one, the first gradient of the final norm's gain would fall
+      as 1/width^2 instead of 1/width, and the logits would stay close to their initial values for longer.
+      :meth:`SmallModels.table` treats tied embeddings.
     - Routers start at RMS 1/width. With a larger one, their logits would fall towards 0 as the width grows, and the
       weights in the sum of the experts' outputs would depend on the width.
 

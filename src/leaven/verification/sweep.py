@@ -124,10 +124,10 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values at other scales with that of the base, the first in
-    ``names``.
+    """Return the document that compares the best values of all other scales with that of the base.
 
-    ``ruled`` are the exponents with which the rule scales the value. ``settings`` must contain rule and unit.
+    The base is the first scale in ``names``. ``ruled`` are the exponents with which the rule scales the value.
+    ``settings`` must contain rule and unit.
     """
     base, *others = names
     return verdict(
@@ -251,7 +251,10 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value and its lowest point by scale, and the best value over the size by axis."""
+    """Yield the curves of a sweep.
+
+    For each scale: the loss over the swept value, and its lowest point. For each axis: the best value over the size.
+    """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

@@ -59,10 +59,6 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     return found
 
 
-def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    return {"Chinchilla, 20 tokens per parameter": [(size, 20 * size, True) for size in sizes]}
-
-
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
     """Return the init std of each rule for models of these sizes.
 
@@ -94,7 +90,8 @@ CHARTS = (
     CatalogueChart(
         key="tokens", title="Duration", note="Tokens of the whole run. Thin line: the compute-optimal number by "
         "Chinchilla.",
-        unit="tokens", hover="{} tokens", path="data.tokens_total", lines=_chinchilla,
+        unit="tokens", hover="{} tokens", path="data.tokens_total",
+        lines=lambda sizes: {"Chinchilla, 20 tokens per parameter": [(size, 20 * size, True) for size in sizes]},
     ),
     CatalogueChart(
         key="init", title="Init std", note="Of matrices that read the residual stream. Thin lines: rules that depend "
@@ -135,7 +132,7 @@ def _values_of(recipe: Recipe) -> dict[str, float]:
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the lineages (model families) with the most runs, by name."""
+    """Return the colours of the lineages (model families) with the most runs, at least two, by name."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -146,6 +143,7 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
+    """Return plotly's name of a run's symbol, which shows muP, the optimizer, and whether the model has experts."""
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -194,7 +192,7 @@ def scatter(
         traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
     if own and own_value:
         place = [(own.model.params_active, own_value)]
-        hover = f"<b>{charts.text(own.name)}</b><br>{_said(quantity, own_value, own.model.params_active)}"
+        hover = f"<b>{charts.text(own.name)}</b><br>{_value_and_size(quantity, own_value, own.model.params_active)}"
         traces.append(charts.dots(place, charts.INK, 17, marker={"symbol": "star"}, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
@@ -213,14 +211,14 @@ def scatter(
     return figure, names
 
 
-def _said(quantity: CatalogueChart, value: float, params: int) -> str:
+def _value_and_size(quantity: CatalogueChart, value: float, params: int) -> str:
     shown = numbers.quantity(value) if value >= 1 else numbers.value(value)
     return f"{quantity.hover.format(shown)}, {numbers.quantity(params)} parameters"
 
 
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
     """Return the tooltip of a point, with the run's id, value, lineage and source."""
-    lines = [_said(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
+    lines = [_value_and_size(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
     if run.kind == "moe":
         lines.append(f"experts, {numbers.quantity(run.params_total)} in total")
     if "square" in symbol(run):
@@ -255,7 +253,8 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap."""
+    """Return the positions of line labels: the ends of the lines, moved up where they overlap in a chart of this
+    height in ``decades``."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):

@@ -67,7 +67,7 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """Escape a user's text, in which plotly would read tags as markup and %{...} as a placeholder."""
+    """Return a user's text in a form in which plotly shows tags and %{...} instead of obeying them."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 
@@ -127,7 +127,7 @@ def _trace(points: Points, mode: str, **style: Any) -> Figure:
 
 
 def short(value: float | None) -> float | None:
-    """Round a number to six significant digits, to keep pages small."""
+    """Return a float with six significant digits, to keep pages small. Integers and None stay as they are."""
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
@@ -139,15 +139,15 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
     return {"type": "log", "range": ends, "tickvals": places, "ticktext": labels, **more}
 
 
-def measured_axis(values: Iterable[float], spell: Spell, *, most: int = 8) -> Figure:
-    """Return a logarithmic axis with ticks at the ``values``, or at every n-th of them: at most ``most`` ticks."""
+def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
+    """Return a logarithmic axis with a tick at each of the ``values``, or at every n-th: at most 8 ticks."""
     places = sorted(set(values))
-    shown = places[:: -(-len(places) // most)]
+    shown = places[:: -(-len(places) // 8)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
 
 
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02) -> Figure:
-    """Return a linear axis. The arguments are those of :func:`log_axis`."""
+    """Return a linear axis. The arguments are as in :func:`log_axis`."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
     labels = [spell(place) for place in places]
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels}
@@ -186,9 +186,9 @@ def _minus(a: float | None, b: float | None) -> float | None:
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Return y smoothed: at each point, the value of a straight line that is fitted to the points around it.
+    """Return y smoothed: at each point, the value of a straight line that is fitted to its neighbours.
 
-    Around point i, these are ``share`` * i points on each side, at least 2. The number grows, because a loss is drawn
+    Point i has ``share`` * i neighbours on each side, at least 2. Their number grows with i, because a loss is drawn
     over the logarithm of tokens. Unlike a moving average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
@@ -214,7 +214,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` of the points, evenly spaced along the x axis, with the first and the last."""
+    """Return at most ``most`` of the points, with the first and the last, evenly spaced on a log or linear axis."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])

@@ -11,6 +11,7 @@ from leaven.views.render import render
 
 _COLOURS = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
 QUARTERS = [0.0, 0.25, 0.5, 0.75, 1.0]
+# The quantities that the page shows, with the titles of their charts, by the name of the check.
 _SLOPES = {
     "coordinates": {"change": "change of the output", "end": "output after the steps"},
     "gradients": {"start": "gradient over eps at the start", "end": "gradient over eps after the steps"},
@@ -51,9 +52,9 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
         sections.append((axis, [(f"{axis}-{quantity}", title) for quantity, title in wanted.items()]))
         for quantity in wanted:
             lines = [
-                (module, points)
-                for (module, of), curve in curves.items()
-                if of == quantity and (points := _relative(curve, curves.get((module, "eps"))))
+                (curve.module, points)
+                for curve in curves.values()
+                if curve.quantity == quantity and (points := _relative(curve, curves.get((curve.module, "eps"))))
             ]
             lines.sort(key=lambda line: line[0] in failed)  # drawn last
             traces = [_line(module, points, failed.get(module, MUTED)) for module, points in lines]
@@ -66,10 +67,10 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve, divided by its first value, so that it starts at 1.
+    """Return the points of a curve divided by its first value, so that it starts at 1.
 
-    Before that, each value is divided by the value of ``eps`` at the same size. The list is empty if a value is 0 or
-    missing, because a logarithmic axis cannot show it.
+    With ``eps``, each value is first divided by the eps at the same size. The list is empty if a value is 0
+    or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
@@ -80,8 +81,8 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a sweep or of ``check equivalence``, and the context of their section.
 
-    The first chart shows the loss over the swept value. The others show the best value over the width, depth, batch
-    or tokens of the models.
+    The first chart shows the loss over the swept value. Further charts show the best value over the width, depth,
+    batch or tokens of the models.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
@@ -130,7 +131,7 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
     """Draw the best value of the hyperparameter over the width, depth, batch or duration.
 
-    A dotted line shows the best value of the first point. Two more show the limits, ``limit`` octaves above and
+    A dotted line shows the best value of the first point. With ``limit``, two more are ``limit`` octaves above and
     below.
     """
     level = curve.y[0]

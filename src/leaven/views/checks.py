@@ -9,7 +9,7 @@ from leaven.documents.checks import REGRET_LIMIT, CheckDocument, VerdictRow
 from leaven.views import numbers
 from leaven.views.tables import Cell, Column, Table
 
-SLOPES = ("coordinates", "gradients")
+SLOPES = ("coordinates", "gradients")  # checks that judge how values grow with the size of the model
 SWEEPS = ("transfer", "duration", "batch", "decay", "init")  # checks that compare best values with those of a base
 PAIRS = (*SWEEPS, "collapse")  # checks that compare other scales with a base
 STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict

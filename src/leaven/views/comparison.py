@@ -32,14 +32,29 @@ only if these values are equal."""
 
 
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
-    """Return an HTML page that compares runs with the first run, and the document of ``--json``.
+    """Return an HTML page, for the file ``output``, that compares runs with the first one, and its document.
 
     Raises:
         InputError: if a folder is not a run with steps, is given twice, or there are more than ``MOST_RUNS``.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
-    return _page([_run(folder, folders) for folder in folders], output)
+    runs = [_run(folder, folders) for folder in folders]
+    document = compare(runs, output)
+    results, different = comparison_tables(document)
+    page = render(
+        "comparison.html.j2",
+        run_charts(*runs),
+        kind="comparison",
+        title=f"{len(runs)} runs",
+        comparison=document,
+        results=results,
+        colours=colours(len(runs)),
+        different=different,
+        averaged=any(run.averaged for run in runs),
+        command=shlex.join(["leaven", "report", *map(str, folders), "-o", str(output)]),
+    )
+    return page, document
 
 
 def _run(folder: Path, folders: Sequence[Path]) -> RunView:
@@ -53,26 +68,8 @@ def _run(folder: Path, folders: Sequence[Path]) -> RunView:
     return replace(run, title=str(folder))
 
 
-def _page(runs: list[RunView], output: Path) -> tuple[str, ComparisonDocument]:
-    document = compare(runs, output)
-    results, different = comparison_tables(document)
-    page = render(
-        "comparison.html.j2",
-        run_charts(*runs),
-        kind="comparison",
-        title=f"{len(runs)} runs",
-        comparison=document,
-        results=results,
-        colours=colours(len(runs)),
-        different=different,
-        averaged=any(run.averaged for run in runs),
-        command=shlex.join(["leaven", "report", *(run.title for run in runs), "-o", str(output)]),
-    )
-    return page, document
-
-
 def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
-    """Compare runs with the first run. The title of each run must be its folder."""
+    """Return the comparison of runs with the first run. The title of each run must be its folder."""
     first = runs[0]
     return ComparisonDocument(
         path=str(output),
@@ -97,10 +94,11 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return the tokens that ``first`` needed / the tokens that ``run`` needed for the same validation loss.
+    """Return the tokens that ``first`` needed / the tokens that ``run`` needed to reach the same validation loss.
 
-    2 means that ``run`` needed half of the tokens. The runs are lists of (tokens, validation loss). The compared loss
-    is the higher one of the two final losses. Return None if it is not known when a run reached this loss.
+    2 means that ``run`` needed half of the tokens. Each run is a list of (tokens, validation loss). The loss to reach
+    is the final loss of the worse run. Return None if a run has fewer than two validations, or if the better run
+    reached this loss at its first one.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -112,9 +110,9 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the number of tokens at which a run first reached ``loss``, interpolated over the logarithm of tokens.
+    """Return the tokens at which a run first reached ``loss``, or None if it did so at its first validation.
 
-    Return None if this was at the first validation already.
+    Between two validations, the loss is interpolated over the logarithm of tokens.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss

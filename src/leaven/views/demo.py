@@ -14,10 +14,10 @@ from leaven.views.charts import INK, MUTED, Figure
 from leaven.views.render import render
 from leaven.views.tables import Column, Facts, Table
 
-# Each scaling rule of the demo, and what the rule does with the hyperparameters of the base, the smallest width.
+# The scaling rules of the demo, and what each does with the hyperparameters of the base (the smallest width).
 RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}
 ABOVE = 0.75  # nats; the charts show losses up to this much above the lowest loss
-COMMANDS = (
+COMMANDS = (  # for a model of the user's own, after the demo
     "leaven new mine.toml --params 1B --tokens 20B",
     "leaven tune mine-proxy.toml --study studies/mine --trials 32",
     "leaven transfer studies/mine/best.toml --like mine.toml -o mine-tuned.toml",
@@ -28,7 +28,7 @@ COMMANDS = (
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     """Return the loss at each lr, for each pair (rule, width).
 
-    The losses at the base width are means over seeds. At other widths, they are those of the first seed.
+    The losses at the base width are means over seeds. At other widths, only the first seed counts.
     """
     base = demo.models[0].width
     return {
@@ -61,14 +61,14 @@ def headline(demo: DemoDocument) -> Iterator[str]:
         yield f"{where} within noise of the same values copied: {result.difference:.3f} nats below {ends}."
     drawn = curves(demo)
     first = best(drawn["standard", base])
-    copied, moved = (_path(first, best(drawn[rule, result.width]), demo.lrs) for rule in RULES)
+    copied, moved = (_change(first, best(drawn[rule, result.width]), demo.lrs) for rule in RULES)
     yield f"The best learning rate {copied} when copied, and {moved} when moved."
 
 
-def _path(first: float, last: float, lrs: list[float]) -> str:
+def _change(first: float, last: float, lrs: list[float]) -> str:
     """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
 
-    "or less" and "or more" mean that ``last`` is at an end of the grid.
+    "or less" and "or more" mean that ``last`` is at an end of ``lrs``, the tried values.
     """
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
@@ -135,7 +135,8 @@ def demo_plan(
 ) -> Iterator[str]:
     """Yield lines about what a demo will train, and how long each size of the demo takes on this machine.
 
-    ``most_seconds`` is the time limit by which leaven chose the size; None if the user chose it.
+    ``seconds`` are by the name of the size. ``most_seconds`` is the limit by which leaven chose the size; None if the
+    user chose it.
     """
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from leaven import storage
-from leaven.documents.checks import CheckDocument, MeasuredRow
+from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -51,8 +51,7 @@ class RunView:
 
     @property
     def tokens(self) -> int:
-        tokens: int = self.steps[-1]["tokens"]
-        return tokens
+        return int(self.steps[-1]["tokens"])
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -87,8 +86,8 @@ class StudyView(StudyDocument):
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """Return the values of hyperparameters by path. ``octaves`` are their distances from the starting values."""
-        of = self.centre
-        return point.values(of, octaves) if isinstance(of, Recipe) else of.values(octaves)
+        start = self.centre
+        return point.values(start, octaves) if isinstance(start, Recipe) else start.values(octaves)
 
     @property
     def best_trial(self) -> StudyTrial | None:
@@ -110,7 +109,7 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
-LARGEST_NUMBER = 1e100  # charts show numbers from 1 / this to this, so that squares and quotients do not overflow
+LARGEST_NUMBER = 1e100  # charts show 0 and numbers from 1e-100 to 1e100; their squares and quotients do not overflow
 FARTHEST = 300  # octaves; the largest distance of a value from the start of a study, a factor of 1e90
 STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)  # of trials
 PURPOSES = ("search", "noise", "rerun")  # of trials
@@ -204,7 +203,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
-    """Return how many seconds a run has trained, without the pauses between a stop and a resume."""
+    """Return the seconds of a run without the pauses before each resume, or None if no event has a time."""
     times = [(event["event"], event["time"]) for event in events if event.get("time") is not None]
     spent = (after - before for (_, before), (event, after) in pairwise(times) if event not in {"start", "resume"})
     return sum(spent) if times else None
@@ -295,10 +294,6 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
             yield f"{key}: {others[0]!r} is not under dimensions"
 
 
-def _one_end(row: MeasuredRow) -> bool:
-    return (row.low is None) != (row.high is None)
-
-
 def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
     for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
@@ -309,7 +304,8 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
     for row in check.rows:
         if abs(row.limit or 0) > FARTHEST:
             yield f"rows: {row.module}: limit {row.limit:g} is more than {FARTHEST}"
-    yield from (f"measured: {each.name}: its interval has one end" for each in check.measured if _one_end(each))
+    one_end = (row.name for row in check.measured if (row.low is None) != (row.high is None))
+    yield from (f"measured: {name}: its interval has one end" for name in one_end)
     for curve in check.curves:
         where, count = f"curves: {curve.module} ({curve.quantity})", len(curve.x)
         if not count or len(curve.y) != count or {len(curve.low), len(curve.high)} - {0, count}:
@@ -343,11 +339,13 @@ def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
 
 
 def _refuse(path: Path, faults: Iterator[str]) -> None:
+    """Raise InputError with the first of ``faults``, if there is one."""
     if (fault := next(faults, None)) is not None:
         raise InputError(f"{path}: {fault}; {_AGAIN}")
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
+    """Return the document in a file. Raise InputError if it is damaged, or has a number that charts cannot show."""
     try:
         document = kind.model_validate_json(storage.read(path))
     except OSError as error:
@@ -361,9 +359,9 @@ def _document(path: Path, kind: type[Kind]) -> Kind:
 
 
 def _undrawable(value: Any, where: str) -> Iterator[str]:
-    """Yield a message for each number inside ``value`` that charts cannot show.
+    """Yield a message for each number in ``value`` that charts cannot show.
 
-    ``where`` is the place of ``value`` in its file, such as ``"trials: 3: "``.
+    ``value`` is a document or a part of it. ``where`` is its place in the file, such as ``"trials: 3: "``.
     """
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):

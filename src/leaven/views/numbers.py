@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from leaven.documents.planning import CostRow, Price
+from leaven.documents.planning import CostRow, PlanDocument, Price
 from leaven.recipe.units import format_number, format_quantity, format_seconds
 
 MINUS = "−"
@@ -55,8 +55,24 @@ def setting(value_of: Any) -> str:
             return str(value_of)
 
 
+def published_range(plan: PlanDocument) -> list[str]:
+    """Return the range of a step's time by published runs, and the three training codes with the most of them, as
+    texts. Return [] if the planned time is calibrated, or that of a CPU."""
+    rows, step = plan.published_times, plan.speed.step_seconds
+    device = plan.cluster.rpartition("x")[2].partition("-")[0]
+    if plan.calibration is not None or plan.cluster == "cpu":
+        return []
+    instead = "leaven plan RECIPE --measure on such a device replaces this"
+    if not rows:
+        return [f"not known: no published run on {plan.cluster.rpartition('x')[2]} was compared", instead]
+    low, high = (duration(step * edge) for edge in (min(row.low for row in rows), max(row.high for row in rows)))
+    most = sorted(rows, key=lambda row: -row.rows)[:3]
+    codes = [f"x{row.low:.2f} to x{row.high:.2f} of the planned time: {row.code} ({row.rows} rows)" for row in most]
+    return [f"{low} to {high} a step, as published runs on {device} boards", *codes, instead]
+
+
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """Return the range from ``low`` to ``high`` as text, or one number if ``spell`` gives both the same text."""
+    """Return a range as text, such as ``2–4×``, or one number if ``spell`` writes both ends alike."""
     first, last = spell(low), spell(high)
     if first == last:
         return first
@@ -68,7 +84,7 @@ def loss(number: float | None) -> str:
 
 
 def fixed(number: float, digits: int, sign: str = "") -> str:
-    """Return a number with ``digits`` decimals. With ``sign="+"``, a positive number has a plus sign; 0 has none."""
+    """Return a number with ``digits`` decimals; with ``sign="+"``, positive numbers have a plus. 0 has no sign."""
     rounded = round(number, digits) + 0.0
     return f"{rounded:{sign if rounded else ''}.{digits}f}"
 
@@ -149,10 +165,7 @@ def costs(cost: CostRow) -> list[str]:
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:
         unit, scale = ("MWh", 1_000) if cost.energy_kwh >= 1_000 else ("kWh", 1)
-        building = "" if cost.pue == 1 else f" x {cost.pue:g}"
-        texts.append(
-            f"{format_number(cost.energy_kwh / scale)} {unit} (boards at {cost.board_power_w:g} W{building})"
-        )
+        texts.append(f"{format_number(cost.energy_kwh / scale)} {unit} (boards at {cost.board_power_w:g} W)")
     if (price := cost.price_per_gpu_hour) is not None:
         unit = "" if price.currency else " (no currency given)"
         texts.append(f"{money(price, cost.gpu_hours)}{unit} at {money(price)} a {cost.device}-h")

@@ -6,7 +6,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.views.check_page import check_page
 from leaven.views.demo import demo_page
-from leaven.views.folders import RunView, StudyView, read_folder
+from leaven.views.folders import StudyView, read_folder
 from leaven.views.parameters import at_base
 from leaven.views.recipe_view import recipe_view
 from leaven.views.render import render
@@ -26,16 +26,13 @@ def folder_page(folder: Path) -> str:
         return check_page(document)
     if isinstance(document, StudyView):
         return study_page(document)
-    return demo_page(document) if isinstance(document, DemoDocument) else run_page(document)
-
-
-def run_page(run: RunView) -> str:
-    """Return the HTML page about a training run."""
+    if isinstance(document, DemoDocument):
+        return demo_page(document)
     return render(
         "run.html.j2",
-        run_charts(run),
+        run_charts(document),
         kind="run",
-        title=run.title,
-        run=run,
-        view=recipe_view(run.recipe, at_base(run.recipe), ("base", "target")),
+        title=document.title,
+        run=document,
+        view=recipe_view(document.recipe, at_base(document.recipe), ("base", "target")),
     )

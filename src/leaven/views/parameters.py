@@ -32,6 +32,7 @@ HEADERS = {
     "multiplier": "multiplier",
 }
 """The values of a parameter that are displayed, with their headers on pages."""
+# Letters in the formulas of a rule that :func:`reason` shows with another subscript: I^-1 as m_in^-1.
 _SUBSCRIPTS = {"I": "in", "O": "out", "H": "head", "M": "match"}
 # A row of the parameter table, or of the document of ``leaven show``.
 AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)
@@ -39,12 +40,12 @@ AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A row of the displayed table: the same parameter in neighbouring layers, with equal values."""
+    """A row of a displayed table: one parameter in the layers from ``first`` to ``last``."""
 
     label: str  # name of the parameter without its layer
-    first: int | None  # first layer; None outside the layers
-    last: int | None  # last layer
-    row: Any  # values of the parameter in the first layer
+    first: int | None  # None for a parameter outside the layers, such as the embedding
+    last: int | None
+    row: Any  # the values in the layer ``first``: a ParameterRow or ParameterValues
 
     @property
     def layers(self) -> str:
@@ -62,7 +63,7 @@ def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
 
 
 def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
-    """Group the rows of the parameter table: neighbouring layers of a parameter with equal values form one group."""
+    """Return the rows of the parameter table, with one group for neighbouring layers that have equal values."""
     found = []
     for name, members in by_label(rows).items():
         for _, alike in groupby(members, key=lambda row: [getattr(row, field) for field in ("shape", *HEADERS)]):
@@ -93,11 +94,11 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return how a value follows from its value at the base, such as ``m_in^-1 = 0.25``.
+    """Return why a parameter has its value of ``quantity``, a key of ``HEADERS``.
 
-    The symbols are ratios target / base: m_in of the tensor's fan in, m_out of its fan out, m_H of the head
-    dimension, m_L of the depth, m_B of the batch size, m_D of the tokens, and m_match of the factor by which Muon
-    multiplies the tensor's update. ``quantity`` is one of ``HEADERS``.
+    Usually, this is the factor on the value at the base, such as ``m_in^-1 = 0.25``. Each m is a ratio target / base:
+    m_in of the tensor's fan in, m_out of its fan out, m_head of the head dimension, m_L of the depth, m_B of the
+    batch size, m_D of the tokens, and m_match of the factor by which Muon multiplies the tensor's update.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
@@ -121,6 +122,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
+    """Return the factors of a rule whose product scales ``quantity`` of a parameter from the base to the target."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

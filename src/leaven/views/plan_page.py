@@ -15,7 +15,7 @@ from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
 
-# A chart of a pipeline's passes shows the start and the end of a step, and this number of micro-batches in between.
+# The chart of a pipeline shows 2 pp micro-batches, for the start and the end of a step, and this many in between.
 STEADY = 4
 
 
@@ -23,9 +23,9 @@ STEADY = 4
 class FormField:
     """An input field of the planner's form in ``leaven serve``."""
 
-    name: str
+    name: str  # the key in the address of the page
     label: str
-    example: str
+    example: str  # shown while the field is empty
     value: str
 
 
@@ -35,7 +35,7 @@ def plan_page(
     """Return the HTML page of a plan.
 
     ``plan`` has what the ``document`` lacks: all layouts that fit, the passes of the pipeline, and the accelerator.
-    ``command`` is the shell command of the plan. ``form`` is the input form of the planner of ``leaven serve``.
+    ``name`` is the title, ``command`` the shell command of the plan, and ``form`` the input form of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib
@@ -75,6 +75,7 @@ def plan_page(
         tensor_hues=plan_charts.tensor_hues(drawn),
         choices=choices,
         degrees=["dp", "tp", "pp", *(key for key in ("cp", "ep") if any(each.layout[key] > 1 for each in choices))],
+        time_range="; ".join(numbers.published_range(document)),
         accuracy=ACCURACY if document.params == document.params_active else ACCURACY_OF_EXPERTS,
         sources=_sources(cluster.accelerator),
     )
@@ -104,6 +105,6 @@ def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> M
 def _sources(accelerator: Accelerator) -> str:
     """Return the sources of an accelerator's numbers as text, each source once."""
     groups: dict[str, list[str]] = {}
-    for of in accelerator.sources:
-        groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)
+    for source in accelerator.sources:
+        groups.setdefault(f"{source.text} ({CONFIDENCE[source.confidence]})", []).append(source.group)
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in groups.items())

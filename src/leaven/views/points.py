@@ -30,9 +30,9 @@ def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """List how hyperparameters change, such as ``embedding.lr x1.41, …``, in at most ``room`` characters.
+    """Return how hyperparameters change from ``before`` to ``now``, as in ``embedding.lr x1.41, …``.
 
-    The largest changes come first.
+    The largest changes come first, and the text has at most ``room`` characters.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -86,7 +86,7 @@ def workers(state: StudyDocument) -> dict[str, str]:
 
 
 def result(state: StudyDocument) -> list[str]:
-    """Return lines about the best hyperparameters that a study found: loss, certainty and gain."""
+    """Return lines about the best hyperparameters of a study, which must have some: loss, certainty and gain."""
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
     against = "" if gain is None else f", {signed(-gain)} against the start"
@@ -137,13 +137,13 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
     if state.outlook is not None:
         facts += outlook_facts(state.outlook, state.noise_floor)
     if state.stalled:
-        of = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
-        facts.append(("stopped", [f"after {of} trials: the last rounds gained less than the noise"]))
+        ended = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
+        facts.append(("stopped", [f"after {ended} trials: the last rounds gained less than the noise"]))
     return facts
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about the point ``fewest``: the fewest changes that equal the best loss within the noise."""
+    """Return lines about ``fewest``, the point with the fewest changes that equals the best within the noise."""
     if fewest == state.octaves:
         return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -163,7 +163,7 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines about the predicted gain of more trials, and the two hyperparameters that bring most of it."""
+    """Return lines about the predicted gain of more trials, and the two hyperparameters that brought most so far."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
@@ -177,7 +177,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return how to extend the search space beyond the ``best`` value, which is at its limit."""
+    """Return what the user changes to search beyond the ``best`` value, which is at a limit of the search space."""
     if "." not in dimension.path:  # of a command file; a path in a recipe has a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale

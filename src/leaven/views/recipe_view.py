@@ -80,13 +80,13 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return how far from 1 the colours distinguish factors, in octaves (factors of 2); at least 1."""
+    """Return at which distance from 1, in octaves (factors of 2), the colours of these factors end; at least 1."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor as CSS. It gets stronger with the distance from 1, up to ``reach`` octaves."""
+    """Return the colour of a factor as CSS: neutral at 1, strongest at ``reach`` octaves (factors of 2) from 1."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -96,7 +96,7 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the entries of the colour legend as (colour, factor): 1, and at most three factors on each side of 1."""
+    """Return the entries of the colour legend as (colour, factor): 1, at most three factors below and three above."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
@@ -105,7 +105,7 @@ def chips(reach: int) -> list[tuple[str, float]]:
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
     """Return the values of a recipe by their reason under ``[why]``. Values without a reason are under None.
 
-    A value is (keys of its path, value as text). Multipliers of 1 are left out.
+    A value is (keys of its path, value as text). Multipliers of 1 and empty values are left out.
     """
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}

@@ -1,7 +1,7 @@
 """Render HTML pages from Jinja2 templates.
 
-A page is one file with its styles, scripts, charts and plotly.js. Inside :func:`served`, pages are for ``leaven
-serve``: they link to other pages, and load plotly.js and changes from the server.
+A page is one file with its styles, scripts, charts and plotly.js. Pages that are rendered inside ``with served(...)``
+are for ``leaven serve``: they link to other pages, and load plotly.js and their own updates from the server.
 """
 
 import base64
@@ -50,7 +50,7 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Inside this ``with`` block, :func:`render` makes pages for ``leaven serve``, with what ``page`` adds."""
+    """Make :func:`render` return pages for ``leaven serve`` inside this ``with`` block. ``page`` is added to them."""
     token = _SERVED.set(page)
     try:
         yield
@@ -65,7 +65,7 @@ def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -
     ``loss`` with ``ui.chart("loss", ...)``.
 
     Raises:
-        InputError: if plotly is missing.
+        InputError: if plotly is missing and the page is not for ``leaven serve``.
     """
     drawn = {name: figure for name, figure in charts.items() if figure is not None}
     here = _SERVED.get()
@@ -106,4 +106,5 @@ def plotly_gzipped() -> bytes:
 
 @cache
 def _plotly_packed() -> Markup:
+    """Return compressed plotly.js as base64 text, which page.js decompresses."""
     return Markup(base64.b64encode(plotly_gzipped()).decode())

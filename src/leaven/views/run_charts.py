@@ -9,7 +9,7 @@ from leaven.views.charts import ACCENT, Figure, Point
 from leaven.views.folders import RunView
 
 LOSS = "loss, nats per token"
-_AT = "<br>at %{x:.3~s} tokens<extra></extra>"
+_AT = "<br>at %{x:.3~s} tokens<extra></extra>"  # the last line of a tooltip
 
 Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
@@ -132,7 +132,7 @@ def _line(
 
 
 def _validations(run: RunView, colour: str, start: float = 0) -> list[Figure]:
-    """Return the dots of the validation losses from ``start`` tokens on, and those of averaged weights, if any."""
+    """Return dots at the validation losses from ``start`` tokens on, also at those of averaged weights, if any."""
     drawn = []
     for points, what, symbol in (
         (run.validation, "", "circle"),

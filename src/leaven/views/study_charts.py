@@ -216,7 +216,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return how far each trial's loss is above that of the best trial after the same number of tokens, by trial."""
+    """Return, by trial, its loss minus the best trial's after the same number of tokens; {} without a best trial."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}
@@ -291,7 +291,7 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker, with a bar for the time of each trial. Return None if no time was recorded."""
+    """Draw a row for each worker, with a bar from start to end of each trial. Return None if no time is known."""
     names = points.workers(study)
     bars = [
         (name, trial, trial.ended - trial.seconds, trial.seconds)

@@ -95,9 +95,10 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the table of the changed hyperparameters: starting value, best value, and value with the fewest changes.
+    """Return the table of the changed hyperparameters, with their values at the start and at the best point.
 
-    Return None if no better values than the starting values are known.
+    A further column has the point with the fewest changes, if it is known. Return None without a best point, or if
+    it is the start.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -116,7 +117,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials: the complete trials sorted by loss, then the others sorted by loss."""
+    """Return the rows of the table of trials: the complete trials by loss, and then the other trials by loss."""
     names, best = points.workers(study), study.best_trial
     ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
     lowest = best.loss if best else min(ended, default=None)

@@ -17,7 +17,7 @@ LEAST = 30  # characters; an optional column of free text that would have to be 
 LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
-Fact = tuple[Cell, Sequence[Cell]]
+Fact = tuple[Cell, Sequence[Cell]]  # a label, and the parts of the text beside it
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent``: width of the labels; 0: the longest."""
+    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent``: width of the labels; 0: as needed."""
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
         self._facts = facts
@@ -159,13 +159,9 @@ def joined(parts: Sequence[Cell], room: int) -> list[Text]:
         elif len(text) <= room:
             lines.append(text)
         else:
-            lines += (Text(line, text.style) for line in folded(text.plain, room))
+            wrapped = textwrap.wrap(text.plain, max(room, 20), break_long_words=False, break_on_hyphens=False)
+            lines += (Text(line, text.style) for line in wrapped)
     return lines
-
-
-def folded(text: str, width: int, indent: int = 0) -> list[str]:
-    """Wrap text to lines of ``width - indent`` characters, but at least 20. Words and ids are never broken."""
-    return textwrap.wrap(text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
 
 
 def _aligned(cell: Cell, width: int, left: bool) -> Text:

@@ -361,6 +361,8 @@ def test_what_the_module_cannot_set_is_a_loss(tiny: Recipe) -> None:
     }
     keys = {loss.key for loss in export("megatron-module", tiny.replace(changes)).losses}
     assert keys == {"lr of attention.key", "eps of mlp.in", "hyperparameters.optimizer"}
+    biased = tiny.replace({"model.attention_bias": "all"})
+    assert [loss.key for loss in export("megatron-module", biased).losses] == ["model.attention_bias"]
     flags = export("megatron-module", tiny).files["args.sh"]
     assert "--swiglu" in flags
     assert "--use-mup" not in flags

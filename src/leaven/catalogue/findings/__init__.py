@@ -21,7 +21,7 @@ from leaven.recipe.recipe import Recipe
 
 __all__ = ["CHECKS", "Case", "Check", "FindingRow", "Severity", "Suggestion", "find", "findings"]
 
-MOST_REPAIRS = 5  # rounds of :func:`repair`, each of which checks a recipe again
+MOST_REPAIRS = 5  # rounds of :func:`repair`; each round checks a changed recipe
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
 _ROUNDING = 1.02  # published values are rounded
 _MEASURED = re.compile(r"(\S+: )?study ")  # the reasons that `leaven tune` writes begin like this
@@ -34,8 +34,9 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. It is dropped if its finding stays, or if another finding becomes
-    worse than before and worse than a note (the mildest finding). Those that cause the fewest new notes come first.
+    Each suggested change is tried on the recipe. It is dropped if the finding stays. It is also dropped if another
+    finding appears or becomes more severe, and is then more than a note (the mildest severity). The changes that
+    cause the fewest new notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -72,9 +73,9 @@ def repair(
     rows_of: Callable[[Recipe], Sequence[Any]],
     corpus_tokens: int | None = None,
 ) -> Suggestion:
-    """Return changes of a recipe after which it has no findings but notes, the mildest kind.
+    """Return changes of a recipe after which all its findings are notes (the mildest severity).
 
-    If 5 rounds (`MOST_REPAIRS`) do not find such changes, the first suggestion alone is returned, or {} without one.
+    If `MOST_REPAIRS` rounds do not find such changes, only the first suggestion is returned, or {} if there is none.
 
     Args:
         found: the result of :func:`findings` for the recipe, ``rows_of`` and ``corpus_tokens``.
@@ -93,13 +94,14 @@ def repair(
 
 
 def _first_mends(found: Sequence[FindingRow]) -> list[Suggestion]:
+    """Return the first suggestion of each finding that is more than a note."""
     return [one.mends[0] for one in found if one.severity != "note" and one.mends]
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
     """Return the finding of one check, or None if the value is usual or the check does not apply to the recipe.
 
-    The changes that the finding suggests are not tested yet: perhaps they do not remove the finding.
+    The changes that the finding suggests are not tried here, so they may not remove the finding.
     """
     read = _read(check, case)
     if read is None:
@@ -155,7 +157,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with the compared value and the suggestions for a recipe, or None if it does not apply."""
+    """Return the check with its fields for one recipe filled in, or None if it does not apply to the recipe."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)

@@ -46,13 +46,13 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, and what it compares for one recipe.
 
-    ``checks.toml`` gives the fields up to ``far_from_runs``. The others are set for one recipe, by :meth:`read` and
-    by the function of `training_checks` or `model_checks` with the check's name. A check without limits gives a note
-    whenever it applies to the recipe.
+    ``checks.toml`` gives the fields up to ``far_from_runs``. The fields from ``value`` on are set for one recipe, by
+    :meth:`read` and by the function of `training_checks` or `model_checks` with the check's name. A check without
+    limits gives a note whenever it applies to the recipe.
     """
 
     name: str
-    reads: str  # the values of a recipe that the check reads
+    reads: str  # the values of a recipe on which the check depends, for the documentation
     path: str  # dotted path of the recipe's value that a finding is about
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
     usual: Sequence[float | str] = ()  # a value beyond this range gives a note
@@ -74,7 +74,7 @@ class Check:
     # More fields for the message. It also has `value`, the usual range `low` and `high`, and the smallest and largest
     # published values `least` and `most`.
     facts: dict[str, Any] = field(default_factory=dict)
-    runs: Iterable[PublishedRun] | None = None  # runs that the finding names; None: the nearest with a usual value
+    runs: Iterable[PublishedRun] | None = None  # runs that the finding names; None: nearest runs with a usual value
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
@@ -107,7 +107,7 @@ class Case:
     """The recipe to check, the rows of its parameter table, and the tokens in its training text, if known."""
 
     recipe: Recipe
-    rows: Sequence[Any]  # of :class:`leaven.scaling.table.ParameterRow`
+    rows: Sequence[Any]  # the rows of its parameter table, of class `leaven.scaling.table.ParameterRow`
     corpus_tokens: int | None = None
 
     @cached_property
@@ -144,8 +144,10 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size. Of runs that copied each
-        other's lr, only one is among them."""
+        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, one of each lineage.
+
+        A lineage is a group of runs that copied each other's lr.
+        """
         return self.size.near.close[:VOTES]
 
     @cached_property
@@ -234,6 +236,6 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Suggest a run of ``tokens`` tokens. A warm-up longer than that run is shortened to 1% of the run."""
+        """Return the change to a run of ``tokens`` tokens. A warm-up longer than the run is shortened to 1% of it."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

@@ -56,7 +56,7 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Report that QK-norm is missing if the lr is above the highest lr of the nearest runs without QK-norm."""
+    """Compare the lr of a model without QK-norm with the highest lr of the nearest runs without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None
@@ -80,7 +80,11 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report a missing z-loss if lr > 1.5 x the lrs of near runs without one, and a run with one has >= lr / 2."""
+    """Report a missing z-loss if the lr is high for a run without one, and runs with such an lr had a z-loss.
+
+    "High" means more than 1.5 times the highest lr of two or more near runs without a z-loss. The runs with a z-loss
+    may have any size, and at least half of this lr.
+    """
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -106,9 +110,10 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay with published values.
+    """Compare the weight decay with published values, if the scaling rule does not change it.
 
-    A scaling rule that multiplies the decay divides the lr: then :func:`timescale` compares their product instead.
+    Where a rule changes the decay, it changes the lr inversely, and :func:`timescale` compares the product of both.
+    For the optimizer ``adam`` there is :func:`l2_decay`.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -225,7 +230,7 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Report a batch that is larger than in the nearest published runs. A smaller batch costs no quality."""
+    """Compare the batch with the largest of the nearest published runs. A smaller batch costs no quality."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None

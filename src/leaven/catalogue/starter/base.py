@@ -80,7 +80,8 @@ def tuned_bases() -> tuple[Recipe, ...]:
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
     """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None.
 
-    The base has 1/32 to 1/2 of the model's parameters, and tokens per parameter within a factor of 4 of the model's.
+    The base is not wider or deeper than the model, and has 1/32 to 1/2 of its parameters. The tokens per parameter of
+    the two differ by at most a factor of 4.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):

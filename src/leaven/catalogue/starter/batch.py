@@ -198,15 +198,19 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Round ``sequences``, by at most 1/32, to a multiple of the largest possible power of 2 dividing ``gpus``."""
+    """Return ``sequences`` rounded to a multiple of a power of 2 that divides ``gpus``.
+
+    It is the largest such power of at most ``sequences`` / 16, so the number changes by at most 1/32.
+    """
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return a batch in sequences: as near as possible to ``wanted`` tokens, and at most ``most`` tokens.
+    """Return a batch in sequences: the allowed number nearest to ``wanted`` tokens that has at most ``most`` tokens.
 
-    The result is 2^k or 3 x 2^k, or, if ``gpus`` has odd factors above 1, the largest of them times 2^k.
+    Allowed are 2^k and 3 x 2^k, or, if ``gpus`` has odd factors above 1, the largest of them times 2^k. If all have
+    more than ``most`` tokens, the result is the smallest.
     """
     odd = gpus // (gpus & -gpus)  # without its factors of 2
     bases = (1, 3) if odd == 1 else (odd,)

@@ -14,7 +14,7 @@ from typing import Any
 from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle, mixtures, nearest
-from leaven.catalogue.runs import PublishedRun, find_run, listed, load_runs
+from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
@@ -22,7 +22,7 @@ from leaven.errors import InputError
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_quantity, listed
 
 LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
 MOST_TOKENS = 10**15
@@ -39,7 +39,7 @@ class StarterRequest:
     vocab: int | None = None  # None: leaven chooses
     seq_len: int | None = None  # None: leaven chooses
     reference: str | None = None  # ``--from``: id of a published run whose values replace the votes of many runs
-    gpus: int = 1  # the batch must divide over these GPUs
+    gpus: int = 1  # number of GPUs over which the batch must divide
     proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
     text_tokens: int | None = None  # tokens of the text, if known
     experts: tuple[int, int] | None = None  # number of experts in a layer, and how many of them a token uses
@@ -75,9 +75,10 @@ class StarterRequest:
 
 
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
-    """Return about how many of ``params`` parameters a token uses, if all layers have experts.
+    """Return about how many of ``params`` parameters a token uses; all of them if ``experts`` is None.
 
-    In a block, attention has 4 d_model^2 parameters, and the experts that a token uses have 3 x ratio x d_model^2.
+    ``experts`` are the number of experts in a layer, and how many of them a token uses. All layers have experts. In a
+    block, attention has 4 d_model^2 parameters, and the experts that a token uses have 3 x ratio x d_model^2.
     ratio is that of :func:`widths_of_experts`.
     """
     if experts is None:
@@ -111,6 +112,7 @@ def find_reference(id: str) -> PublishedRun:
 
 
 def _lacks(run: PublishedRun) -> str | None:
+    """Return why ``--from`` cannot use a run, or None if it can."""
     schedule = run.schedule
     if run.kind != "dense":
         what = "a mixture of experts (see --experts)" if run.kind == "moe" else "a model with vision"
@@ -134,7 +136,7 @@ class RunSize:
     near: Neighbours  # the published runs nearest in size
     model: ModelShape
     tokens: int
-    gpus: int = 1  # the batch must divide over these GPUs
+    gpus: int = 1  # number of GPUs over which the batch must divide
 
     @property
     def reference(self) -> PublishedRun | None:

@@ -145,7 +145,7 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
 
 
 def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[_Size]:
-    """Yield the size of every possible proxy of ``model``. ``count`` returns the parameters of a shape."""
+    """Yield (parameters, width, depth) of every possible proxy of ``model``. ``count`` counts parameters."""
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = count(model) / 2, model.d_model / model.n_layers
     thinnest, widest = min(THINNEST, aspect / 2), max(WIDEST, aspect)

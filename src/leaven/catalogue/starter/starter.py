@@ -107,18 +107,6 @@ def starter(request: StarterRequest) -> StarterRecipes:
     return StarterRecipes(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning, source=source)
 
 
-def untuned(recipe: Recipe) -> Recipe:
-    """Return ``recipe`` with the schedule and hyperparameters that `leaven new` would choose without tuning."""
-    model, tokens = recipe.model, recipe.data.tokens
-    at = RunSize(neighbours(model.params_active, tokens, experts=bool(model.experts)), model, tokens)
-    draft, batch = StarterDraft(), recipe.batch.tokens
-    draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
-    choose_schedule(draft, at, batch)
-    choose_adam(draft, at, batch, choose_lr(draft, at, batch, f"at {format_quantity(recipe.model.params)}"))
-    chosen = {name: draft.document[name] for name in ("schedule", "hyperparameters")}
-    return recipe.replace(chosen | {"scaling": {"rule": "complete-d-p"}, "why": draft.why})
-
-
 def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
     run, runs = near.reference, near.runs
     draft.step(

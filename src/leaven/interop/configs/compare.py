@@ -40,10 +40,11 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings with which ``factor`` x p trains like p with these settings and this output multiplier.
+        """Return the settings for a weight that contains the output multiplier ``factor``.
 
-        ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient. The field
-        ``multiplier`` does not change.
+        Let W be a weight with the present settings, whose output is multiplied by ``factor``. The weight ``factor`` x
+        W without this multiplier trains in the same way if it has the returned settings. ``decoupled`` is true for
+        the weight decay of AdamW, and false if decay is part of the gradient. The field ``multiplier`` is unchanged.
         """
         return replace(
             self,
@@ -200,7 +201,7 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of a recipe as a user writes it: a table without the keys that have their default values."""
+    """Return a value of a recipe as a user writes it. A table has only the keys whose values are not the default."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
 
 

@@ -236,7 +236,10 @@ class Settings:
         return known[self[name]]
 
     def why(self, *names: str) -> str:
-        """Return the reason for a recipe value that follows from the settings ``names``."""
+        """Return the reason for a recipe value that follows from the settings ``names``.
+
+        It lists the settings that are given. If none is given, it says that the default of the first applies.
+        """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
             if name in self.unset:

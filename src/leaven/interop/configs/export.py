@@ -227,7 +227,7 @@ def environment(kind: str) -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.filters |= {"text": Verbatim, "g": "{:g}".format, "commas": "{:,}".format, "repr": repr}
+    made.filters |= {"text": Verbatim, "g": "{:g}".format, "commas": "{:,}".format}
     return made
 
 

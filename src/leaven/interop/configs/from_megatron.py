@@ -172,7 +172,10 @@ def _window(given: Settings, draft: Draft) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Convert a text such as ``([0]*1+[1]*2)*2`` to one digit per layer: "011011". "" means another form or size."""
+    """Return a text such as ``([0]*1+[1]*2)*2`` written out, with one digit for each layer: "011011".
+
+    The result is "" if the text has another form, or not one digit for each of the ``layers``.
+    """
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
     if not found:

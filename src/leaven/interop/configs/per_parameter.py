@@ -93,7 +93,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
-    """Return the variables of Megatron's template that do not depend on hyperparameters."""
+    """Return the variables of Megatron's template that are the same in every candidate."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
     # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
@@ -167,7 +167,10 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return settings by name: ``end`` (last matrix of a branch), ``matrix``, or ``vector`` (gain or bias)."""
+    """Return the settings of each parameter by name: one of ``end``, ``matrix`` and ``vector``.
+
+    ``end`` is for the last matrices of branches, ``matrix`` for all other matrices, ``vector`` for gains and biases.
+    """
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix
@@ -251,7 +254,7 @@ def _by_pattern(
 
 
 def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
-    """Return a regular expression for names that begin with one of these."""
+    """Return a regular expression for names that begin with one of ``places``. ``blocks`` is as in `_by_pattern`."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:

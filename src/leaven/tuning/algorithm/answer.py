@@ -73,8 +73,8 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    ``Coordinate.importance`` of a value: the standard deviation of the predicted loss when this value of the best
-    point is replaced by its settings in the trials, as a share of the sum over all values. Optuna's importance
+    The importance of a value says how much the predicted loss varies when this value of the best point is replaced by
+    its settings in the trials: the standard deviation, as a share of the sum over all values. Optuna's importance
     (PED-ANOVA) is unreliable with about as many values as trials (docs/concepts/search.md).
 
     Args:
@@ -129,16 +129,15 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
     gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
     count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
     pair = best_pair(seen.region, seen.points, point, seen.floor)
-    if (
-        pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any()
-    ):  # no share of a gain over a start that diverged
+    # If the start diverged, there is no gain over the start of which the pair could bring a share.
+    if pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any():
         return Outlook(trials=count, flops=flops, gain=gain)
     two = (paths[pair[0]], paths[pair[1]])
     return Outlook(trials=count, flops=flops, gain=gain, pair=two, pair_share=pair[2])
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the candidate with the fewest changes from the start, also as an array (D,).
+    """Return (best, point) for the candidate with the fewest changes from the start. The point is an array (D,).
 
     Candidates are ``point`` and the points with ``RERUNS`` fresh trials whose predicted loss, and whose measured
     loss, is at most ``seen.floor`` higher. All trials of the start are fresh: it was not chosen by its losses.
@@ -180,9 +179,9 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        ``floor`` is the noise. A noise measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
-        small. Then ``floor`` is at least the geometric mean of it and a noise fitted to the losses; without any
-        measured noise, the fitted one. More than ``FITTED`` losses are not fitted, because this would take too long.
+        ``floor`` is the noise. But a noise measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far
+        too small. Then a second noise is fitted to the losses, and ``floor`` is at least the geometric mean of both
+        or, if none was measured, the fitted one. With more than ``FITTED`` losses, a fit would take too long.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -199,8 +198,9 @@ class FittedTrials:
     def predicted(self) -> dict[Point, float]:
         """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
-        A share of the mean residual of the point's trials is added to the surrogate's prediction: all of it if no
-        noise is known, none if the surrogate assumes the noise ``floor``. The rest is taken to be noise.
+        It is the surrogate's prediction plus a share of the mean difference between the point's losses and this
+        prediction. The share is 1 if no noise is known, and 0 if the surrogate assumes the noise ``floor``. The rest
+        of the difference is taken to be noise.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]

@@ -36,7 +36,7 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     """Return the noise, pooled over repeated points, and its degrees of freedom; (None, 0) if no point is repeated.
 
     A trial is (point, seed, loss). Trials of one seed share init and data order, so more points do not average out
-    this part of their noise. Hence with several seeds, the degrees of freedom are at most their number minus one.
+    this part of their noise. So with several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
     Of three or more repeated points, one whose standard deviation is above ``WILD`` times the median is left out: it
     lies at the divergence boundary. The point with the most trials (usually the start) always counts if it has at

@@ -127,7 +127,7 @@ class Surrogate:
     _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
     _left: Array  # (at most n,): ratio of the posterior to the prior standard deviation along each direction
-    _interactions: bool
+    _interactions: bool  # whether the quadratic has the terms h_ij x_i x_j of pairs of columns
 
     def value(self, x: Array) -> Array:
         """Return the posterior mean (m,) of the loss at points (m, D), minus the loss at x = 0."""

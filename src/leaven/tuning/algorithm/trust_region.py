@@ -326,7 +326,8 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) of the minimum in the box, within ``reach`` of the incumbent, at ``levels``."""
+        """Return the columns (F,) of the minimum of ``quadratic`` in the box, within ``reach`` steps of the
+        incumbent. Choices have the given ``levels``."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)

@@ -29,19 +29,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from leaven.errors import InputError
 from leaven.planning.this_machine import VISIBLE
-from leaven.recipe.files import write_recipe
+from leaven.recipe.files import render
 from leaven.storage import is_full, make_folder, open_file, open_to_write, require_file, write_text
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
-from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, fill
+from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
 from leaven.tuning.point import Value, recipe_at
 from leaven.tuning.service.losses import read_losses, why_none
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
+from leaven.tuning.service.stored_study import VALUES
 from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.space import SearchSpace, Space
@@ -50,11 +51,14 @@ from leaven.tuning.study_document import StudyDocument
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
 COMMAND_POLL = 0.25  # seconds between checks of a running command
-SETTLING = 0.02  # the share of a command's time that leaven waits at its end for a signal that the command had, too
+# After a command has ended, leaven waits this share of the command's time, but at most ``COMMAND_POLL``: the signal
+# that ended the command may be about to reach leaven, too, and then the trial does not count.
+SETTLING = 0.02
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
-MOST_BYTES = 2**26  # where the pattern ``diverged`` is looked for, at the end of an output
-# An attempt that fails and says this does not count, because the command may have removed what did not fit. No trial
-# begins for some seconds then. A trial with more repeats fails, because it may need more shared memory than there is.
+MOST_BYTES = 2**26  # so many bytes at the end of an output are searched for the pattern ``diverged``
+# A failed attempt whose output says this does not count: a disk was full, even if it no longer is, because the
+# command may have removed what did not fit. No trial begins for FULL_SECONDS then. After MOST_REPEATS such attempts
+# the trial has failed, because it may need more shared memory than there is.
 NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
 AWAY_SECONDS = 300.0  # how long a command that has ended waits for a disk that is away, as calls of the store do
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
@@ -67,9 +71,10 @@ class CommandTrainer:
         folder: the folder that contains a folder for each attempt.
         devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         works: whether a trial of the study already has a result, so that the command is known to work.
-        stop: a function that returns whether to stop and release the trials.
+        stop: a function that returns whether to stop. Running trials then count as not run, and are run again later.
         note: a function that shows a line to the user.
-        one_folder: whether all commands on the study use ``folder``. With a database, each machine may have its own.
+        one_folder: whether every ``leaven tune`` of this study uses ``folder``. With a database, each machine may
+            have its own.
     """
 
     def __init__(
@@ -88,7 +93,8 @@ class CommandTrainer:
         self._devices, self._works, self._stop, self._note = devices, works, stop, note
         self._leaving, self._commands = threading.Event(), Commands()
         self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
-        self._full_until, self._lacked = 0.0, Counter[int]()  # by time.monotonic(); how often, by trial
+        self._full_until = 0.0  # when trials may begin after a command has found a full disk, by time.monotonic()
+        self._lacked = Counter[int]()  # by trial, how many of its attempts have found a full disk
 
     def __enter__(self) -> "CommandTrainer":
         self._commands.__enter__()
@@ -103,10 +109,11 @@ class CommandTrainer:
 
         Raises:
             TrialReleased: if the search is stopped meanwhile, or the command failed while the disk is full.
-            WorkerDied: if the command failed for another reason.
+            WorkerDied: if the command failed for another reason, or no process can be started.
             StoreGone: if the output of a command that has ended cannot be read for ``AWAY_SECONDS``.
-            InputError: if the command failed at the start point, before any trial had a result; or if an earlier
-                attempt has made the folder of the trial, and no trial has a folder now.
+            InputError: if the command failed at the start point, before any trial had a result; if an earlier
+                attempt has made the folder of the trial, and no trial has a folder now; or if the folder was replaced
+                while the command ran.
         """
         command = self._command
         number = proposal.origin if command.resume else proposal.number
@@ -117,29 +124,24 @@ class CommandTrainer:
             return Outcome(math.inf)
         self._check_folder(folder, retry=number != proposal.number)
         make_folder(folder / "out")
-        write_inputs(command, self._space, proposal, values)
+        for path, text in inputs_of(command, self._space, proposal, values).items():
+            make_folder(path.parent)
+            write_text(path, text)
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
         environment = {"PYTHONUNBUFFERED": "1"}
         if (device := self._devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
         flags = os.O_CREAT | (os.O_APPEND if command.resume else os.O_TRUNC)
-        with open_to_write(folder / OUTPUT, flags, separate=not command.resume) as output:
-            if command.resume:
-                self._lock_when_free(output)
-            process = self._commands.start(command.filled(values), environment, output)
+        output = open_to_write(folder / OUTPUT, flags, separate=not command.resume)
         try:
-            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
-            outcome = self._watch(process, proposal, folder / OUTPUT, where)
+            outcome = self._run(proposal, values, environment, folder, output)
         except InputError:  # this ends the search, so end the other commands, too
             self._leaving.set()
             raise
         finally:
-            if left := self._commands.end(process):
-                pids = ", ".join(map(str, left))
-                self._note(
-                    f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
-                )
+            with suppress(OSError):  # a network disk is full or away
+                output.close()
         failed = isinstance(outcome, str)
         full = is_full(self._folder)  # also if the command succeeded: it may have lost the end of its log
         if full or (failed and self._lacked_room(proposal.origin, folder / OUTPUT)):
@@ -152,8 +154,37 @@ class CommandTrainer:
         self._works = True
         return outcome
 
+    def _run(
+        self,
+        proposal: Proposal,
+        values: Mapping[str, Value],
+        environment: Mapping[str, str],
+        folder: Path,
+        output: BinaryIO,
+    ) -> Outcome | str:
+        """Run the command with its ``output`` in ``folder``. Return its outcome or a text that says how it failed."""
+        command = self._command
+        if command.resume:
+            self._lock_when_free(output)
+        try:
+            process = self._commands.start(command.filled(values), environment, output)
+        except BlockingIOError as error:  # the limit of processes, which other programs reach as well
+            raise WorkerDied(f"could not be started: {error.strerror}") from None
+        try:
+            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
+            outcome = self._watch(process, proposal, folder / OUTPUT, where)
+            _require_same_file(output, folder / OUTPUT)
+            return outcome
+        finally:
+            if left := self._commands.end(process):
+                pids = ", ".join(map(str, left))
+                self._note(
+                    f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
+                )
+
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Move a folder aside that a trial left which the store has lost. If a retry misses its folder, say so."""
+        """If a trial that the store has lost has left this folder, move it aside. If the folder of a retry is
+        missing, tell the user. Raise InputError if no trial has a folder, as on a disk that is not mounted."""
         made_before = self._folder.exists()
         make_folder(self._folder)
         if folder.exists() and not retry:
@@ -162,8 +193,8 @@ class CommandTrainer:
             self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
         elif retry and not folder.exists():
             missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
-            # The mount point of a disk that is not mounted is empty.
-            if made_before and self._one_folder and not any(self._folder.iterdir()):
+            # The mount point of a disk that is not mounted is empty, or has a file that says so.
+            if made_before and self._one_folder and not any(path.name.isdigit() for path in self._folder.iterdir()):
                 self._leaving.set()
                 create = f"mkdir {shlex.quote(str(folder))}"
                 raise InputError(f"{missing}; mount its disk, or type {create} to begin the trial again")
@@ -251,7 +282,7 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return the losses of a command, and the end of its output if a pattern is looked for there.
+        """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
         If the command has ended (``complete``), wait while the disk is away: leaven has made the file of the output.
         """
@@ -287,6 +318,22 @@ class CommandTrainer:
         return WorkerDied(message)
 
 
+def _require_same_file(output: BinaryIO, path: Path) -> None:
+    """Raise InputError if the file at ``path`` is not the open file ``output``. Its folder may be that of another
+    study now, or a copy, and the losses in it those of another command, or not all."""
+    try:
+        there = os.stat(path)
+    except OSError:  # moved or away, so nothing else was read
+        return
+    with suppress(OSError):  # raised if another machine has removed the open file
+        if os.path.samestat(os.fstat(output.fileno()), there):
+            return
+    raise InputError(
+        f"{path} was replaced while its command ran, perhaps by another study, so its losses were not used; "
+        "run the same command again, with a folder of its own"
+    )
+
+
 def _end_of(output: Path, most: int) -> str:
     """Return the last ``most`` bytes of the output of a command, which may be larger than the memory."""
     with open_file(output) as file:
@@ -297,7 +344,7 @@ def _end_of(output: Path, most: int) -> str:
 def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
-    """Return the values of all placeholders, by name, of a trial in ``folder`` with the seed ``space.seed + seed``.
+    """Return the values of all placeholders, by name, for a trial in ``folder`` whose seed is ``space.seed + seed``.
 
     Raises:
         ValueError: if the values are invalid together.
@@ -309,15 +356,16 @@ def values_of(  # noqa: PLR0917 - one of each
     return found | {RECIPE: str(folder / "recipe.toml")}
 
 
-def write_inputs(
+def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
-) -> None:
-    """Write the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
+) -> dict[Path, str]:
+    """Return the texts of the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
+    found = dict[Path, str]()
     if command.config is not None:
-        make_folder(Path(str(values[CONFIG])).parent)
-        write_text(str(values[CONFIG]), fill(command.template, values))
+        found[Path(str(values[CONFIG]))] = fill(command.template, values)
     if RECIPE in command.used and isinstance(space, Space):
-        write_recipe(recipe_at(space.recipe, point, int(values[SEED])), str(values[RECIPE]))
+        found[Path(str(values[RECIPE]))] = render(recipe_at(space.recipe, point, int(values[SEED])))
+    return found
 
 
 def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
@@ -352,12 +400,15 @@ class CommandStudy(BaseStudy):
         command.check(space)
         if os.name == "nt":
             raise InputError("a study over a command needs /bin/sh, which Windows does not have; use WSL")
-        if not command.has_seed and noise != 0:
+        if noise != 0 and not {SEED, RECIPE, "data.seed"} & command.used:
             raise InputError(
                 "the command has no {seed}, so the noise between seeds cannot be measured; add {seed}, or give "
                 "--noise 0 if equal values always give the same loss"
             )
         self._command = command
+        shared: dict[str, Any] = {"command": command.settings}
+        if isinstance(space, CommandSpace):  # a machine that uses another folder has no centre.toml to compare with
+            shared[VALUES] = {name: value.model_dump(mode="json") for name, value in space.file.space.items()}
         for point in _with_each_choice(space):
             try:
                 values = values_of(command, space, point, out / BEST)
@@ -371,7 +422,7 @@ class CommandStudy(BaseStudy):
             store,
             noise=noise,
             from_study=from_study,
-            shared={"command": command.settings},
+            shared=shared,
             about={
                 "command": command.command,
                 "loss_pattern": command.loss.pattern or "",
@@ -416,13 +467,11 @@ class CommandStudy(BaseStudy):
         best = self._command.line(self._best_values(state.octaves))
         return state.model_copy(update={"best_command": best})
 
-    def save(self) -> StudyDocument:
-        """Write the results, and the files that the best command reads. Return the document."""
-        state = super().save()
-        if state.best is not None and {CONFIG, RECIPE} & self._command.used:
-            make_folder(self.out / BEST)
-            write_inputs(self._command, self.space, state.octaves, self._best_values(state.octaves))
-        return state
+    def _inputs(self, state: StudyDocument) -> dict[str, str]:
+        if state.best is None:
+            return {}
+        found = inputs_of(self._command, self.space, state.octaves, self._best_values(state.octaves))
+        return {str(path.relative_to(self.out.absolute())): text for path, text in found.items()}
 
     def _best_values(self, point: Mapping[str, float]) -> dict[str, Value]:
         found = values_of(self._command, self.space, point, self.out / BEST)

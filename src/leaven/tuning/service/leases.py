@@ -99,8 +99,8 @@ class Leases:
 
         Call this regularly: it adds up the time between calls in which a heartbeat has not changed.
         """
-        # At most a quarter, so that a pause of this process or of the store does not make other commands count as
-        # dead.
+        # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
+        # other commands count as dead.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
         others = owners - {self.node}

@@ -116,7 +116,7 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tu
         found = [list(tensorboard_rows(file, str(source.key))) for file in sorted(where.rglob("*tfevents*"))]
     else:
         found = [list(wandb_rows(file)) for file in sorted(where.rglob("*.wandb"))]
-    # The names have the times of the files by the clock of a machine, and attempts may run on different machines.
+    # The order of the names is by the clocks of machines, and attempts may run on different machines.
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 

@@ -12,17 +12,19 @@ from typing import Any
 
 from leaven.data.tokens import TokenSet
 from leaven.errors import InputError, out_of_memory
+from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.training.device import default_device
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.stack import MOST, most_trials, refusal, train_stack
-from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
+from leaven.training.trial import WorkerPool, branches_of, cooldown_start, fingerprint_of, train_trial
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
+from leaven.tuning.service.stored_study import WEIGHTS
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
@@ -128,6 +130,7 @@ class TrialTrainer:
         devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         stop: a function that returns whether to stop and release the trials.
         checkpoint_seconds: seconds between checkpoints of a trial.
+        inputs: the fingerprint that text and start weights must have.
         stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because this would not make
             the others faster.
     """
@@ -141,9 +144,10 @@ class TrialTrainer:
         devices: Sequence[str | None],
         stop: Callable[[], bool],
         checkpoint_seconds: float,
+        inputs: str,
         stack: int = 1,
     ) -> None:
-        self._stack = stack
+        self._stack, self._inputs = stack, inputs
         self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
         # Trials with different cooldowns have loss curves of different shapes, so their curves are not compared.
         self._prunes = COOLDOWN not in space.paths
@@ -163,7 +167,7 @@ class TrialTrainer:
         """Train the proposals of a worker and return their outcomes.
 
         Raises:
-            InputError: if a stack does not fit into the memory, or the text has changed.
+            InputError: if a stack does not fit into the memory, or the text or the start weights have changed.
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the worker process died.
         """
@@ -184,7 +188,7 @@ class TrialTrainer:
         saving: dict[str, Any] = {
             "checkpoint": self._checkpoint(first),
             "checkpoint_seconds": self._checkpoint_seconds,
-            "text": self._tokens.fingerprint,
+            "inputs": self._inputs,
         }
         future: Future[Any]
         if self._stack > 1:
@@ -260,6 +264,10 @@ class Study(BaseStudy):
                 f"leave {TOKENS} out, or compare run lengths with --durations"
             )
         self._tokens, self._durations = tokens, tuple(durations)
+        self._fingerprint = fingerprint_of(recipe, tokens)
+        shared: dict[str, Any] = {"text": tokens.fingerprint, "durations": list(durations)}
+        if recipe.start.folder is not None:
+            shared[WEIGHTS] = weights_fingerprint(recipe.start.folder)
         super().__init__(
             out,
             space,
@@ -267,7 +275,7 @@ class Study(BaseStudy):
             store,
             noise=noise,
             from_study=from_study,
-            shared={"text": tokens.fingerprint, "durations": list(durations)},
+            shared=shared,
             run_flops=flops_per_token(recipe.model) * (longest.data.tokens + cooldowns),
             about={"durations": tuple(durations)},
         )
@@ -277,5 +285,13 @@ class Study(BaseStudy):
     ) -> AbstractContextManager[Objectives]:
         folder = self.out / CHECKPOINTS
         return TrialTrainer(
-            self.space, self._tokens, self._durations, folder, devices, self._stop, checkpoint_seconds, self.stack
+            self.space,
+            self._tokens,
+            self._durations,
+            folder,
+            devices,
+            self._stop,
+            checkpoint_seconds,
+            self._fingerprint,
+            self.stack,
         )

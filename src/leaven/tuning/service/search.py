@@ -115,7 +115,9 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
             resumes a stored study, even while other processes work on it.
         name: the name of the study in its storage.
-        stop: a function that is called repeatedly. Once it returns true, no further trial starts.
+        stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
+            use it rather than an interrupt: after a KeyboardInterrupt, the calls of ``objective`` go on in their
+            threads, but their trials count as not run, so another call of ``search`` runs them again beside these.
         watch: callbacks for the start and end of each trial of this call, called from the calling thread.
         lease_seconds: how long a process on another machine may send no heartbeat before its trials are retried.
 

@@ -39,9 +39,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "stopped": bool,
 }
 STORE_POLL = 0.5  # seconds between reads of the store while trials run
-# A command ends if so many of its trials fail one after another, because its machine is probably broken: a disk or a
-# GPU is away. If a fifth of all points fail because of their values, most searches of 64 trials have two such trials
-# one after the other, but fewer than one in ten has four.
+# A command ends if so many of its trials, or of one of its workers, fail in a row. Its machine is then probably
+# broken: a disk or a GPU is away. Values may be the cause, too: if a fifth of all points fail, most searches of 64
+# trials have two failed trials in a row, but fewer than one in ten has four.
 FAILURES = 4
 
 
@@ -119,6 +119,7 @@ class SearchLoop:
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
         self._failed: list[Sequence[Proposal]] = []  # calls of the objective that failed since one worked
+        self._of_workers: dict[int, list[Sequence[Proposal]]] = {}  # the same, by worker
         self._failure = ""  # the text about the last of them
 
     def __enter__(self) -> "SearchLoop":
@@ -135,8 +136,10 @@ class SearchLoop:
             self._leases.__exit__()
 
     def __iter__(self) -> "Iterator[Proposal | list[int]]":
+        turn = 0
         while True:
-            turn = self._look()
+            if self._free:
+                turn = self._look()
             stopping, request = self._error is not None or self._stop(), None
             if self._free and not stopping:
                 request = self._plan.next(self.trials, turn, self._stored.now())
@@ -150,15 +153,13 @@ class SearchLoop:
                 ended, self._ended = self._ended, []
                 yield ended
             elif self._pending:
-                for future in wait(self._pending, STORE_POLL, FIRST_COMPLETED).done:
-                    self._end(self._pending[future], future)
-                    del self._pending[future]  # not before, so that an error releases its trials
+                self._wait()
             elif not waits and (stopping or not any(trial.state == "running" for trial in self.trials)):
-                # At the end of a search, fewer trials are left, each of which has failed twice. A user who stops a
-                # command may have seen that its trials fail.
+                # At the end of a search, fewer than FAILURES trials may be left, each with two failed attempts. So
+                # attempts count here. If the user stops the command, any failed trial is given back.
                 enough = stopping or len(self._failed) >= FAILURES
                 if self._error is None and enough and any(trial.finished for trial in self.trials):
-                    self._give_back(fails=not stopping)
+                    self._give_back(self._failed, fails=not stopping)
                 break
             else:
                 time.sleep(STORE_POLL)  # a trial may not begin yet, or other commands are running trials
@@ -167,22 +168,23 @@ class SearchLoop:
 
     def _look(self) -> int:
         """Close the attempts of dead commands, read all trials into ``trials``, and return how many were started."""
-        attempts = self._stored.attempts
-        running = {a.number: a.user_attrs.get(OWNER) for a in attempts if a.state is TrialState.RUNNING}
+        log = self._stored.read()
+        attempts = log.attempts.items()
+        running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
                 self._stored.close(number, ended=self._leases.clocks[str(running[number])])
-            attempts = self._stored.attempts
+            self._stored.read()
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
         self.trials = [
             replace(trial, spans=(*trial.spans[:-1], (trial.spans[-1][0], clocks.get(trial.number))))
             if trial.state == "running" and trial.spans
             else trial
-            for trial in self._stored.trials_of(attempts)
+            for trial in log.trials.values()
         ]
-        return self._stored.first_attempts
+        return log.started
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request and return its proposal; None if another command runs the trial.
@@ -205,6 +207,15 @@ class SearchLoop:
         self._free.pop()  # the worker of these proposals
         self._pending[self._pool.submit(self._objectives, proposals)] = proposals
 
+    def _wait(self) -> None:
+        """Take up the calls of the objective that end within ``STORE_POLL``; if none does, read the store."""
+        done = wait(self._pending, STORE_POLL, FIRST_COMPLETED).done
+        for future in done:
+            self._end(self._pending[future], future)
+            del self._pending[future]  # not before, so that an error releases its trials
+        if not done:
+            self._look()
+
     def _end(self, proposals: Sequence[Proposal], future: "Future[Sequence[float | Outcome]]") -> None:
         self._free.append(proposals[0].worker)
         try:
@@ -213,12 +224,16 @@ class SearchLoop:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=self._error is not None)
             if self._error is None:
+                of_worker = self._of_workers.setdefault(proposals[0].worker, [])
                 self._failed.append(proposals)
+                of_worker.append(proposals)
                 self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
-                # A call that began earlier and still runs may show that the machine works.
-                oldest = next(iter(self._pending)) is future
-                if oldest and len({call[0].origin for call in self._failed}) >= FAILURES:
-                    self._give_back()
+                # A call that began earlier and still runs may show that the machine works, though one GPU of it may
+                # be broken.
+                if next(iter(self._pending)) is future and _trials_of(self._failed) >= FAILURES:
+                    self._give_back(self._failed)
+                elif _trials_of(of_worker) >= FAILURES:
+                    self._give_back(of_worker)
         except BaseException as error:
             for proposal in proposals:
                 self._stored.close(proposal.number, released=True)
@@ -228,21 +243,28 @@ class SearchLoop:
                 self._error = error
         else:
             self._failed.clear()
+            self._of_workers.pop(proposals[0].worker, None)
             for proposal, outcome in zip(proposals, outcomes, strict=True):
                 if self._stored.record(proposal.number, outcome):
                     self._ended.append(proposal.number)
 
-    def _give_back(self, *, fails: bool = True) -> None:
-        """Give the trials that failed in a row back to the study, and end the search, with an error if it ``fails``.
-        If all of them were given back before, the cause is taken to be their values: they have failed, and the search
-        goes on."""
-        numbers = {proposal.number for call in self._failed for proposal in call}
+    def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
+        """Give the trials of ``calls``, which failed in a row, back to the study, and end the search, with an error
+        if it ``fails``. If all of them were given back before, the cause is taken to be their values: they have
+        failed, and the search goes on."""
+        numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self._stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
-                f"{len(self._failed)} attempts in a row failed on this machine: {self._failure}; correct the cause, "
-                "and run the same command again: it runs their trials again"
+                f"{len(calls)} attempts in a row failed on this machine: {self._failure}; correct the cause, and run "
+                "the same command again: it runs their trials again"
             )
         self._failed.clear()
+        self._of_workers.clear()
+
+
+def _trials_of(calls: Sequence[Sequence[Proposal]]) -> int:
+    """Return the number of different trials that calls of the objective tried."""
+    return len({call[0].origin for call in calls})
 
 
 def _outcome(result: object) -> Outcome:

@@ -16,7 +16,7 @@ The next trial is of the first kind in this list that still has trials to do:
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 
@@ -33,7 +33,7 @@ from leaven.tuning.algorithm.answer import (
     point_to_confirm,
 )
 from leaven.tuning.algorithm.noise import FEWEST_DEGREES, noise_between_seeds
-from leaven.tuning.algorithm.trust_region import RISK, Axes, Region, loss_of, region, results
+from leaven.tuning.algorithm.trust_region import RESULTS, RISK, Axes, Region, loss_of, region, results
 from leaven.tuning.service.stored_study import (
     CONFIRMS,
     FINAL,
@@ -58,9 +58,12 @@ FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 # user gives the noise, there is 1.
 REPEATS = {24: 3, 12: 2, 0: 1}
 SMALL = 16  # trials: a smaller budget has a final trial only if the gain would not be accepted without one
-# A search without a complete trial ends after so many failed trials if no other trial ended, or so many diverged
-# trials.
+# As long as no trial is complete, a search ends after DEATHS failed trials if no trial has a result, and after
+# DIVERGENCES trials with a result.
 DEATHS, DIVERGENCES = 8, 100
+# The trust region is fitted again once this share of the trials is new: up to 2,000 trials after each of them. A fit
+# to 10,000 trials of 8 values takes 0.05 s, which would be half the cost of a trial.
+REFITTED = 1 / 1000
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class Budget:
         """Return how many trials are reserved for final trials: the most that ``FINALS`` and ``RESERVED`` allow."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
-        if any(trial.final_of not in {"", self.label} for trial in trials):
-            # An earlier, smaller budget had finalists, too. So even an only new finalist is one of several.
+        if {trial.final_of for trial in trials} - {"", self.label}:
+            # An earlier, smaller budget had finalists, too. So there are several even if this budget adds only one.
             costs.add(final_trials(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 
@@ -222,9 +225,10 @@ class SearchPlan:
     budget: Budget
     noise: float | None  # nats, the standard deviation between trials of one point, if known before the search
     stop_at_noise: bool  # whether to stop when several rounds gained less than the noise
-    # The last trust region and the last noise, each with the numbers of its trials.
-    _known: tuple[list[int], Region] | None = field(default=None, init=False)
-    _known_noise: tuple[list[int], tuple[float | None, int]] | None = field(default=None, init=False)
+    # The last trust region and the last noise, each with the number of its results. Results never change or go, so
+    # the same number of results are the same results.
+    _known: tuple[int, Region] | None = field(default=None, init=False)
+    _known_noise: tuple[int, tuple[float | None, int]] | None = field(default=None, init=False)
 
     @property
     def by_surrogate(self) -> bool:
@@ -238,7 +242,7 @@ class SearchPlan:
         states = [trial.state for trial in trials]
         if "waiting" in states:
             return trials[states.index("waiting")].retry
-        ended, died = sum(trial.finished for trial in trials), states.count("failed")
+        ended, died = _ended(trials), states.count("failed")
         if "complete" not in states and (ended >= DIVERGENCES or (died >= DEATHS and not ended)):
             return None
         begun = {trial.job for trial in trials}
@@ -248,9 +252,9 @@ class SearchPlan:
         stored = [trial.finals for trial in trials if trial.final_of == self.budget.label and trial.finals]
         if not stored:
             stalled = self.by_surrogate and self.stop_at_noise and self._region(trials).stalled()
-            if self._room(trials, now) and not stalled:
-                last = not self._room(trials, now, more=2)
-                point = self._proposed_point(trials, turn, last) if self.by_surrogate else None
+            room = self._room(trials, now)
+            if room >= 1 and not stalled:
+                point = self._proposed_point(trials, turn, last=room < 2) if self.by_surrogate else None
                 if point is not None or not self.by_surrogate:
                     return TrialRequest("search", f"search:{turn}", point=point)
             if "running" in states or not self._needs_final_trials(trials):
@@ -262,7 +266,7 @@ class SearchPlan:
             request = next((each for each in self._confirmation_trials(trials, now) if each.job not in begun), None)
         return request
 
-    def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, last: bool) -> Params | None:
+    def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, *, last: bool) -> Params | None:
         """Return the point of the next trial of the search; None if all points of a finite space have been run."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
@@ -278,31 +282,38 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region, cached until another trial ends: it takes 0.1 s with 1,000 trials of 90 values."""
-        numbers = [trial.number for trial in trials if trial.finished]
-        if self._known is None or self._known[0] != numbers:
+        """Return the trust region after the trials that have ended, cached until ``REFITTED`` of them are new.
+
+        The order of the ends decides to which trials it is fitted, so that a resumed search goes on the same way,
+        unless clocks of several machines differ.
+        """
+        count = _ended(trials)
+        count -= count % max(int(REFITTED * count), 1)
+        if self._known is None or self._known[0] != count:
             ended, points, losses = results(trials, self.axes)
             seeds = np.array([trial.seed for trial in ended], np.int64)
-            self._known = numbers, region(self.axes, points, losses, self.noise, seeds)
+            used = slice(count)
+            self._known = count, region(self.axes, points[used], losses[used], self.noise, seeds[used])
         return self._known[1]
 
     def _fitted(self, trials: Sequence[StoredTrial]) -> FittedTrials:
         return FittedTrials.of(trials, self.axes, self.noise)
 
-    def _room(self, trials: Sequence[StoredTrial], now: float, more: int = 1) -> bool:
-        """Return whether the budget allows ``more`` further trials of the search, besides the final trials."""
+    def _room(self, trials: Sequence[StoredTrial], now: float) -> float:
+        """Return how many further trials of the search the budget allows, besides the final trials."""
         reserved = self.budget.reserved(trials, now) if self._needs_final_trials(trials) else 0
-        return self.budget.left(trials, now) >= more + reserved
+        return self.budget.left(trials, now) - reserved
 
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
         """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        They are useless if the noise is 0, if no trial completed, or (trust-region) if the start is still the best
-        point. With a budget below ``SMALL`` trials, only a gain in doubt needs them.
+        They are useless if the noise is 0, or if all trials diverged or were pruned. With trust-region, they are also
+        useless while the start is the best point; and with a budget below ``SMALL`` trials, they are run only if the
+        gain may be nothing but noise.
         """
         noise, _ = self.noise_of(trials)
-        ended = {trial.state for trial in trials if trial.finished}
-        if noise == 0 or (ended and "complete" not in ended):
+        states = {trial.state for trial in trials}
+        if noise == 0 or ("complete" not in states and states.intersection(RESULTS)):
             return False
         if not self.by_surrogate:
             return True
@@ -361,9 +372,9 @@ class SearchPlan:
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
         """Return the noise (None if it is unknown) and its degrees of freedom, cached until another trial ends."""
-        numbers = [trial.number for trial in trials if trial.finished]
-        if self._known_noise is None or self._known_noise[0] != numbers:
-            self._known_noise = numbers, noise_between_seeds(trials, list(self.axes.start), self.noise)
+        count = _ended(trials)
+        if self._known_noise is None or self._known_noise[0] != count:
+            self._known_noise = count, noise_between_seeds(trials, list(self.axes.start), self.noise)
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
@@ -404,8 +415,9 @@ class SearchPlan:
 
         Do not call this for a search that the user stopped.
         """
-        left = self._room([trial for trial in trials if trial.final_of != self.budget.label], now)
-        return left and bool(self.axes.not_in(_searched(trials), self.axes.start))
+        # A plan without caches, because these are other results.
+        room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
+        return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))
 
     def why_nothing(self, trials: Sequence[StoredTrial]) -> str:
         """Return the message that says why the search has no answer."""
@@ -421,6 +433,11 @@ class SearchPlan:
         if "failed" in states:
             return f"no trial ended: {states.count('failed')} died at every attempt; possible cause: out of memory"
         return "stopped before any trial ended; run it again to resume"
+
+
+def _ended(trials: Sequence[StoredTrial]) -> int:
+    """Return how many trials have a result."""
+    return [trial.state in RESULTS for trial in trials].count(True)
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:

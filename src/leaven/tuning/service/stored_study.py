@@ -19,7 +19,8 @@ command that starts a search also resumes it:
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
-  of the store is noticed when attempts are read. Attempts of older versions have no digests and are not checked.
+  of the store is noticed when attempts are read. An attempt of a command of an older version, on another machine, has
+  no digest and is not checked.
 """
 
 import json
@@ -56,6 +57,8 @@ ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, 
 ID = "id"  # the setting with the random id of a study, which is also in its study.json
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
+VALUES, WEIGHTS = "values", "weights"  # the settings with the starts and choices of a command file; start weights
+ADDED = {VALUES, WEIGHTS}  # settings that a study of an older version does not have
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 # Names of user attributes of an attempt: fields of an Outcome, and others.
@@ -130,14 +133,8 @@ class StoredStudy:
     study: optuna.Study
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
-    what: str = "the stored study"  # the name of the study in messages
+    what: str = "the stored study"  # what messages call the study
     digests: bool = False  # whether the settings have a digest; then every attempt has an owner
-    # Caches, because reading 10,000 attempts again at each turn would take longer than a short trial: the attempts
-    # that were checked, by number (an attempt that changes becomes another object); the first attempt of each job;
-    # and the trials with a result by the number of their last attempt.
-    _checked: dict[int, FrozenTrial] = field(default_factory=dict)
-    _jobs: dict[str, FrozenTrial] = field(default_factory=dict)
-    _finished: dict[int, StoredTrial] = field(default_factory=dict)
     _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def now(self) -> float:
@@ -148,62 +145,52 @@ class StoredStudy:
     def id(self) -> int:
         return self.store.get_study_id_from_name(self.study.study_name)
 
-    @property
+    @cached_property
     def random_id(self) -> str:
         return random_id(self.study.user_attrs)
 
-    @property
-    def attempts(self) -> list[FrozenTrial]:
-        """All attempts of the study. Raise InputError if one is missing, or was changed after it had ended."""
-        attempts = self.study.get_trials(deepcopy=False)
-        suspects = {each.number for each in self._unchecked(attempts) if _change_of(each, self.digests)}
-        if suspects:
+    @cached_property
+    def _log(self) -> "TrialLog":
+        return TrialLog(self.axes)
+
+    def read(self) -> "TrialLog":
+        """Return the log of all attempts and trials, after a check of the attempts that are new or have changed.
+
+        Raises:
+            InputError: if an attempt is missing, or was changed after it had ended.
+        """
+        log, suspects = self._log, set[int]()
+        while True:
+            attempts = self.study.get_trials(deepcopy=False)  # in the order of their numbers
+            # An attempt that changes becomes another object.
+            new = {at: attempt for at, attempt in enumerate(attempts) if log.attempts.get(at) is not attempt}
+            if lost := [at for at in new if new[at].number != at] or range(len(attempts), len(log.attempts)):
+                raise InputError(f"{self.what} has lost trial {lost[0]}; {RESTORE}")
+            changes = {at: change for at in new if (change := _change_of(new[at], self.digests))}
+            if not changes:
+                break
             # PostgreSQL reads states before losses, so an attempt that ends in between seems to run and to have a
-            # loss. The second read can show the same of another one, so only one that both show was changed.
-            attempts = self.study.get_trials(deepcopy=False)
-        if missing := set(range(len(attempts))) - {attempt.number for attempt in attempts}:
-            raise InputError(f"{self.what} has lost trial {min(missing)}; {RESTORE}")
-        count = self.first_attempts
-        for attempt in self._unchecked(attempts):
-            what = f"trial {attempt.number} of {self.what}"
-            job = attempt.user_attrs.get(JOB)
-            if job is not None and (job not in self._jobs or attempt.number <= self._jobs[job].number):
-                # The job search:N is created when there are at least N jobs. In a journal without the line that
-                # created an attempt, all later attempts have other numbers.
-                is_new = job not in self._jobs
-                if is_new and job.startswith("search:") and int(job.removeprefix("search:")) > count:
-                    raise InputError(f"{self.what} has lost a trial before trial {attempt.number}; {RESTORE}")
-                count += is_new and not job.startswith("retry:")
-                self._jobs[job] = attempt
-            change = _change_of(attempt, self.digests) if suspects else ""
-            if change and attempt.number in suspects:
-                raise InputError(f"{what} was changed in its store: {change}; {RESTORE}")
-            if attempt.state in WITH_RESULT:
-                about = attempt.user_attrs
-                has_digest = CHECKED in about or DIGEST in about
-                if has_digest and about.get(DIGEST) != _digest_of(attempt, attempt.state, attempt.values):
-                    raise InputError(f"{what} was changed after it had ended; {RESTORE}")
-            if not change:
-                self._checked[attempt.number] = attempt
-        return attempts
-
-    def _unchecked(self, attempts: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Return the attempts that are new or have changed since the last read, ordered by number."""
-        found = [attempt for attempt in attempts if self._checked.get(attempt.number) is not attempt]
-        return sorted(found, key=lambda attempt: attempt.number)
-
-    @property
-    def first_attempts(self) -> int:
-        """The number of trials that have been started, as of the last read of ``attempts``."""
-        return sum(not job.startswith("retry:") for job in self._jobs)
+            # loss. Only an attempt that two reads show like this was changed.
+            if again := suspects & changes.keys():
+                at = min(again)
+                raise InputError(f"trial {at} of {self.what} was changed in its store: {changes[at]}; {RESTORE}")
+            suspects |= changes.keys()
+        for number, attempt in new.items():
+            about, job = attempt.user_attrs, str(attempt.user_attrs.get(JOB, ""))
+            # The job search:N is created when there are at least N jobs. In a journal without the line that created
+            # an attempt, all later attempts have other numbers.
+            if job.startswith("search:") and job not in log.jobs and int(job.removeprefix("search:")) > log.started:
+                raise InputError(f"{self.what} has lost a trial before trial {number}; {RESTORE}")
+            has_digest = attempt.state in WITH_RESULT and (CHECKED in about or DIGEST in about)
+            if has_digest and about.get(DIGEST) != _digest_of(attempt, attempt.state, attempt.values):
+                raise InputError(f"trial {number} of {self.what} was changed after it had ended; {RESTORE}")
+            log.add(attempt)
+        return log
 
     @property
     def trials(self) -> list[StoredTrial]:
-        return self.trials_of(self.attempts)
-
-    def trials_of(self, attempts: Sequence[FrozenTrial]) -> list[StoredTrial]:
-        """Return the trials of the ``attempts`` (:func:`trials_of` with the caches of this study)."""
-        return trials_of(attempts, self.axes, self._finished, self._jobs)
+        """All trials of the study, in the order of their first attempts."""
+        return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
         """Create the attempt of a request, and return (number, point). ``sampler`` draws a missing point.
@@ -212,8 +199,7 @@ class StoredStudy:
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)
-        self.attempts  # noqa: B018 - reads the job of the new attempt
-        if self._jobs[request.job].number != number:  # a duplicate
+        if self.read().jobs[request.job] != number:  # a duplicate
             self.close(number)
             return None
         if request.point is not None:
@@ -249,11 +235,11 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Let the trials whose last attempts ``numbers`` have failed run again, as if no attempt had failed. A trial
-        is given back once only. Return how many are."""
-        attempts = self.attempts
-        before = {each.user_attrs[RETRY_OF] for each in attempts if GIVEN_BACK in each.user_attrs}
-        trials = [trial for trial in self.trials_of(attempts) if trial.number in numbers]
+        """Let the trials whose last attempts have these ``numbers`` run again, as if no attempt had failed. Leave out
+        trials that were given back before. Return the number of trials given back."""
+        log = self.read()
+        before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
+        trials = [trial for trial in log.trials.values() if trial.number in numbers]
         again = [trial for trial in trials if trial.origin not in before]
         for trial in again:
             self._add(trial.retry, TrialState.FAIL, {OWNER: owner, RELEASED: True, GIVEN_BACK: True})
@@ -316,47 +302,57 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
     return [*means, *last]
 
 
-def trials_of(
-    attempts: Sequence[FrozenTrial],
-    axes: Axes,
-    finished: dict[int, StoredTrial] | None = None,
-    jobs: Mapping[str, FrozenTrial] | None = None,
-) -> list[StoredTrial]:
-    """Return the trials to which ``attempts`` belong, in the order of their first attempts.
+class TrialLog:
+    """The attempts that were read from a store, and the trials to which they belong.
 
-    Left out are trials that ended before their point was drawn completely, and attempts of other programs.
-
-    Args:
-        finished: a cache of trials with a result, by the number of their last attempt.
-        jobs: the result of :func:`jobs_of`, if it is known.
+    Trials that ended before their point was drawn completely, and attempts of other programs, are no trials here.
     """
-    jobs = jobs_of(attempts) if jobs is None else jobs
-    finished = {} if finished is None else finished
-    found = []
-    for first in sorted(attempts, key=lambda attempt: attempt.number):
-        known = finished.get(first.number)
-        if known is not None and known.origin == first.number:
-            found.append(known)
-            continue
+
+    def __init__(self, axes: Axes) -> None:
+        self.attempts: dict[int, FrozenTrial] = {}  # by number
+        self.jobs: dict[str, int] = {}  # the number of each job's attempt; of duplicates, the lowest number counts
+        self.started = 0  # the number of jobs that are no retries
+        self.trials: dict[int, StoredTrial] = {}  # by the number of the first attempt, in the order of these numbers
+        self._axes = axes
+        self._origins: dict[str, int] = {}  # by the job of a retry: the number of the first attempt
+
+    def add(self, attempt: FrozenTrial) -> None:
+        """Add an attempt that is new or has changed. New attempts are added in the order of their numbers."""
+        number, job = attempt.number, attempt.user_attrs.get(JOB)
+        self.attempts[number] = attempt
+        if job is not None and job not in self.jobs:
+            self.jobs[job] = number
+            self.started += not job.startswith("retry:")
+        origin = self._origins[f"retry:{number}"] = self._origins.get(job or "", number)
+        if trial := self._trial(self.attempts[origin]):
+            self.trials[origin] = trial
+        else:
+            self.trials.pop(origin, None)
+
+    def _trial(self, first: FrozenTrial) -> StoredTrial | None:
+        """Return the trial that begins with the attempt ``first``; None if none does."""
         job = first.user_attrs.get(JOB)
-        begins = job is None or (jobs[job] is first and not job.startswith("retry:"))
-        drawn = len(first.params) == len(axes.start) or first.state is TrialState.RUNNING
+        begins = job is None or (self.jobs[job] == first.number and not job.startswith("retry:"))
+        drawn = len(first.params) == len(self._axes.start) or first.state is TrialState.RUNNING
         if not (begins and drawn and OWNER in first.user_attrs):
-            continue
+            return None
         last, deaths, spans = first, 0, [_span(first)]
         while last.state is TrialState.FAIL:
             deaths = 0 if GIVEN_BACK in last.user_attrs else deaths + (not last.user_attrs.get(RELEASED, False))
-            following = jobs.get(f"retry:{last.number}")
-            if following is None:
+            if (following := self.jobs.get(f"retry:{last.number}")) is None:
                 break
-            last = following
+            last = self.attempts[following]
             spans.append(_span(last))
         whole = tuple(span for span in spans if span is not None)
-        trial = finished.get(last.number) or replace(_trial_of(first, last, deaths, axes), spans=whole)
-        if last.state in WITH_RESULT:
-            finished[last.number] = trial
-        found.append(trial)
-    return found
+        return replace(_trial_of(first, last, deaths, self._axes), spans=whole)
+
+
+def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
+    """Return the trials to which ``attempts`` belong, in the order of their first attempts."""
+    log = TrialLog(axes)
+    for attempt in sorted(attempts, key=lambda attempt: attempt.number):
+        log.add(attempt)
+    return list(log.trials.values())
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
@@ -408,11 +404,6 @@ def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) ->
     )
 
 
-def _ours(attempt: FrozenTrial) -> bool:
-    """Return whether leaven created an attempt, even if its user attributes were removed."""
-    return OWNER in attempt.user_attrs or TICKET in attempt.system_attrs
-
-
 def _change_of(attempt: FrozenTrial, digests: bool) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
@@ -426,7 +417,8 @@ def _change_of(attempt: FrozenTrial, digests: bool) -> str:
         f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and attempt.values is not None,
         "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and attempt.values is None,
     }
-    return next((change for change, found in changes.items() if found and _ours(attempt)), "")
+    ours = OWNER in attributes or TICKET in attempt.system_attrs  # its user attributes may have been removed
+    return next((change for change, found in changes.items() if found and ours), "")
 
 
 def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
@@ -440,15 +432,6 @@ def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] 
 
 def _digest(document: Any) -> str:
     return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def jobs_of(attempts: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the attempt of each job. Of duplicates, the one with the lowest number counts."""
-    jobs: dict[str, FrozenTrial] = {}
-    for attempt in sorted(attempts, key=lambda attempt: attempt.number):
-        if JOB in attempt.user_attrs:
-            jobs.setdefault(attempt.user_attrs[JOB], attempt)
-    return jobs
 
 
 def distributions(axes: Axes) -> dict[str, BaseDistribution]:
@@ -529,19 +512,20 @@ def join_study(
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
     for key, value in here.items():
-        if key not in there:
+        if key not in there and key not in ADDED:
             raise InputError(f"{what} has no {key}, so another program created it; {instead}")
-        if there[key] != value:
-            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
+        if there.get(key, value) != value:
+            other = "other" if key in ADDED else "another"
+            raise InputError(f"{what} has {other} {key}: {_difference(there[key], value)}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    known = replace(axes, expected=expected, earlier=earlier)
+    known = replace(axes, expected=expected, earlier=_reordered(earlier, list(there["space"]), list(axes.limits)))
     return StoredStudy(store, study, known, noise, what, digests)
 
 
 def random_id(attributes: Mapping[str, Any]) -> str:
-    """Return the random id in the user attributes of a study; "" in a study of an older version."""
+    """Return the random id in the user attributes of a study; "" if it has none."""
     settings = attributes.get(ABOUT)
     return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
 
@@ -567,6 +551,15 @@ def _knowledge(
         {key: (optimum, deviation) for key, (optimum, deviation) in settings.get(EXPECTED, {}).items()},
         earlier and EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"]),
     )
+
+
+def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
+    """Return the earlier trials with columns in the order ``names`` of this command. In the study they have the order
+    ``stored``, in which the command that began it named the values."""
+    if earlier is None:
+        return None
+    columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
+    return replace(earlier, points=earlier.points[:, columns])
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:

@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection, ExceptionContext
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
-BUSY_SECONDS = 60  # how long SQLite waits while another process writes
+LOOK_SECONDS = 1.0  # between calls of ``waited`` in a pause
+# How long SQLite, or a call of a journal, waits for a lock before ``waited`` is called. SQLite waits in C, where no
+# signal is handled.
+BUSY_SECONDS = 1.0
+LOCK_SECONDS = 3.0
 OPENINGS = 20  # attempts to open a new database while other processes create its tables
 NEW_DATABASE = 2**20  # bytes; a new database with its tables and journal takes less
-LOCK_SECONDS = 30  # how long to wait for a lock; a process that holds it longer is suspended or has lost its disk
 SECOND_LOOK = 1.0  # seconds until a damaged line of a journal is read again
 GRACE_SECONDS = 3  # an older lock of Optuna counts as left by a killed process
 # The first bytes of a journal, whose first record creates a study (op code 0), and of a database.
@@ -77,7 +80,8 @@ def open_store(
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory. A storage that already retries its calls is returned unchanged.
-        waited: called after each failed attempt with the seconds since the first one. If it raises, the retries end.
+        waited: called after each failed attempt, and every second until the next one, with the seconds since the
+            call began. If it raises, the retries end.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
@@ -93,7 +97,7 @@ def open_store(
     if isinstance(where, Path) or "://" not in where:
         return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
     url = _url(where)
-    return Patient(_database(url), _name(url), waited, patience_seconds)
+    return Patient(_database(url, waited, patience_seconds), _name(url), waited, patience_seconds)
 
 
 def exists(where: str | Path) -> bool:
@@ -141,8 +145,8 @@ def _name(url: "URL") -> str:
     return plain.render_as_string(hide_password=True)
 
 
-def _database(url: "URL") -> BaseStorage:
-    """Open Optuna's storage in a database, retrying while another process creates the tables."""
+def _database(url: "URL", waited: Callable[[float], None], patience_seconds: float) -> BaseStorage:
+    """Open Optuna's storage in a database, retrying while another process creates the tables or locks the file."""
     from optuna.storages import RDBStorage, _CachedStorage
     from optuna.storages._rdb import models
     from sqlalchemy import event
@@ -169,18 +173,26 @@ def _database(url: "URL") -> BaseStorage:
         raise InputError(f"{_name(url)} cannot be created: its disk is full; make room, or use another folder")
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {"pool_pre_ping": True}
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
-    for left in reversed(range(OPENINGS)):
+    began, left = time.monotonic(), OPENINGS
+    while True:
         try:
             storage = Database(text, engine_kwargs=options)
             break
         except ImportError:
             raise InputError("the driver for PostgreSQL is missing; run pip install 'leaven[postgresql]'") from None
         except (SQLAlchemyError, StorageInternalError) as error:
-            raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
-            if not (raced and left):
+            raced = isinstance(error, IntegrityError) or "already exists" in str(error)
+            left -= raced
+            if not left or not (raced or "is locked" in str(error)):
                 raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
+            passed = time.monotonic() - began
+            if passed > patience_seconds:
+                raise StoreGone(
+                    f"{_name(url)} has been locked for {passed:.0f} seconds; run the same command again later"
+                ) from None
         except RuntimeError as error:  # Optuna refuses tables of another version
             raise InputError(f"{_name(url)}: {error}") from None
+        waited(passed)
         time.sleep(random.uniform(0.05, 0.5))
     if not lite:
         event.listen(storage.engine, "handle_error", _leave_read_only)
@@ -296,7 +308,7 @@ def open_journal(path: Path) -> JournalStorage:
                     f"{path}: line {damaged[0]} is damaged; restore the file from a backup, or keep only the lines "
                     f"before it: head -n {damaged[0] - 1}"
                 )
-        return JournalStorage(Journal(str(path)))
+        return JournalStorage(Journal(path))
     except InputError:
         raise
     except OSError as error:
@@ -316,17 +328,32 @@ class Journal(JournalFileBackend):
     """Optuna's journal in a file, which stays readable after an interrupted write.
 
     A write first removes an incomplete last line. Reading or writing a missing file is an error, because the old file
-    may be on a disk that is not mounted at the moment.
+    may be on a disk that is not mounted at the moment. So is another journal in its place: somebody may move or
+    remove the folder of a study and begin another one there, while an earlier command still runs.
     """
 
-    def _require_length(self) -> None:
-        """Raise OSError if the file is missing, or has become shorter than what was read of it."""
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._first = b""  # the first line, once there is one; it has a random id
+
+    def _require_same(self) -> None:
+        """Raise OSError if the file is missing, or has become shorter than what was read of it, and InputError if it
+        is another journal."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
-        if os.stat(self._file_path).st_size < read:
+        with storage.open_file(self._file_path) as file:
+            first, size = file.readline(), os.fstat(file.fileno()).st_size
+        whole = first.startswith(RECORD) and first.endswith(b"\n")
+        if whole and self._first not in {b"", first}:
+            raise InputError(
+                f"{self._file_path} is now the journal of another study, so this command has ended; if you moved its "
+                "own study, run the same command again with the new folder"
+            )
+        if size < read or (self._first and not whole):
             raise OSError(errno.EIO, "an older copy has replaced the file", self._file_path)
+        self._first = first if whole else b""
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
-        self._require_length()
+        self._require_same()
         try:
             yield from super().read_logs(log_number_from)
         except ValueError as error:  # old content of a network disk, or a line that was cut off: read again
@@ -334,7 +361,7 @@ class Journal(JournalFileBackend):
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         path = Path(self._file_path)
-        self._require_length()
+        self._require_same()
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
         # A power cut may lose a running trial. The line that ends a trial flushes its other lines, too.
         sync = not all(log["op_code"] in RUNNING for log in logs)
@@ -345,6 +372,7 @@ class Journal(JournalFileBackend):
             _remove_dead_link(Path(optunas._lock_file))
             optunas.acquire()
             try:
+                self._require_same()
                 # This may remove an incomplete line. No reader has used it, because Optuna reads complete lines only.
                 storage.append(path, lines, sync=sync, create=False)
             finally:
@@ -381,7 +409,7 @@ class _Waiting:
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
         """Return the result of ``call(again)``, which is retried while the store is unreachable."""
-        since, pause, again = None, FIRST_PAUSE, False
+        since, pause, again = time.monotonic(), FIRST_PAUSE, False
         while True:
             try:
                 return call(again)
@@ -393,16 +421,17 @@ class _Waiting:
                         raise InputError(f"{self._name} cannot be used: {_reason(error)}") from error
                     raise
                 now = time.monotonic()
-                since = now if since is None else since
                 if now - since >= self._patience:
                     raise StoreGone(
                         f"{self._name} has been unreachable for {now - since:.0f} seconds ({_reason(error)}); "
                         "run the same command again when it is back, to resume"
                     ) from error
-                self._waited(now - since)
             # Random, so that not all commands return to a server at once.
-            left = since + self._patience - now
-            time.sleep(min(left, pause * random.uniform(0.5, 1.5)))
+            until = min(since + self._patience, now + pause * random.uniform(0.5, 1.5))
+            self._waited(now - since)
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, LOOK_SECONDS))
+                self._waited(time.monotonic() - since)
             pause, again = min(2 * pause, LONGEST_PAUSE), True
 
     def _damage(self, error: Exception) -> InputError:

@@ -77,7 +77,7 @@ from leaven.tuning.service.search_plan import (
     known_trials,
 )
 from leaven.tuning.service.stored_study import RESTORE, join_study, random_id
-from leaven.tuning.service.stores import LOCK_SECONDS, StoreGone, exists, open_store
+from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
@@ -85,9 +85,14 @@ CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another
 # Names in the folder of a study that was killed before it wrote study.json.
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
+_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json, all of which takes long to decode
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
-NOTE_AFTER = 5.0  # after so many seconds without the store, the screen says so, and a stopping command gives up
-SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
+# After so many seconds without the store, the screen says so, and a command that is to stop no longer waits for it.
+NOTE_AFTER = 5.0
+NOTE_EVERY = 10.0  # seconds until the screen says so again
+LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
+# The largest share of the time that is spent on writing study.json. With thousands of trials, this takes seconds.
+SAVING = 0.1
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
@@ -161,9 +166,10 @@ class BaseStudy(ABC):
         self._stalled = False  # whether the search ended early because some rounds gained less than the noise
         self.nothing = ""  # why :meth:`run` found no best point; empty if it found one
         self._screen: Screen = NoScreen()
+        self._note: Callable[[str], None] = lambda text: None
         self._stop: Callable[[], bool] = lambda: False
         self._ready: Callable[[], bool] = lambda: True  # whether a trial may begin
-        self._next_save = 0.0  # by time.monotonic()
+        self._next_save = self._next_note = 0.0  # by time.monotonic()
         self._noted: set[str] = set()
         self._check_folder()
 
@@ -190,6 +196,10 @@ class BaseStudy(ABC):
             try:
                 changes = self.space.changes_since(centre)
             except InputError as error:
+                saved = _saved(out)
+                if saved and bool(saved.get("command")) != bool(self._about.get("command")):
+                    kind = "command" if saved.get("command") else "recipe"
+                    raise InputError(f"{self.out} has a study over a {kind}; use another --study or --out") from None
                 raise InputError(f"{error}; if it is damaged, remove it, and this command writes it again") from None
             if changes:
                 kind = self.space.kind
@@ -201,6 +211,11 @@ class BaseStudy(ABC):
             and not all(any(fnmatch(entry.name, name) for name in own) for entry in self.out.iterdir())
         ):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
+
+    def told(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
+        """Use ``note`` and ``stop`` until :meth:`run`, so that a locked store is not waited for in silence."""
+        self._note, self._stop = note, stop
+        return self
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -249,7 +264,8 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Open the store, and require that it has the study ``saved_id`` and the trials ``ended`` of study.json."""
+        """Return the store. Raise InputError if it lacks the study ``saved_id`` or the trials ``ended``, which
+        study.json has."""
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended, ended)
@@ -288,7 +304,7 @@ class BaseStudy(ABC):
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
-        """Require that the store has the results of study.json, (state, loss) by number.
+        """Raise InputError unless the store has the results ``saved`` in study.json: (state, loss) by number.
 
         A copy of a study in which further trials were run has the same id, but other losses.
         """
@@ -305,8 +321,14 @@ class BaseStudy(ABC):
             if trial is not None and trial.loss != loss:
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
 
+    def _require_own_folder(self) -> None:
+        """Raise InputError if another study has replaced the folder while this command runs."""
+        with suppress(OSError):
+            if found := _ID.search(read(self.out / "study.json")):
+                self._require_same_study(found[1].decode(), self._stored.random_id)
+
     def _require_same_study(self, saved_id: str, stored_id: str) -> None:
-        """Raise InputError if study.json and the store have different ids. Studies of older versions have none."""
+        """Raise InputError if study.json and the store have different ids. An empty id is not compared."""
         if saved_id and stored_id and saved_id != stored_id:
             raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
 
@@ -330,7 +352,7 @@ class BaseStudy(ABC):
         )
 
     def _waited(self, seconds: float) -> None:
-        """After ``NOTE_AFTER``, tell the user that the store is unreachable. Raise StoreGone if the user stops."""
+        """After ``NOTE_AFTER``, tell the user that the store cannot be used. Raise StoreGone if the user stops."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -338,7 +360,9 @@ class BaseStudy(ABC):
                 f"stopped after the store had been unreachable for {seconds:.0f} s; "
                 "run the same command again to resume"
             )
-        self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
+        if (now := time.monotonic()) >= self._next_note:
+            self._next_note = now + NOTE_EVERY
+            self._note(f"the store has been unreachable for {seconds:.0f} s; waiting")
 
     def run(
         self,
@@ -371,6 +395,7 @@ class BaseStudy(ABC):
                 results cannot be written.
         """
         self._screen, self._stop = screen or NoScreen(), stop
+        self._note = self._screen.note
         at_once = workers * self.stack
         if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / LEAST_ROUNDS):
             self._screen.note(
@@ -379,9 +404,10 @@ class BaseStudy(ABC):
             )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
+        ready = self._may_begin
         with (
             self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack, self._ready) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack, ready) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
@@ -408,8 +434,15 @@ class BaseStudy(ABC):
         """Raise InputError if there is no budget, or if even the coarsest grid does not fit into the budget."""
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
+    def _may_begin(self) -> bool:
+        """Return whether a trial may begin. Raise InputError if the folder is that of another study now."""
+        self._require_own_folder()
+        return self._ready()
+
     def _remove_checkpoints(self) -> None:
-        """Remove the checkpoints of trials that have ended."""
+        """Remove the checkpoints of trials that have ended. Raise InputError if the folder is that of another study
+        now."""
+        self._require_own_folder()
         ended = {trial.origin for trial in self._stored.trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.out / CHECKPOINTS):
             if origin in ended:
@@ -472,9 +505,14 @@ class BaseStudy(ABC):
     def _write(self) -> StudyDocument:
         self._require_same_study(self._saved_results()[0], self._stored.random_id)
         try:
-            return write_results(self.out, self.space, self.state(), self._note_once)
+            state = self.state()
+            return write_results(self.out, self.space, state, self._note_once, self._inputs(state))
         except OSError as error:
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
+
+    def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
+        """Return the texts of the files that the best command reads, by their paths in the study's folder."""
+        return {}
 
     def _note_once(self, text: str) -> None:
         if text not in self._noted:
@@ -483,27 +521,41 @@ class BaseStudy(ABC):
 
 
 def write_results(
-    out: Path, space: SearchSpace, state: StudyDocument, note: Callable[[str], None] = lambda text: None
+    out: Path,
+    space: SearchSpace,
+    state: StudyDocument,
+    note: Callable[[str], None] = lambda text: None,
+    inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json and, if there is a best point, best.toml and fewest.toml (none if ``state.fewer`` is None).
-    Return the document in study.json.
+    """Write study.json. If there is a best point, also write best.toml and, unless ``state.fewer`` is None,
+    fewest.toml. Return the document in study.json.
 
-    If a user has edited one of the recipes, it stays while the answer is the same. Before another answer is written,
-    it is moved aside. ``note`` says so.
+    A file that the user has edited, or replaced by a link, stays while the answer is the same. It is moved aside
+    before another answer is written. ``note`` tells the user.
+
+    Args:
+        inputs: the texts of further files for the best point, by their paths in ``out``, which are treated in the
+            same way.
     """
     before, written = _saved(out), dict[str, str]()
-    # Without digests, as in a study of an older version, every file counts as edited.
+    # Without digests, as with a damaged study.json, every file counts as edited.
     known: dict[str, str] = before["written"] if isinstance(before.get("written"), dict) else {}
-    recipes = () if state.best is None else (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True))
-    for file, key, fewest in recipes:
-        path, point = out / file, state.fewer if fewest else state.octaves
-        there = _digest_on_disk(path)
+    answers: list[tuple[str, str, str | None]] = []  # name, field of the point in the document, text
+    if state.best is not None:
+        for file, key, fewest in (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True)):
+            text, point = None, state.fewer if fewest else state.octaves
+            if point is not None:
+                text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
+            answers.append((file, key, text))
+        answers += [(file, "octaves", text) for file, text in (inputs or {}).items()]
+    for file, key, text in answers:
+        path = out / file
+        there = "a link" if path.is_symlink() else _digest_on_disk(path)
         edited = there is not None and there != known.get(file)
-        if point is None:  # remove the file of an earlier answer
+        if text is None:  # remove the file of an earlier answer
             if not edited:
                 path.unlink(missing_ok=True)
             continue
-        text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
         digest = _digest(text.encode(errors="replace"))
         if edited and there != digest:
             if before.get(key) == getattr(state, key):
@@ -513,6 +565,8 @@ def write_results(
             moved = next(new for k in count(1) if not (new := out / f"{file}.{k}").exists())
             path.rename(moved)
             note(f"{path} was edited; it is now {moved}, because the search has another answer")
+        if inputs:
+            make_folder(path.parent)
         write_text(path, text)
         written[file] = digest
     state = state.model_copy(update={"written": written})
@@ -530,14 +584,16 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return the digest of a file; None if it is missing or no file that leaven writes. Raise OSError if its disk is
+    """Return the digest of a file, None if it is missing, or why it cannot be read. Raise OSError if its disk is
     away."""
     try:
         return _digest(read(path))
+    except FileNotFoundError:
+        return None
     except OSError as error:
         if error.errno in AWAY:
             raise
-        return None
+        return str(error)
 
 
 def _digest(content: bytes) -> str:

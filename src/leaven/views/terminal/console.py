@@ -14,13 +14,16 @@ from rich.segment import Segment
 from rich.text import Text
 
 from leaven.errors import shown
+from leaven.views.tables import LABEL
 
 NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class _Stream:
-    """A stream of text for which a terminal that is gone is a broken pipe. With ``forgiving``, other errors, such as
-    a full disk, end no command: the stream keeps what it could not write."""
+    """A text stream that raises BrokenPipeError if its terminal is gone.
+
+    With ``forgiving``, it ignores other errors, such as a full disk: what it could not write stays in its buffer.
+    """
 
     def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
         self._stream, self._forgiving = stream, forgiving
@@ -62,7 +65,7 @@ class SafeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Drop all later output, because the program that read it has ended, or the terminal was closed.
 
-        A command goes on without its progress, warnings and errors, and ends without its results.
+        Without standard error, the command goes on. Without standard output, BrokenPipeError ends it.
         """
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -101,7 +104,7 @@ def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> N
 
 def next_lines(commands: Sequence[str]) -> list[str]:
     """Return the lines that show the commands to type next, and how to choose other GPUs."""
-    lines = [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]
+    lines = [f"{'' if number else 'next':<{LABEL}}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
-        lines.insert(0, f"{'hardware':<11}for other GPUs, change --gpus; leaven hardware lists the names")
+        lines.insert(0, f"{'hardware':<{LABEL}}for other GPUs, change --gpus; leaven hardware lists the names")
     return lines

@@ -31,7 +31,7 @@ def wrote(path: Path, recipe: Recipe) -> str:
 
 
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]]) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven new``: how each value was chosen, and then the files."""
+    """Yield the screen of ``leaven new``: how each value was chosen, the training time with --time, and the files."""
     yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
     if fit := document.fit:
         tuning = "; tuning the proxy takes additional time" if document.proxy else ""

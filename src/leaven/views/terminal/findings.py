@@ -8,20 +8,20 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from leaven.catalogue.runs import find_run, listed
+from leaven.catalogue.runs import find_run
 from leaven.documents.catalogue import FindingRow, RecipeCheck
-from leaven.recipe.units import format_number, format_parameters, format_quantity
+from leaven.recipe.units import format_number, format_parameters, format_quantity, listed
 from leaven.views.tables import Facts, under
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2
-_MOST = 4  # largest number of run ids in a line; --json prints all ids
+_MOST = 4  # largest number of run ids in a line; --json has all of them
 
 
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[RenderableType]:
     """Yield the findings, and then the conclusion. ``width`` is the width of the terminal in characters.
 
-    ``chosen`` has the paths of values with a reason in the recipe. A note about them does not suggest a change.
+    ``chosen`` has the paths of the values for which the recipe has a reason. Notes about these suggest no change.
     """
     size, tokens = format_parameters(check.params, check.params_active), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size}, {tokens} tokens; values after the scaling rule")
@@ -49,7 +49,7 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
 
 
 def written(value: Any) -> str:
-    """Return a value as it is typed in ``--set``. For None, return "", with which ``--set`` removes a value."""
+    """Return a value as it is typed after ``--set KEY=``. None is "", with which ``--set`` removes a value."""
     match value:
         case None:
             return ""
@@ -95,5 +95,5 @@ def _range(one: FindingRow) -> str:
 
 def _ids(ids: Sequence[str]) -> str:
     if len(ids) <= _MOST:
-        return listed(ids).replace(" or ", " and ")
+        return listed(ids, "and")
     return f"{', '.join(ids[:_MOST])} and {len(ids) - _MOST} more"

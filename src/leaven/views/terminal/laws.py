@@ -146,7 +146,7 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Describe a batch size: ratios to the laws' batch sizes, cost, and the rules for the lr at this batch."""
+    """Return lines about a batch size: its ratios to the laws' batch sizes, its cost, and rules for its lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -176,7 +176,7 @@ def _spreads(
 ) -> Facts:
     """Return lines with the median and range of each quantity that the laws predict.
 
-    The first line has the model sizes N with which the laws were evaluated, which depend on what a law counts.
+    The first line has the model sizes N that the laws used: some count only a part of the embeddings, or none.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
@@ -219,7 +219,7 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Describe the values that laws predict for ``key``: their median and range.
+    """Return the median and the range of the values that laws predict for ``key``, a field of the rows, as text.
 
     If only some laws extrapolate, the range over the other laws follows.
     """

@@ -53,7 +53,7 @@ class LiveScreen(Progress):
         self.line(self.table.line(cells))
 
     def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
-        """Set the progress bar ``name``, and return the text to its right: ``left``, or the remaining time."""
+        """Set the progress bar ``name``, and return the text to its right: ``left``, or by default the time left."""
         if name not in self._bars:
             self._bars[name] = self.add_task(name, total=total, completed=int(done), left="")
         task = self._bars[name]

@@ -10,8 +10,8 @@ from leaven.planning.arrangement import Arrangement
 from leaven.planning.explain import part_name
 from leaven.planning.layouts import EQUAL
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
-from leaven.recipe.units import format_quantity, format_seconds
-from leaven.views.numbers import LEAST_GIB, costs, duration
+from leaven.recipe.units import format_parameters, format_quantity, format_seconds
+from leaven.views.numbers import LEAST_GIB, costs, duration, published_range
 from leaven.views.tables import Cell, Column, Fact, Facts, Table, under
 
 ALTERNATIVES = 3
@@ -23,6 +23,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         ("layout", str(Arrangement.read(plan.layout)).split(" · ")),
         (f"memory / {plan.cost.device}", _memory(plan)),
         ("speed", _speed(plan)),
+        *([("range", of_time)] if (of_time := published_range(plan)) else []),
         ("time", _time(plan)),
         ("budget", [format_seconds(86_400 * plan.days), *costs(plan.cost), f"on {plan.cluster}"]),
         ("ramp", _ramp(plan)),
@@ -30,8 +31,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
     ]
     has_experts = plan.params_active != plan.params
     if has_experts:
-        sizes = (plan.params, "parameters"), (plan.params_active, "used by a token")
-        facts.insert(0, ("model", [f"{format_quantity(number)} {what}" for number, what in sizes]))
+        facts.insert(0, ("model", [format_parameters(plan.params, plan.params_active)]))
     if plan.untrained is not None:
         untrained = "leaven can plan and export this layout, but not train it"
         facts.append(("not trained", [_alternative(plan.untrained, plan), untrained]))
@@ -68,7 +68,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 
 
 def _time(plan: PlanDocument) -> list[Cell]:
-    """Return each part of a step with its share of the step's time, as text. Shares up to 0.5% are left out."""
+    """Return each part of a step with its share of the step's time. Parts of at most 0.5% are left out."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
     return [f"{part_name(part, plan.layout['ep'])} {share:.0%}" for part, share in shares.items() if share > 0.005]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from leaven.documents.runs import RuleDocument, ShowDocument, Totals
+from leaven.documents.runs import RuleDocument, ShowDocument
 from leaven.recipe.init_std import COMPARED, INITS
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_parameters
 from leaven.views import numbers
 from leaven.views.parameters import LayerGroup, groups
 from leaven.views.tables import Column, Fact, Facts, Table
@@ -42,22 +42,16 @@ _PARAMETERS = (
 
 
 def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a table of every parameter's values. Neighbouring layers with equal values share a row."""
+    """Yield a recipe's size and scale, and a table with a row for each parameter of layers with equal values."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
+    size = format_parameters(shown.totals.params, shown.totals.params_active)
     yield Facts(
         [
-            (shown.name, (_size(shown.totals), f"rule {shown.rule}")),
+            (shown.name, (size, f"rule {shown.rule}")),
             ("", (f"{scale} of the base",)),
         ]
     )
     yield Table.of(_PARAMETERS, groups(shown.parameters))
-
-
-def _size(totals: Totals) -> str:
-    text = f"{format_quantity(totals.params)} parameters"
-    if totals.params_active == totals.params:
-        return text
-    return f"{text} · {format_quantity(totals.params_active)} used by a token"
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:

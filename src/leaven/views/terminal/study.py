@@ -34,7 +34,7 @@ class TuneScreen(LiveScreen):
     """The live screen of a study: a row for each trial that has ended, and below the rows the running trials.
 
     Trials of other ``leaven tune`` commands that share the study are shown, too. Methods may be called from several
-    threads. ``trials``, ``flops`` and ``hours`` are the budget.
+    threads. ``trials``, ``flops`` and ``hours`` are the budget; ``stack`` is how many trials a worker trains at once.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class TuneScreen(LiveScreen):
 
     def _status(self) -> Iterator[RenderableType]:
         usual, now = self._usual(), time.time()
-        of = "" if usual is None else f" of {format_seconds(usual)}"
+        expected = "" if usual is None else f" of {format_seconds(usual)}"
         at_work = [
-            f"{worker} trial {number} {format_seconds(now - since)}{of}"
+            f"{worker} trial {number} {format_seconds(now - since)}{expected}"
             for number, (worker, since) in sorted(self._running.copy().items())
         ]
         at_work += [
@@ -140,7 +140,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median time in seconds of the trials that have ended, including diverged and pruned trials."""
+        """Return the median seconds of the ended trials, also of diverged and pruned ones, or None without any."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -149,7 +149,7 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Return the estimated time until the first limit of the budget (trials, FLOPs or hours), as text, or ""."""
+        """Return the estimated time until the budget (trials, FLOPs or hours) is used up, as text, or ""."""
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
@@ -192,7 +192,7 @@ def _ended(state: StudyDocument) -> list[StudyTrial]:
 
 
 def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
-    """Yield a line for each searched hyperparameter whose best value scaling laws predict."""
+    """Yield a line for each searched hyperparameter for which scaling laws predict the best value."""
     for each in dimensions:
         if each.expected and isinstance(each.centre, float):
             value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]

@@ -17,10 +17,10 @@ from leaven.views.terminal.live import LiveScreen
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
 
-SLOW = 1.5  # a rank is reported as slow if its time is more than this many times the median of all ranks
+SLOW = 1.5  # a rank is reported as slow if it takes more than this many times as long as the median rank
 LONGEST_SILENCE = 60.0  # seconds; if no row was printed for so long, the next step gets a row
 
-# The messages of events, by the name of the event. :q formats a quantity such as 2.5 M, and :v any other number.
+# The messages of events, by the name of the event. :q formats a count, such as 2.5 M, and :v any other number.
 EVENTS = {
     "emulated": "caution: this device only emulates {compute}, so matrix products take {emulated:.1f} times as long "
     "as in fp32; to train faster, start a new run with --set precision.compute=fp32",
@@ -33,8 +33,8 @@ EVENTS = {
     "checkpoint_failed": "the checkpoint at {tokens:q} tokens is not saved: {why}; the run continues, and older "
     "checkpoints are kept",
     "unwritten": "files cannot be written at {tokens:q} tokens: {why}; the run continues and writes them later",
-    "waits": "the run is done, and waits until it can write its last lines of metrics and events: {why}; Ctrl-C "
-    "gives them up",
+    "waits": "the run is done, and waits until it can write its last checkpoint and lines: {why}; Ctrl-C gives them "
+    "up",
     "lines_lost": "the last lines of metrics and events are lost: {why}",
     "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
     "{micro_batch}",
@@ -48,6 +48,8 @@ EVENTS = {
 
 
 class _Quantities(string.Formatter):
+    """A formatter with the formats :q and :v of :data:`EVENTS`."""
+
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec == "q":
             return format_quantity(value)
@@ -175,16 +177,18 @@ def advice(folder: Path) -> str:
 
 
 def trained(summary: TrainDocument, folder: Path) -> list[str]:
+    """Return the lines about a finished run: its losses, size and time, and its folder."""
     bits = f" ({summary.bits_per_byte:.4f} bits per byte)" if summary.bits_per_byte is not None else ""
-    noise = [f"gradient noise scale {format_quantity(summary.noise_scale)} tokens"] if summary.noise_scale else []
+    more = []
     if summary.averaged_loss is not None:
-        noise.insert(
-            0, f"{summary.averaged_loss:.4f} nats per token with the averaged weights (export them with --averaged)"
-        )
+        averaged = f"{summary.averaged_loss:.4f} nats per token with the averaged weights"
+        more.append(f"{averaged} (export them with --averaged)")
+    if summary.noise_scale:
+        more.append(f"gradient noise scale {format_quantity(summary.noise_scale)} tokens")
     return [
         f"{summary.loss:.4f} nats per token{bits} on validation after {format_quantity(summary.tokens)} tokens, "
         f"{summary.steps:,} steps, {format_seconds(summary.seconds)}",
-        *noise,
+        *more,
         f"run folder {folder}",
     ]
 
