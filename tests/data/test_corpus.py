@@ -325,9 +325,14 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "lost+found" / "a.txt").write_text("no text")
     assert [part.key for part in opened(pattern).parts] == ["a/a.txt", "b/a.txt"]
     (tmp_path / "a" / "run").mkdir()  # of leaven, and no text
-    for name, line in (("events", '{"event": "start"}'), ("metrics", '{"run": "a"}'), ("x", '{"text": "a"}')):
+    for name, line in (
+        ("events", '{"event": "start", "device": "cpu", "text": "of a fingerprint", "time": 1}'),
+        ("metrics", '{"run": "a", "step": 1, "tokens": 1, "loss": 1, "grad_norm": 1}'),
+        ("runs", '{"key": "a", "loss": 1, "tokens": 1, "flops": 1}'),
+        ("x", '{"text": "a"}'),
+    ):
         (tmp_path / "a" / "run" / f"{name}.jsonl").write_text(line)
-    (tmp_path / "a" / "metrics.jsonl").write_text('{"text": "of the user"}')
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"event": "of the user", "text": "a"}')
     found = opened(f"{tmp_path}/a/**/*.[jt][sx]*").parts
     assert [part.key for part in found] == ["a.txt", "metrics.jsonl", "run/x.jsonl"]
     (tmp_path / "a" / "mount").mkdir()

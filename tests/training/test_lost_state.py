@@ -707,11 +707,32 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
         train(recipe, tokens, first.path, on_step=on_step)
 
 
-def test_checkpoints_are_not_saved_in_the_place_of_a_folder_that_is_away(
+def test_checkpoints_that_the_user_removes_do_not_stop_later_ones(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
+    run = RunFolder(tmp_path / "run")
+
+    def on_step(step: Step) -> None:
+        if step.step == 20:
+            while any(path.name.endswith(".tmp") for path in run.checkpoints.iterdir()):
+                time.sleep(0.01)
+            shutil.rmtree(run.checkpoints)
+
+    assert train(recipe, tokens, run.path, on_step=on_step).finished
+    assert checkpoints(run.checkpoints)[-1].name == f"tokens-{recipe.data.tokens:015d}"
+
+
+def test_checkpoints_are_not_saved_in_the_place_of_a_folder_that_is_away(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As if its disk had been unmounted, and mounted again while the run waits at its end."""
-    run, seen = RunFolder(tmp_path / "run"), list[str]()
+    run, seen, claim = RunFolder(tmp_path / "run"), list[str](), RunFolder.claim_checkpoints
+
+    def on_another_disk(self: RunFolder) -> None:
+        claim(self)
+        self._claimed = -1
+
+    monkeypatch.setattr(RunFolder, "claim_checkpoints", on_another_disk)
 
     def on_step(step: Step) -> None:
         if step.step == 20:

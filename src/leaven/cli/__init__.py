@@ -217,13 +217,20 @@ def error_message(error: BaseException) -> str | None:
     return _NO_PROCESS if str(error) == "can't start new thread" else usage_message(error)
 
 
+def _has_no_folder() -> bool:
+    """Return whether the current folder was removed."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
 def _message_of_system(error: OSError) -> str | None:
     """Return the message for an error of the system that the user can fix, such as a full disk, or None."""
     if isinstance(error, BlockingIOError) and not hasattr(error, "characters_written"):  # not of a full pipe
         return _NO_PROCESS
-    try:
-        os.getcwd()
-    except FileNotFoundError:
+    if _has_no_folder():
         return "the current folder was removed; type cd with a folder that exists, and run the same command again"
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""

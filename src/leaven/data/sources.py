@@ -20,6 +20,12 @@ from leaven.recipe.data import DataSource
 # easy to predict and would be half of the validation text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
+# Keys that the first line has, by the name of a file in the folder of a run or check.
+_KEYS_OF_LEAVEN = {
+    "events.jsonl": {"event", "time", "device"},
+    "metrics.jsonl": {"step", "tokens", "loss", "grad_norm"},
+    "runs.jsonl": {"key", "loss", "flops"},
+}
 _OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # folders of disks that users cannot list
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
@@ -216,10 +222,10 @@ def _matches(
 
 def _is_of_leaven(path: Path) -> bool:
     """Return whether a file has the lines of a run or check, whose folder may lie beside the text."""
-    if path.name not in {"events.jsonl", "metrics.jsonl", "runs.jsonl"}:
+    if path.name not in _KEYS_OF_LEAVEN:
         return False
     with suppress(OSError), storage.open_file(path) as file:
-        return file.read(10).startswith((b'{"event": ', b'{"run": ', b'{"step": ', b'{"key": '))
+        return (storage.json_object(file.readline(2**20)) or {}).keys() >= _KEYS_OF_LEAVEN[path.name]
     return False
 
 

@@ -180,7 +180,7 @@ class RunFolder:
         self.identity = ""  # the random identifier of the run, which is known once it has started
         self._waiting: deque[tuple[Path, bytes]] = deque()
         self._locked: LockedFolder | None = None  # once this process has locked the folder
-        self._claimed = False
+        self._claimed: int | None = None  # the device of the folder of checkpoints, once it is claimed
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
@@ -242,32 +242,34 @@ class RunFolder:
     def claim_checkpoints(self) -> None:
         """Write into the folder of checkpoints to which run it belongs. Raise InputError if another run does so at
         the same time."""
-        if self._claimed or not self.writes:
+        if self._claimed is not None or not self.writes:
             return
-        file, path = self.checkpoints / OWNER, str(self.path.resolve())
+        file, path = self.checkpoints / OWNER, os.fsencode(self.path.resolve())
         with suppress(OSError):  # without it, a later command only knows less
             self.checkpoints.mkdir(exist_ok=True)
             with suppress(FileExistsError), storage.open_to_write(file, os.O_CREAT | os.O_EXCL) as new:
-                new.write(path.encode())
+                new.write(path)
             self.require_own_checkpoints()
-            if storage.read(file) != path.encode():  # the run, or the one that was here, has moved
-                storage.write(file, path.encode())
-            self._claimed = True
+            if storage.read(file) != path:  # the run, or the one that was here, has moved
+                storage.write(file, path)
+            self._claimed = self.checkpoints.stat().st_dev
 
     def require_claimed(self) -> None:
-        """Raise OSError if the folder of checkpoints is no longer the one that :meth:`claim_checkpoints` has
-        claimed: its disk is not mounted, or it was moved."""
-        if self._claimed and not (self.checkpoints / OWNER).exists():
-            stale = os.strerror(errno.ESTALE)
-            raise OSError(errno.ESTALE, f"{stale}; it is another folder than before (is its disk mounted?)")
+        """Raise OSError if the disk is away on which :meth:`claim_checkpoints` has claimed the folder of checkpoints.
+        A folder on the same disk may be a new one: the user has removed or moved the checkpoints."""
+        if self._claimed is None or (self.checkpoints / OWNER).exists():
+            return
+        there = self.checkpoints if self.checkpoints.exists() else self.path
+        if there.stat().st_dev != self._claimed:
+            raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self) -> None:
         """Raise InputError if the folder of checkpoints is a link, and another run uses it, as after ``cp -r`` of a
         run, which copies only the link."""
         try:
-            other = Path(storage.read(self.checkpoints / OWNER).decode())
+            other = Path(os.fsdecode(storage.read(self.checkpoints / OWNER)))
             own = other == self.path.resolve() or (
-                not self._claimed
+                self._claimed is None
                 and (other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints))
             )
         except (OSError, ValueError):  # of an older version, or the run was moved
