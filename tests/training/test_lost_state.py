@@ -701,10 +701,23 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
         if step.step == 20:
             with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {first.path}, which"):
                 train(other, tokens, second.path)
-            (elsewhere / ".run").write_text(str(second.path))  # as if both had begun at once
+            (elsewhere / ".run").write_text(f"{second.path}\n{second.path.stat().st_ino}")  # as if both had begun at once
 
     with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {second.path}, which"):
         train(recipe, tokens, first.path, on_step=on_step)
+
+
+def test_a_run_goes_on_if_a_folder_above_it_is_renamed(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+
+    def on_step(step: Step) -> None:
+        if step.step == 20:
+            (tmp_path / "a").rename(tmp_path / "b")
+
+    assert train(recipe, tokens, Path("run"), on_step=on_step).finished
 
 
 def test_checkpoints_that_the_user_removes_do_not_stop_later_ones(
@@ -790,6 +803,10 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     assert train(recipe, tokens, copy.path, rewind=ManualRewind(9_216)).finished
     assert files(elsewhere) == before
     moved = run.path.rename(tmp_path / "moved")  # it is no copy: the link leads to its own checkpoints
+    shutil.copytree(moved, tmp_path / "copy of the moved one", symlinks=True)
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
+        train(recipe, tokens, tmp_path / "copy of the moved one", rewind=ManualRewind(9_216))
+    assert files(elsewhere) == before
     assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
 
 

@@ -21,7 +21,7 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.training.line_digests import LinesDigest, digest, kept_metrics
 
 LOCK = ".lock"
-OWNER = ".run"  # file in the folder of checkpoints: the path of the run folder that uses it
+OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it
 UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
@@ -244,15 +244,19 @@ class RunFolder:
         the same time."""
         if self._claimed is not None or not self.writes:
             return
-        file, path = self.checkpoints / OWNER, os.fsencode(self.path.resolve())
+        file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), self._inode())
         with suppress(OSError):  # without it, a later command only knows less
             self.checkpoints.mkdir(exist_ok=True)
             with suppress(FileExistsError), storage.open_to_write(file, os.O_CREAT | os.O_EXCL) as new:
-                new.write(path)
+                new.write(content)
             self.require_own_checkpoints()
-            if storage.read(file) != path:  # the run, or the one that was here, has moved
-                storage.write(file, path)
+            if storage.read(file) != content:  # the run, or the one that was here, has moved
+                storage.write(file, content)
             self._claimed = self.checkpoints.stat().st_dev
+
+    def _inode(self) -> int:
+        """Return the number that a folder keeps when it is moved on its disk, and that a copy does not have."""
+        return self.path.stat().st_ino
 
     def require_claimed(self) -> None:
         """Raise OSError if the disk is away on which :meth:`claim_checkpoints` has claimed the folder of checkpoints.
@@ -267,18 +271,25 @@ class RunFolder:
         """Raise InputError if the folder of checkpoints is a link, and another run uses it, as after ``cp -r`` of a
         run, which copies only the link."""
         try:
-            other = Path(os.fsdecode(storage.read(self.checkpoints / OWNER)))
-            own = other == self.path.resolve() or (
-                self._claimed is None
-                and (other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints))
-            )
-        except (OSError, ValueError):  # of an older version, or the run was moved
+            path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
+            if int(inode) == self._inode():
+                return
+        except (OSError, ValueError):  # of an older version
             return
+        other, own = Path(os.fsdecode(path)), False
+        if self._claimed is None:
+            with suppress(OSError):
+                own = other.samefile(self.path)
+            try:
+                own = own or not (other / "checkpoints").samefile(self.checkpoints)
+            except OSError:  # that run was moved or removed; a link may lead to checkpoints of a copy of it
+                own = own or not self.checkpoints.is_symlink()
         if not own:
             raise InputError(
                 f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would "
-                "change; replace the link by an empty folder, or by a copy if this run is one: "
-                f"cp -r {shlex.quote(str(other / 'checkpoints'))}/. FOLDER"
+                "change; replace the link by an empty folder, or by a copy if this run is one: cp -r "
+                f"{shlex.quote(str(self.checkpoints.resolve()))}/. FOLDER; or remove {OWNER} in it if no other run "
+                "uses it"
             )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
