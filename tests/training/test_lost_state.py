@@ -701,7 +701,8 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
         if step.step == 20:
             with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {first.path}, which"):
                 train(other, tokens, second.path)
-            (elsewhere / ".run").write_text(f"{second.path}\n{second.path.stat().st_ino}")  # as if both had begun at once
+            # As if both had begun at once.
+            (elsewhere / ".run").write_text(f"{second.path}\n{second.path.stat().st_ino}")
 
     with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {second.path}, which"):
         train(recipe, tokens, first.path, on_step=on_step)
