@@ -243,6 +243,8 @@ def test_the_output_of_a_trial_is_not_written_through_a_link(write: Write) -> No
     assert tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)[0] == 0
     Path("thesis").write_text("line one of my thesis")
     code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
+    assert (code, "output.log was replaced while its command ran" in printed) == (2, True), printed
+    code, printed = tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
     assert (code, "output.log: this is a link to" in printed) == (2, True), printed
     assert Path("thesis").read_text() == "line one of my thesis"
 
