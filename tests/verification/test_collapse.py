@@ -136,7 +136,7 @@ def test_a_loss_that_does_not_fall_fails() -> None:
         ([[curve(1.0)]], None, "mine has curves of one size only"),
         ([[curve(1.0)], [curve(1.0)[:5]]], None, "a curve has 5 points; give curves with 8 points or more"),
         ([[curve(1.0), curve(1.0, steps=320)], [curve(0.5)]], None, "curves of width 64 end at 320 and at 640;"),
-        ([[curve(1.0)], [curve(0.5)[200:]]], None, "a curve of width 128 starts at 201 of 640;"),
+        ([[curve(1.0)], [curve(0.5)[200:]]], None, "a curve of width 128 starts at 201 and ends at 640, so"),
         ([[curve(1.0)], [[(at, loss - 10) for at, loss in curve(0.5)]]], None, "a final loss is -7.79"),
         ([[curve(1.0)], [[(at, 0.0) for at, _ in curve(0.5)]]], 0.0, "a final loss is 0; give losses in nats"),
         ([[curve(1.0)], [curve(0.5)]], 2.3, "--irreducible 2.3: give less than 2.2"),
