@@ -43,6 +43,9 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 """Errors of a network disk that is away for a while."""
 
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EKEYEXPIRED", errno.EACCES)}
+"""Errors of a disk that may not be written, for example because a ticket has expired."""
+
 EMPTY_LOCK_SECONDS = 10.0
 """On a disk without flock, :func:`lock` refuses a lock file that stays empty for so many seconds. Such a file does
 not say which process holds the lock."""
@@ -253,8 +256,9 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def may_pass(error: str) -> bool:
-    """Return whether the text of an error says that a disk is full, or away for a while."""
-    return any(os.strerror(number) in error for number in FULL | AWAY)
+    """Return whether the text of an error says that a disk is full, away or may not be written, which a user can
+    correct while a command waits."""
+    return any(os.strerror(number) in error for number in FULL | AWAY | DENIED)
 
 
 def require_writable(path: Path) -> None:

@@ -808,6 +808,10 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
         train(recipe, tokens, tmp_path / "copy of the moved one", rewind=ManualRewind(9_216))
     assert files(elsewhere) == before
+    shutil.copytree(moved, run.path, symlinks=True)  # as another container sees it, under the same path
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
+        train(recipe, tokens, run.path, rewind=ManualRewind(9_216))
+    assert files(elsewhere) == before
     assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
 
 

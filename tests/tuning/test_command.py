@@ -524,8 +524,13 @@ def test_losses_of_a_further_attempt_lie_between_those_of_the_first(write: Write
     with trainer(file, works=True) as run:
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 4))
+        copy, output = Path("copy.log"), Path("trials/000004/output.log")
+        copy.hardlink_to(output)  # as by cp -al
+        before = copy.read_text()
         outcome = run(Proposal({"lr": 0.0}, 6, origin=4))
     assert outcome.curve == tuple((step, float(step)) for step in range(1, 7))
+    assert output.read_text().startswith(copy.read_text())
+    assert copy.read_text() == before
     file.write_text(file.read_text().replace("{step}", ".*"))
     with pytest.raises(InputError, match=r"add \{step\} to loss\.pattern .*, or write prune = false"):
         command_space(file)

@@ -163,7 +163,8 @@ class RunFolder:
 
     A line that cannot be written, for example to a full disk, is kept in memory and written later. Meanwhile
     ``unwritten`` is the error message, and ``no_room`` whether this may pass: a disk or a quota is full, or a disk is
-    away. ``writes`` is true in only one process of a run; the others write no lines and no recipe.
+    away or may not be written. ``writes`` is true in only one process of a run; the others write no lines and no
+    recipe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -276,15 +277,13 @@ class RunFolder:
                 return
         except (OSError, ValueError):  # of an older version
             return
-        other, own = Path(os.fsdecode(path)), False
-        if self._claimed is None:
-            with suppress(OSError):
-                own = other.samefile(self.path)
-            try:
-                own = own or not (other / "checkpoints").samefile(self.checkpoints)
-            except OSError:  # that run was moved or removed; a link may lead to checkpoints of a copy of it
-                own = own or not self.checkpoints.is_symlink()
-        if not own:
+        other, linked = Path(os.fsdecode(path)), self.checkpoints.is_symlink()
+        try:
+            # The same path with another inode: in another container, or restored from a backup.
+            own = not linked if other.samefile(self.path) else not (other / "checkpoints").samefile(self.checkpoints)
+        except OSError:  # that run was moved or removed, or is on another machine
+            own = not linked
+        if not own or self._claimed is not None:
             raise InputError(
                 f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would "
                 "change; replace the link by an empty folder, or by a copy if this run is one: cp -r "
@@ -481,7 +480,7 @@ class RunFolder:
                 storage.append(path, line)
             except OSError as error:
                 self.unwritten = error.strerror or str(error)
-                self.no_room = error.errno in storage.FULL | storage.AWAY
+                self.no_room = error.errno in storage.FULL | storage.AWAY | storage.DENIED
                 return
             self._waiting.popleft()
         self.unwritten, self.no_room = None, False

@@ -132,8 +132,7 @@ class CommandTrainer:
         if (device := self._devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
-        flags = os.O_CREAT | (os.O_APPEND if command.resume else os.O_TRUNC)
-        output = open_to_write(folder / OUTPUT, flags, separate=not command.resume)
+        output = self._open_output(folder / OUTPUT)
         try:
             outcome = self._run(proposal, values, environment, folder, output)
         except InputError:  # this ends the search, so end the other commands, too
@@ -164,8 +163,6 @@ class CommandTrainer:
     ) -> Outcome | str:
         """Run the command with its ``output`` in ``folder``. Return its outcome or a text that says how it failed."""
         command = self._command
-        if command.resume:
-            self._lock_when_free(output)
         try:
             process = self._commands.start(command.filled(values), environment, output)
         except BlockingIOError as error:  # the limit of processes, which other programs reach as well
@@ -221,6 +218,23 @@ class CommandTrainer:
         self._lacked[trial] += 1
         self._full, self._full_until = "a disk", time.monotonic() + FULL_SECONDS
         return True
+
+    def _open_output(self, path: Path) -> BinaryIO:
+        """Open the file for the output of a command, and lock it if the command may go on from an earlier attempt."""
+        if not self._command.resume:
+            return open_to_write(path, os.O_CREAT | os.O_TRUNC)
+        output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=False)
+        try:
+            self._lock_when_free(output)
+            if os.fstat(output.fileno()).st_nlink == 1:
+                return output
+        except BaseException:
+            output.close()
+            raise
+        output.close()
+        output = open_to_write(path, os.O_CREAT | os.O_APPEND)  # a file of its own: the other name keeps the content
+        self._lock_when_free(output)
+        return output
 
     def _lock_when_free(self, output: BinaryIO) -> None:
         """Lock the file ``output``, once the command of an earlier attempt has ended.
@@ -329,8 +343,8 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
         if os.path.samestat(os.fstat(output.fileno()), there):
             return
     raise InputError(
-        f"{path} was replaced while its command ran, perhaps by another study, so its losses were not used; "
-        "run the same command again, with a folder of its own"
+        f"{path} was replaced while its command ran, by another study in this folder, an editor or a sync program, "
+        "so its losses were not used; run the same command again"
     )
 
 
