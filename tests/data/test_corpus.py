@@ -234,6 +234,7 @@ BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "CRC checksum verification failed",
     ),
     "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name one: source = ["),
+    "zeros": ("x.txt", lambda: b"text" + bytes(100), "has zero bytes, which no text has; write it again or leave"),
     "Latin-1": ("x.txt", lambda: b"caf\xe9", "is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 3"),
 }
 

@@ -796,7 +796,7 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     shutil.copytree(run.path, copy.path, symlinks=True)
     before = files(elsewhere)
     for rewind in (None, ManualRewind(9_216)):
-        with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
+        with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which may"):
             train(recipe, tokens, copy.path, rewind=rewind)
     assert files(elsewhere) == before
     copy.checkpoints.unlink()
@@ -805,14 +805,16 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     assert files(elsewhere) == before
     moved = run.path.rename(tmp_path / "moved")  # it is no copy: the link leads to its own checkpoints
     shutil.copytree(moved, tmp_path / "copy of the moved one", symlinks=True)
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which may"):
         train(recipe, tokens, tmp_path / "copy of the moved one", rewind=ManualRewind(9_216))
     assert files(elsewhere) == before
     shutil.copytree(moved, run.path, symlinks=True)  # as another container sees it, under the same path
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which this"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which may"):
         train(recipe, tokens, run.path, rewind=ManualRewind(9_216))
     assert files(elsewhere) == before
     assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {moved}, which may"):
+        load_run(run.path)
 
 
 @pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])

@@ -91,7 +91,10 @@ class File:
             elif self.path.suffix == ".py":  # the standard library, where invalid UTF-8 cannot be repaired
                 yield TextRow("", storage.read(self.path).decode("utf-8-sig", errors="replace"))
             elif self.path.name.endswith(".txt"):  # a file named exactly .txt has no suffix
-                yield TextRow("", storage.read(self.path, LARGEST_TEXT).decode("utf-8-sig"))
+                content = storage.read(self.path, LARGEST_TEXT)
+                if b"\0" in content:  # what a crash or an unfinished download leaves
+                    raise BrokenFile("has zero bytes, which no text has; write it again or leave it out")
+                yield TextRow("", content.decode("utf-8-sig"))
             else:
                 with _open_lines(self.path) as lines:
                     for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE + 1), b""), start=1):

@@ -77,7 +77,6 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
             f"use another --run{or_back}"
         )
-    run.require_own_checkpoints()
     require_own_files(run, newest_state(run))
     if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
         raise InputError(
@@ -106,6 +105,10 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
     if other is not None:
         where = f"{other} has lines of" if other == found[0][0] else f"{found[0][0]} and {other} belong to"
         yield f"{where} different runs; restore the files of one run, or start again with another --run"
+    try:
+        run.require_own_checkpoints()
+    except InputError as error:
+        yield str(error)
     if _has_other_rewinds(run):
         yield (
             f"{run.events_file} and {run.checkpoints} belong to different copies of a run, with different rewinds; "

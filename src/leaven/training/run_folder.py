@@ -285,8 +285,8 @@ class RunFolder:
             own = not linked
         if not own or self._claimed is not None:
             raise InputError(
-                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which this run would "
-                "change; replace the link by an empty folder, or by a copy if this run is one: cp -r "
+                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which may have "
+                "changed since; replace the link by an empty folder, or by a copy if this run is one: cp -r "
                 f"{shlex.quote(str(self.checkpoints.resolve()))}/. FOLDER; or remove {OWNER} in it if no other run "
                 "uses it"
             )
