@@ -813,7 +813,7 @@ def test_a_store_that_is_locked_at_the_start_is_told_and_can_be_left(
 
     with (
         pytest.raises(StoreGone, match=r"^stopped after the store had been unreachable for \d+ s; run the same"),
-        study(store=url).told(note, lambda: bool(stopped)),
+        study(store=url).reporting_to(note, lambda: bool(stopped)),
     ):
         pass
     other.close()

@@ -195,7 +195,7 @@ def tune(
         gpus = len(devices) if asked == AUTO and stack is None else 0
         study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
-        with stop_on_signal() as stop, study_of.told(errors.print, stop) as opened:
+        with stop_on_signal() as stop, study_of.reporting_to(errors.print, stop) as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
             with TuneScreen(opened.state(), trials, workers, **budget, stack=opened.stack) as screen:

@@ -360,16 +360,18 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """While the last checkpoint could not be saved because a disk is full or away, try it again, until ``stop``
-        returns True. Return the error that is left."""
-        pause, folder = SHORT_PAUSE, self.run.checkpoints
+        """While the last checkpoint cannot be saved because a disk is full, away or may not be written, try it again,
+        more and more rarely, until ``stop`` returns True. Return the error that is left, or None."""
+        pauses = left = 1  # short pauses from one attempt to the next: a stop is noticed after each of them
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell("waits", str(error))
         while waits and not stop():
-            time.sleep(pause)
-            if not self.group.any(storage.is_full(folder)):
+            time.sleep(SHORT_PAUSE)
+            left -= 1
+            if left <= 0 and not self.group.any(storage.is_full(self.run.checkpoints)):
                 error = self.checkpoints.save_last()
-                waits, pause = self.group.any(error is not None and storage.may_pass(error)), min(2 * pause, 30.0)
+                waits = self.group.any(error is not None and storage.may_pass(error))
+                pauses = left = min(2 * pauses, 60)
         return error
 
     def rearrange(self, changes: list[Difference]) -> None:

@@ -212,7 +212,7 @@ class BaseStudy(ABC):
         ):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
-    def told(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
+    def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
         """Use ``note`` and ``stop`` until :meth:`run`, so that a locked store is not waited for in silence."""
         self._note, self._stop = note, stop
         return self
