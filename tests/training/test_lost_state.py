@@ -803,6 +803,12 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     shutil.copytree(elsewhere, copy.checkpoints)
     assert train(recipe, tokens, copy.path, rewind=ManualRewind(9_216)).finished
     assert files(elsewhere) == before
+    # Checkpoints that were copied with their run, and linked afterwards.
+    shutil.copytree(elsewhere, tmp_path / "copied")
+    shutil.rmtree(copy.checkpoints)
+    copy.checkpoints.symlink_to(tmp_path / "copied")
+    with pytest.raises(InputError, match="is a link to the checkpoints of the run in .*, which may"):
+        train(recipe, tokens, copy.path, rewind=ManualRewind(8_192))
     moved = run.path.rename(tmp_path / "moved")  # it is no copy: the link leads to its own checkpoints
     shutil.copytree(moved, tmp_path / "copy of the moved one", symlinks=True)
     with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which may"):

@@ -277,13 +277,14 @@ class RunFolder:
                 return
         except (OSError, ValueError):  # of an older version
             return
-        other, linked = Path(os.fsdecode(path)), self.checkpoints.is_symlink()
-        try:
-            # The same path with another inode: in another container, or restored from a backup.
-            own = not linked if other.samefile(self.path) else not (other / "checkpoints").samefile(self.checkpoints)
-        except OSError:  # that run was moved or removed, or is on another machine
-            own = not linked
-        if not own or self._claimed is not None:
+        other, own = Path(os.fsdecode(path)), False
+        # A link to checkpoints of a folder with another inode: a copy, another container, or a restored backup.
+        if self._claimed is None and not self.checkpoints.is_symlink():
+            try:
+                own = other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints)
+            except OSError:  # that run was moved or removed, or is on another machine
+                own = True
+        if not own:
             raise InputError(
                 f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which may have "
                 "changed since; replace the link by an empty folder, or by a copy if this run is one: cp -r "
