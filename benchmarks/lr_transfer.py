@@ -11,6 +11,9 @@ many seeds as the size with the most, and all sizes are judged again when it get
 lrs. A closer grid would be worse: the best lr is the minimum of a parabola through three points, and its error is
 inversely proportional to their distance.
 
+No number of seeds decides a size whose true shift or regret is a limit of the check. So if the verdict is undecided
+after all rounds, and the interval of the shift is narrower than its limit, the table says "at the limit".
+
 Runs are saved as they end: run the command again to resume. Tables (table.md), documents and pages are in the folder
 of the runs. `--tiny` tests the benchmark in seconds.
 """
@@ -230,7 +233,11 @@ def seeds_of(grid: LossGrid) -> int:
     return max(map(len, grid.runs), default=0)
 
 
-def verdict(row: VerdictRow) -> str:
+def verdict(row: VerdictRow, last: bool) -> str:
+    """Return a verdict for the table. ``last``: whether the size has all the seeds that the benchmark trains."""
+    low, high = row.parts.get("low"), row.parts.get("high")
+    if row.undecided and last and None not in (low, high) and high - low < SWEPT["lr"].shift_limit:
+        return "at the limit"
     return "passed" if row.passed else "undecided" if row.undecided else "FAILED"
 
 
@@ -240,7 +247,7 @@ def interval(value: float | None, low: float | None, high: float | None, spec: s
     return f"{value:{spec}}" if low is None or high is None else f"{value:{spec}} ({low:{spec}} to {high:{spec}})"
 
 
-def size_rows(case: str, axis: str, losses: Losses, document: CheckDocument) -> Iterator[list[str]]:
+def size_rows(case: str, axis: str, losses: Losses, document: CheckDocument, most: int) -> Iterator[list[str]]:
     """Yield the rows of the table of sizes, the base's first."""
     names = labels(list(losses))
     for row, (scale, grid) in zip([None, *document.rows], losses.items(), strict=True):
@@ -252,7 +259,8 @@ def size_rows(case: str, axis: str, losses: Losses, document: CheckDocument) -> 
         if row is not None:
             of = row.parts
             cells = [interval(of.get("shift"), of.get("low"), of.get("high"), "+.2f")]
-            cells += [interval(of.get("regret"), of.get("regret, low"), of.get("regret, high"), ".3f"), verdict(row)]
+            cells += [interval(of.get("regret"), of.get("regret, low"), of.get("regret, high"), ".3f")]
+            cells += [verdict(row, last=seeds_of(grid) >= most)]
         yield [case, axis, names[scale], best, *cells, str(seeds_of(grid))]
 
 
@@ -274,6 +282,8 @@ def tables(sizes: Sequence[Sequence[str]], exponents: Sequence[Sequence[str]], r
         [
             markdown(header, sizes),
             f"A size is judged after {looks} seeds, and gets more while undecided; the base has the most seeds. "
+            "At the limit: undecided with all seeds, and the interval of the shift is narrower than "
+            f"{SWEPT['lr'].shift_limit} octaves. "
             "Intervals are 95% at one number of seeds, not over all of them.\n",
             markdown(["case", "axis", "exponent of the best lr", "by the rule"], exponents),
         ]
@@ -313,7 +323,7 @@ def main() -> None:
         for axis in wanted:
             losses = {scale: found[scale] for scale in scales[axis][several]}
             document = judge(family, losses)
-            sizes += size_rows(name, axis, losses, document)
+            sizes += size_rows(name, axis, losses, document, rounds[-1])
             exponents += exponent_rows(name, axis, document)
             (options.run / f"{name}-{axis}.json").write_text(json.dumps(document.dump(), indent=2) + "\n")
             (options.run / f"{name}-{axis}.html").write_text(check_page(document))

@@ -14,6 +14,7 @@ from benchmarks.lr_transfer import BASE, RECIPE, SCALES, judge, measure, seeds_o
 from tests.verification.families import pretend
 
 from benchmarks import lr_transfer
+from leaven.documents.checks import VerdictRow
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.verification.model_instance import RunScale
@@ -38,8 +39,9 @@ def verdicts(octaves: float, noise: float) -> tuple[list[str], list[int]]:
     """Return the verdict and number of seeds of each depth."""
     family = RecipeFamily(parse_recipe(RECIPE, "test"))
     losses = measure(family, SCALES["depth"], 0.016, pretend(surface(octaves, noise)), (5, 10, 20))
-    found = [lr_transfer.verdict(row) for row in judge(family, losses).rows]
-    return found, [seeds_of(grid) for grid in losses.values()]
+    seeds = [seeds_of(grid) for grid in losses.values()]
+    rows = zip(judge(family, losses).rows, seeds[1:], strict=True)
+    return [lr_transfer.verdict(row, last=n == 20) for row, n in rows], seeds
 
 
 def test_a_best_lr_that_stays_passes_with_few_seeds() -> None:
@@ -59,7 +61,8 @@ def test_undecided_sizes_get_more_seeds() -> None:
     found, seeds = verdicts(0.25 / 3, 0.06)
     assert seeds[0] == max(seeds) > 5
     assert "FAILED" not in found
-    assert [n for n, verdict in zip(seeds[1:], found, strict=True) if verdict == "undecided"] in ([], [20], [20, 20])
+    unpassed = ("undecided", "at the limit")
+    assert [n for n, verdict in zip(seeds[1:], found, strict=True) if verdict in unpassed] in ([], [20], [20, 20])
 
 
 def test_a_size_that_more_seeds_of_the_base_make_undecided_gets_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +81,18 @@ def test_a_size_that_more_seeds_of_the_base_make_undecided_gets_more(monkeypatch
     monkeypatch.setattr(lr_transfer, "judge", judged)
     lr_transfer.measure(RecipeFamily(parse_recipe(RECIPE, "test")), [base, first, second], 0.016, Any, (5, 10, 20))
     assert trained[2:] == [(5, [base, first, second]), (10, [base, first]), (10, [second]), (20, [base, first])]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "last", "verdict"),
+    [(0.4, 0.6, True, "at the limit"), (0.4, 0.6, False, "undecided"), (0.1, 0.9, True, "undecided")],
+)
+def test_a_narrow_interval_round_a_limit_is_named_when_all_seeds_are_trained(
+    low: float, high: float, last: bool, verdict: str
+) -> None:
+    parts = {"low": low, "high": high}
+    row = VerdictRow(module="best lr", axis="depth", limit=0.5, slope=0.5, passed=False, undecided=True, parts=parts)
+    assert lr_transfer.verdict(row, last) == verdict
 
 
 @pytest.mark.usefixtures("in_this_process")
