@@ -6,7 +6,7 @@ the verdict of `leaven check transfer` and the exponent of the best lr over the 
 a case share one base.
 
 For each size, one run at each of three lrs or more, an octave apart, finds the octave of the best lr. Then the three
-lrs around it are trained with 5 seeds, and with 10, 20 and 40 as long as the verdict is undecided. The base has as
+lrs around it are trained with 5 seeds, and with 10, 20, 40 and 80 as long as the verdict is undecided. The base has as
 many seeds as the size with the most, and all sizes are judged again when it gets more. Seeds are the same at all
 lrs. A closer grid would be worse: the best lr is the minimum of a parabola through three points, and its error is
 inversely proportional to their distance.
@@ -86,7 +86,7 @@ SCALES = {
     "batch": [BASE, *(RunScale(32, 2, batch=ratio) for ratio in (1 / 8, 1 / 2, 2))],
     "tokens": [BASE, *(RunScale(32, 2, tokens=ratio) for ratio in (1 / 2, 2, 8))],
 }
-ROUNDS = (5, 10, 20, 40)  # numbers of seeds after which a size is judged
+ROUNDS = (5, 10, 20, 40, 80)  # numbers of seeds after which a size is judged
 STACK = 5  # trials; larger stacks are not faster on a processor
 
 TINY = ["model.d_model=16", "model.d_head=8", "model.d_ff=32", "model.n_layers=1", "data.tokens=4096"]
