@@ -6,8 +6,8 @@ the verdict of `leaven check transfer` and the exponent of the best lr over the 
 a case share one base.
 
 For each size, one run at each of three lrs or more, an octave apart, finds the octave of the best lr. Then the three
-lrs around it are trained with 5 seeds, and with 10, 20, 40 and 80 as long as the verdict is undecided. The base has as
-many seeds as the size with the most, and all sizes are judged again when it gets more. Seeds are the same at all
+lrs around it are trained with 5 seeds, and with 10, 20, 40 and 80 as long as the verdict is undecided. The base has
+as many seeds as the size with the most, and all sizes are judged again when it gets more. Seeds are the same at all
 lrs. A closer grid would be worse: the best lr is the minimum of a parabola through three points, and its error is
 inversely proportional to their distance.
 
