@@ -71,7 +71,7 @@ class Check:
     value: float | None = None  # the compared value of the recipe
     of_run: OfRun = lambda run: None  # returns the compared value of a published run
     suggestions: Sequence[Suggestion] = ()  # changes of the recipe, the best first
-    # More fields for the message. It also has `value`, the usual range `low` and `high`, and the smallest and largest
+    # More fields for the message, besides `value`, the usual range `low` and `high`, and the smallest and largest
     # published values `least` and `most`.
     facts: dict[str, Any] = field(default_factory=dict)
     runs: Iterable[PublishedRun] | None = None  # runs that the finding names; None: nearest runs with a usual value
@@ -104,11 +104,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """The recipe to check, the rows of its parameter table, and the tokens in its training text, if known."""
+    """The recipe to check, with the published runs and laws for its size."""
 
     recipe: Recipe
     rows: Sequence[Any]  # the rows of its parameter table, of class `leaven.scaling.table.ParameterRow`
-    corpus_tokens: int | None = None
+    corpus_tokens: int | None = None  # tokens in its training text, if known
 
     @cached_property
     def params(self) -> int:
@@ -125,7 +125,7 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """The recipe's size, with the runs and laws from which `leaven new` would choose values for it."""
+        """Return the recipe's size, with the runs and laws from which `leaven new` would choose values."""
         model = self.recipe.model
         near = neighbours(
             self.params,

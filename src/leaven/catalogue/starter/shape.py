@@ -129,7 +129,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff`` and ``experts`` for an MLP, or the experts that a token uses together, about ``width`` wide."""
+    """Return ``d_ff`` for an MLP of this width, or ``d_ff`` and ``experts`` for experts of this total used width."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -139,7 +139,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, completed from similar mixtures; None if dense."""
+    """Return the fields of :class:`Experts` except d_expert: as requested, or as similar mixtures; None if dense."""
     if request.experts is None:
         return None
     number, active = request.experts
@@ -250,7 +250,7 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the norm, activation, positions, ... of a run; leaven's own if they are unknown or not supported."""
+    """Return the norm, activation, positions, ... of a run; leaven's default where unknown or not supported."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)

@@ -42,7 +42,7 @@ LEAST_SEQUENCES = 2_000
 MOST_EPOCHS = 4
 """Up to this many epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 LEAST_HELD_OUT = 64
-"""Sequences in an evaluation, at least: the loss of 8 sequences of 128 tokens was off by 0.17 nats."""
+"""Fewest sequences in an evaluation: the loss of 8 sequences of 128 tokens was off by 0.17 nats."""
 MOST_EVALUATED = 1 / 7
 """All evaluations together read at most this share of the run's tokens, and so take about 5% of its time."""
 PROCESSOR_PARAMS = 20_000_000
@@ -184,7 +184,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
     """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
 
-    It is the scale of the reference run, the tuned base, the proxy or the target: the first that exists.
+    The base is the reference run, the tuned base, the proxy or the target: the first that exists.
     """
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:
