@@ -281,9 +281,9 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return the table of an architecture, completed with entries of the architecture that its key ``like`` names.
+    """Return an architecture's table, completed with entries of the architecture that the key ``like`` names.
 
-    Entries that its key ``without`` lists are not taken over. A table without ``like`` is returned as it is.
+    Entries that the key ``without`` lists are not taken over. A table without ``like`` is returned as it is.
     """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
@@ -323,7 +323,7 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture with the fewest changes to a shape, weighted by `_LARGE`, and the changes by key.
 
-    Biases of 0 can represent a model without biases. If the stored model will be ``trained``, they count as a change.
+    Biases of 0 can represent a model without biases, but count as a change if the stored model will be ``trained``.
     """
     changes = []
     for architecture in ARCHITECTURES:

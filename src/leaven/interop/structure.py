@@ -183,7 +183,7 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Return the number of blocks of the model / that of the base, or 1 if there are no blocks.
+    """Return (number of blocks of the model) / (number of blocks of the base), or 1 without blocks.
 
     Raises:
         InputError: if the ratio differs between several lists of blocks.

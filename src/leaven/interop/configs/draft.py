@@ -238,7 +238,7 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        It lists the settings that are given. If none is given, it says that the default of the first applies.
+        The reason lists the given settings. If none is given, it names the default of the first setting.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:

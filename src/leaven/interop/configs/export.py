@@ -163,7 +163,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         for row in run.table.rows
         if row.name in chosen.given
     )
-    # Modules whose initial std in the target is the recipe's only within a tolerance.
+    # Modules whose initial std in the target differs from the recipe's, but by less than `SAME_START`.
     close = {
         row.module
         for row in ([] if to.plain else run.table.rows)

@@ -17,7 +17,7 @@ from leaven.scaling.table import ParameterRow, optimizer_groups
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible configuration of a target. The export uses the one with the fewest differences from the recipe."""
+    """A possible configuration of a target. Exported is the candidate with the fewest differences from the recipe."""
 
     given: Mapping[str, ParameterSettings]  # the target's settings, by leaven's name of the parameter
     attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
@@ -140,8 +140,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    With ``NUM_LAYERS``, the last matrices of branches have the initial std of other matrices / sqrt(2 n_layers). With
-    ``NONE``, they have the same.
+    With ``NUM_LAYERS``, the initial std of the last matrices of branches is that of other matrices / sqrt(2
+    n_layers). With ``NONE``, both stds are equal.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
