@@ -232,7 +232,6 @@ FRONTIERS = tuple(map(Frontier.model_validate, _ENTRIES["frontier"]))
 
 
 def find_law(name: str) -> Law:
-    """Return the law with this name."""
     return next(law for law in LAWS if law.name == name)
 
 

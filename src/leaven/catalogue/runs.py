@@ -270,12 +270,10 @@ class PublishedRun(Part):
 
     @property
     def aspect(self) -> float | None:
-        """Return d_model / n_layers."""
         return self.arch.d_model / self.arch.n_layers if self.arch.d_model and self.arch.n_layers else None
 
     @property
     def mlp_ratio(self) -> float | None:
-        """Return d_ff / d_model."""
         return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
 
     @property

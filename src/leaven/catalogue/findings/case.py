@@ -144,15 +144,12 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, one of each lineage.
-
-        A lineage is a group of runs that copied each other's lr.
-        """
+        """Return at most `VOTES` runs within a factor of 4 in size, one of each lineage (runs that copied an lr)."""
         return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with the recipe's norms that are near in size, lr and batch, if known (`_ALIKE`)."""
+        """Return the ids of runs with the recipe's norms and about its size, lr and (known) batch (`_ALIKE`)."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -170,7 +167,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, without ends of branches and stds of 0."""
+        """Return the median init std above 0 of the hidden weights that do not end a branch; 0 if all are 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows

@@ -72,7 +72,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 def branch_stds(check: Check, case: Case) -> Check | None:
     """Check that the last matrices of all residual branches have about the same multiplier of the init std.
 
-    They differ if a shared expert or a dense layer is added to a recipe that has no multiplier for this branch.
+    The multipliers differ if a shared expert or a dense layer is added without a multiplier for its branch.
     """
     tuned = case.recipe.hyperparameters
     stds = {

@@ -17,8 +17,7 @@ Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
-"""The lr is chosen within the range of the published lrs, converted to this size and batch, widened by this
-factor."""
+"""The lr stays within the range of the published lrs (converted to this size and batch), widened by this factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""

@@ -262,10 +262,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the most frequent rope_theta of published runs with sequences of more than `SHORT` tokens.
-
-    The second result has the ids of the runs with this theta.
-    """
+    """Return the most frequent rope_theta of runs with sequences above `SHORT`, and the ids of the runs with it."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
@@ -274,10 +271,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size, if it is from `RECENT` or later.
-
-    If no run is so recent, the neighbours are returned.
-    """
+    """Return the newest run of each lineage near this size, from `RECENT` on. If there is none: the neighbours."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

@@ -3,13 +3,13 @@
 The method:
 
 - The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning
-  rate, betas, decay and init are chosen for the *base*: a smaller model to tune first (the proxy), or the target
-  itself if tuning is not worth its cost; if no run is near, they can come from a small model that leaven tuned. The
-  scaling rule then converts them for the target.
+  rate, betas, decay and init are chosen for the *base*, and the scaling rule converts them for the target. The base
+  is a smaller model to tune first (the proxy), or the target itself if tuning is not worth its cost. If no run is
+  near, it can be a small model that leaven tuned.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
   The lineages within a factor of 4 of the target's size vote. If these are fewer than three, the nearest three
-  lineages vote. The farther a run is from this size, the less weight its vote has; if no run is within the factor,
-  all have the same. For a mixture of experts, the size is the number of parameters that a token uses, and mixtures of
+  lineages vote. Votes of runs farther from this size have less weight. If no run is within the factor, all votes have
+  the same weight. For a mixture of experts, the size is the number of parameters that a token uses, and mixtures of
   experts vote beside dense runs.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
   a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
@@ -38,7 +38,7 @@ from leaven.recipe.shape import Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
-"""Shorter runs, in sequences, are refused."""
+"""Runs of fewer sequences are refused."""
 MOST_EPOCHS = 4
 """Up to this many epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 LEAST_HELD_OUT = 64
