@@ -73,10 +73,9 @@ class Architecture:
     # for each key of [model], the keys of config.json with its value; empty if the value follows from other keys
     keys: Mapping[str, list[str]]
     defaults: Config  # values of keys that are missing in config.json
-    ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
-    block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
-    # by key of [model] for which config.json has several keys: what leaven cannot do if their values differ, for
-    # messages
+    ends: Mapping[str, str]  # paths of modules outside the blocks, by leaven's name of the module
+    block: Mapping[str, str]  # paths of modules inside a block, by leaven's name of the module
+    # for messages, by key of [model] that several keys of config.json give: why leaven needs equal values of them
     limits: Mapping[str, str] = field(default_factory=dict)
     # paths of router and experts inside a block, by leaven's name; {} stands for the number of an expert
     experts: Mapping[str, str] = field(default_factory=dict)

@@ -190,7 +190,7 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Refuse to run a model. A forward pre-hook during :func:`fold`, which stays if folding is interrupted."""
+    """Raise InputError. This is a forward pre-hook during :func:`fold`, and stays if folding is interrupted."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"

@@ -228,7 +228,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model already has multipliers."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(

@@ -159,7 +159,7 @@ class Classifier:
         widths = (self.model.width, self.base.width)
         sides = zip(site.shape[-2:], site.base_shape[-2:], strict=True)
         if widths not in sides and site.path[-1] not in _FROM_LATENTS:
-            self._refuse(site, f"neither fan in nor fan out is the width, {widths[0]} and {widths[1]}")
+            self._refuse(site, f"neither fan in nor fan out is the width ({widths[0]}, {widths[1]} in the base)")
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:

@@ -98,7 +98,7 @@ def is_a(module: nn.Module, name: str) -> bool:
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside a wrapper of torch.compile, or the model itself. Errors call it ``argument``."""
+    """Return the model inside a wrapper of torch.compile, or the model itself. ``argument`` names it in errors."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")

@@ -224,7 +224,7 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value for the value of a setting. ``known`` of a switch has the values for off and on.
+        """Return the recipe's value for a setting. ``known`` gives it by the setting's value (a switch: off, on).
 
         Raises:
             InputError: if ``known`` does not have the value of the setting.
