@@ -191,10 +191,7 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, one for all parameters of a module with equal values.
-
-    The caller adds their key ``params``.
-    """
+    """Return parameter groups for an optimizer, without ``params``. Rows of a module with equal values share one."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         by_muon = {"momentum": row.beta1, "match": row.match}
