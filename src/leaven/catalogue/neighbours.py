@@ -25,8 +25,8 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If only one or two lineages are near, farther runs vote, too. Weights then fall to 0 at this factor beyond the
-farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
+"""If fewer than `NEAREST` runs are near, farther runs vote, too. Weights then fall to nearly 0 at this factor beyond
+the farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
 ALIKE = 2.0
 """A mixture of experts votes on shared experts and dense layers only if its number of active experts and its ratio
 number / active are within this factor of the model's: 64 experts with 6 active say nothing about 8 with 2."""

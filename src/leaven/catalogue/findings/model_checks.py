@@ -38,8 +38,8 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Norms on the outputs of
-    branches undo the std, so the check is then skipped.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Models with norms on
+    the outputs of branches are not checked, because such norms undo the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None

@@ -20,8 +20,8 @@ from leaven.recipe.shape import Role
 
 _CHINCHILLA = 20  # tokens per parameter
 _STEPS_OF_WARMUP = 2000  # usual for runs of any length
-# For batches of up to this many tokens a higher beta2 is usual: it averages over more steps, and so over about as
-# many tokens as with a larger batch (Porian et al. 2024, arXiv 2406.19146).
+# For batches of up to this many tokens a higher beta2 is usual: Adam then averages over more steps, and so over about
+# as many tokens as with a larger batch (Porian et al. 2024, arXiv 2406.19146).
 _SMALL_BATCH = 2**18
 
 

@@ -21,7 +21,7 @@ LEAST_STEPS = 1_250
 """The batch is limited so that the run has at least this many steps, a little more than the 1,000 below which
 `leaven recipes check` reports "outside"."""
 FEWEST_STEPS = 200
-"""If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
+"""Fewest steps of a run with the batch of a reference run (``--from``). Shorter runs are refused."""
 LARGEST_CONSTANT = 8_400_000
 """Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached
 with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or their sources do not say how."""
@@ -101,8 +101,8 @@ def batch_evidence(at: RunSize) -> Evidence:
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
-    A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. It is a number
-    of sequences that divides well among the GPUs.
+    A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. Its number of
+    sequences divides well among the GPUs.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.
@@ -141,7 +141,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
     With a reference run (``--from``), the batch grows as in that run. Without one, batches above `LARGEST_CONSTANT`
-    grow. Smaller batches grow if they grew in most model families (such as Pythia) near this size.
+    grow. Smaller batches grow if batches grew in most model families (such as Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()

@@ -175,7 +175,7 @@ def _init_rules(width: int) -> dict[str, float]:
 
 
 def _choose_init(draft: StarterDraft, at: RunSize) -> float:
-    """Choose the init std. Return the factor by which it is multiplied in the last matrix of each residual branch."""
+    """Choose the init std. Return the factor on the std of the last matrix of each residual branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # The std of a run whose norms this model cannot have ("post") may not suit the model.

@@ -73,8 +73,8 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
-    Without ``size``, the largest proxy is chosen whose 64 trials cost at most 10% of the run (`SHARE`). If there is
-    none, the smallest proxy is chosen with fewer trials, if these cost at most 24% (`WORTH`).
+    Without ``size``, this is the largest proxy whose 64 trials cost at most 10% of the run (`SHARE`), else the
+    smallest proxy with fewer trials that cost at most 24% (`WORTH`), else none.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
