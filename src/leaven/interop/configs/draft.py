@@ -48,7 +48,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json. ``file`` is its name in the reasons."""
+        """Set the model shape and the initial std from a config.json. ``file`` is the name of the file in reasons."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -154,7 +154,7 @@ class Draft:
         """Return the recipe with the values set so far.
 
         Raises:
-            InputError: if it is not a valid recipe.
+            InputError: if the values are not a valid recipe.
         """
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
@@ -259,7 +259,7 @@ def as_number(value: Any, label: str) -> float:
     """Convert a value to a number.
 
     Raises:
-        InputError: if it is not a finite number; the message begins with ``label``.
+        InputError: if the value is not a finite number. The message begins with ``label``.
     """
     try:
         number = math.nan if isinstance(value, bool) else float(value)

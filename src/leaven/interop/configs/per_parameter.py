@@ -30,8 +30,8 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield candidates for Megatron: with --lr and --decoupled-lr, then with --use-mup.
 
-    --use-mup implements Table 8 of Yang et al. 2022. It is left out if the model is not wider than its base or has
-    experts.
+    --use-mup implements Table 8 of Yang et al. 2022. There is no candidate with --use-mup if the model has experts or
+    is not wider than its base.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -291,8 +291,8 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
     if shape.experts and run.table.router_losses[0] and not architecture.router_bias:
-        # transformers adds its balance loss only if the model returns the logits of the router. It takes the mean
-        # over layers, leaven the sum. At an even load its loss is the number of active experts, leaven's is 1.
+        # transformers adds its balance loss only if the model returns the logits of the router. The loss is the mean
+        # over layers (in leaven the sum), and at an even load the number of active experts (in leaven 1).
         layers = shape.n_layers - shape.experts.dense_layers
         coefficient = run.table.router_losses[0] * layers / shape.experts.active
         config |= {"output_router_logits": True, "router_aux_loss_coef": coefficient}
