@@ -39,7 +39,6 @@ class PublishedGroup(Provenance):
     derived: Texts = ()  # fields that were computed from other values
 
     def provenance(self, field: str) -> Provenance:
-        """Return the source of one field."""
         return self.exceptions.get(field, self)
 
 

@@ -124,7 +124,7 @@ class ExpertsLoss(Part):
     most: float
 
     def of(self, experts: float) -> LossLaw:
-        """Return the law for models with this number of experts, of which a token uses one."""
+        """Return the law for models of ``experts`` experts, of which a token uses one."""
         e = 1 / (1 / (experts - 1 + 1 / (1 / self.start - 1 / self.most)) + 1 / self.most)
         return LossLaw(
             irreducible=self.irreducible,
@@ -157,7 +157,7 @@ class Fitted(Part):
     experts: Range = ANY  # (experts of a layer) / (those that a token uses), if the law depends on it; 1 if dense
 
     def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
-        """Return a row for each fitted range that a run is outside of, such as that of N; the farthest first."""
+        """Return a row for each fitted range that the run is outside of, the farthest first."""
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
@@ -212,7 +212,7 @@ class Law(Sourced):
     loss_of_experts: ExpertsLoss | None = None
     tau: Power | None = None  # the best AdamW timescale, batch / (lr x weight decay x tokens): a share of the run
     says: str = ""  # for a law that predicts no number: how a value changes, such as "lr ~ N^-0.23 D^-0.32"
-    form_of: str | None = None  # name of the main law if this is another form of it; only the main law has a vote
+    form_of: str | None = None  # name of the law that this law restates in another form; then it has no vote
 
 
 class Frontier(Sourced):
@@ -232,18 +232,17 @@ FRONTIERS = tuple(map(Frontier.model_validate, _ENTRIES["frontier"]))
 
 
 def find_law(name: str) -> Law:
-    """Return the law with this name."""
     return next(law for law in LAWS if law.name == name)
 
 
-# The two laws that give a loss for every optimum: Chinchilla's approach 3, and its replication by Besiroglu et al.
+# The laws that `compute_optimal` uses for losses: Chinchilla's approach 3, and its replication by Besiroglu et al.
 APPROACH_3, REPLICATION = (frontier.sizes for frontier in FRONTIERS if isinstance(frontier.sizes, LossLaw))
 
 
 def evaluate(
     params: float, tokens: float, *, params_non_embedding: float | None = None, experts: float = 1
 ) -> list[LawRow]:
-    """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
+    """Return a row for each law, with the predictions for a run of ``tokens`` tokens with ``params`` parameters.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
@@ -287,24 +286,21 @@ def evaluate(
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return what the main form of each law predicts for a run of ``model`` over ``tokens`` tokens."""
+    """Return the rows of :func:`evaluate` for ``model`` and ``tokens`` tokens, without laws that restate another."""
     experts = model.experts.number / model.experts.active if model.experts else 1
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding, experts=experts)
     return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the best timescale of AdamW that the Power Lines law predicts (arXiv 2505.13738), as a share of the run.
-
-    The timescale is batch / (lr x weight decay x tokens).
-    """
+    """Return the best timescale of AdamW, batch / (lr x weight decay x tokens), by Power Lines (arXiv 2505.13738)."""
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or critical batches that the main forms of laws predict, in tokens, by the law's name."""
+    """Return the optimal or critical batches of the laws in tokens, by name, without laws that restate another."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }

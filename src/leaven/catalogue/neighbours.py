@@ -21,15 +21,15 @@ from leaven.errors import InputError
 from leaven.recipe.units import listed
 
 FACTOR = 4.0
-"""A run counts as near if its size is within this factor of the model's. Others say little about lr and batch."""
+"""A run is near if its size is within this factor of the model's. Other runs say little about lr and batch."""
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If only one or two lineages are near, farther runs vote, too. Weights then fall to 0 at this factor beyond the
-farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
+"""If fewer than `NEAREST` runs are near, farther runs vote, too. Weights then fall to nearly 0 at this factor beyond
+the farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
 ALIKE = 2.0
-"""A mixture of experts votes on shared experts and on layers without experts only if its number / active and active
-are within this factor of the model's. 64 experts with 6 active say nothing about 8 with 2, as in Mixtral."""
+"""A mixture of experts votes on shared experts and dense layers only if its number of active experts and its ratio
+number / active are within this factor of the model's: 64 experts with 6 active say nothing about 8 with 2."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -67,11 +67,11 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor in tokens counts much less. Runs of ``kind``, and of these the
-    runs that fit ``stack``, come before other runs. Then the first run of each lineage is moved to the front.
+    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is 1/8. Runs of ``kind`` come first, and among
+    them the runs that fit ``stack``. Then the first run of each lineage is moved to the front.
 
-    Only runs within ``factor`` of the model's size are returned; if there is none, all sizes, ordered by distance
-    alone. Runs with an lr that cannot be compared, such as a muP lr, or with unknown tokens are left out.
+    Only runs within ``factor`` of the model's size are returned. If there is none, runs of all sizes are returned,
+    ordered by distance alone. Runs with unknown tokens, or an lr that cannot be compared (such as muP), are left out.
 
     Args:
         limit: the largest number of runs to return.
@@ -176,7 +176,7 @@ class Neighbours:
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
-        """Return the runs within `FACTOR` of the size, in the order of ``ranked``."""
+        """Return the runs within `FACTOR` of the model's size, in the order of ``ranked``."""
         return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
 
     @cached_property
@@ -186,7 +186,7 @@ class Neighbours:
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
     def of_size(self) -> list[PublishedRun]:
-        """Return the runs within `FACTOR` of the size, with any optimizer, from small to large."""
+        """Return all published runs within `FACTOR` of the model's size, with any optimizer, from small to large."""
         kinds = {"dense", "moe"} if self.experts else {"dense"}
         near = [run for run in load_runs() if run.kind in kinds and size_ratio(run, self.params) <= FACTOR]
         return sorted(near, key=lambda run: run.params_active)
@@ -215,14 +215,15 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a recipe's key ``path`` and the most frequent one, or None if unknown."""
+        """Return the published values at a recipe's ``path`` with the most frequent one, or None without values."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
         The weight is 1 at the model's size, and falls with the logarithm of the size ratio to nearly 0 at `FACTOR`.
-        If few runs are near, it falls more slowly (`EDGE`). With a reference run, or if none is near, all are 1.
+        If few runs are near, the weight falls more slowly (`EDGE`). With a reference run, or if no run is near, all
+        weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)

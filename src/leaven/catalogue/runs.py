@@ -37,7 +37,7 @@ _DECAYS: dict[str, Decay] = {
 }
 # Keys of sources and of free text, which are not values of the run.
 _NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
-# Names of the same factor: a layer has two residual branches, and N is the number of layers.
+# Spellings of 1 / sqrt(number of residual branches). L and N are the number of layers, each with two branches.
 _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(2N)", "1/sqrt(number of residual layers)")
 
 
@@ -202,7 +202,7 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        Steps are converted to tokens only if no growth of the batch is known.
+        A warm-up in steps is converted to tokens only if the batch is not known to grow.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -241,7 +241,7 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return leaven's name for the published decay, such as "cosine", or None if no decay is published."""
+        """Return leaven's name for the published lr decay, such as "cosine", or None if no decay is published."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property
@@ -270,12 +270,10 @@ class PublishedRun(Part):
 
     @property
     def aspect(self) -> float | None:
-        """Return d_model / n_layers."""
         return self.arch.d_model / self.arch.n_layers if self.arch.d_model and self.arch.n_layers else None
 
     @property
     def mlp_ratio(self) -> float | None:
-        """Return d_ff / d_model."""
         return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
 
     @property

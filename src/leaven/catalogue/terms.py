@@ -12,7 +12,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch in tokens, and after how many tokens the last size begins; (None, None) if constant."""
+    """Return the first batch and the tokens before the last batch size begins; (None, None) for a constant batch."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -25,7 +25,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay: the Adam of papers is AdamW."""
+    """Return the optimizer's name; for ``adam`` with weight decay `L2_DECAY`, because papers write Adam for AdamW."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -76,11 +76,11 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS: dict[str, list[str]] = _DATA["published"]
-"""Comparable values: for each path of a recipe, the paths of a run that state the same value. The first is read."""
+"""For each comparable path of a recipe: the paths of a run that state the same value. The first is read."""
 
 
 def read(source: Any, path: str) -> Any:
-    """Return the value at a dotted path, or None if a part of the path is missing."""
+    """Return the attribute of ``source`` at a dotted path, or None if a part of the path is missing."""
     for name in path.split("."):
         source = getattr(source, name, None)
     return source
@@ -93,9 +93,8 @@ def diff_in_terms(
 ) -> list[RecipeDifference]:
     """Return the values in which two runs or recipes differ; an unknown value is None.
 
-    ``resolved`` returns the values that the parameters get from a recipe's scaling rule, such as
-    ``hyperparameters.lr``, because these are what a run publishes. Values that only runs or only recipes can state
-    come last.
+    ``resolved`` returns the values of a recipe after its scaling rule, such as ``hyperparameters.lr``, because runs
+    publish such values. Values that only runs or only recipes can state come last.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
@@ -122,10 +121,10 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of everything in ``of`` that has no counterpart in the other kind.
+    """Yield (path, value) for each value of a run that recipes cannot state, or of a recipe that runs cannot state.
 
-    The two kinds are published runs and recipes. These are left out: what ``terms.toml`` lists under ``not_compared``
-    and ``given``, the default values of a recipe, and values of a run that are false.
+    Left out are the paths that ``terms.toml`` lists under ``not_compared`` and ``given``, default values of a recipe,
+    and values of a run that are false.
     """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
@@ -137,7 +136,7 @@ def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     taken = {path for published in TERMS.values() for path in published} | {*left_out["follow_from_others"]}
     for path, value in of.flat().items():
         passed = path in taken or path.partition(".")[0] in left_out["parts_of_a_run"]
-        # The start and the length of a batch ramp are comparable values, so its other keys are left out.
+        # The start and the length of a batch ramp are in TERMS; its other keys are left out.
         passed = passed or path.startswith("batch.rampup.") or path.endswith(tuple(left_out["endings"]))
         if not passed and value is not False and _DATA["given"].get(path) != value:
             yield path, value

@@ -73,10 +73,9 @@ class Architecture:
     # for each key of [model], the keys of config.json with its value; empty if the value follows from other keys
     keys: Mapping[str, list[str]]
     defaults: Config  # values of keys that are missing in config.json
-    ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
-    block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
-    # by key of [model] for which config.json has several keys: what leaven cannot do if their values differ, for
-    # messages
+    ends: Mapping[str, str]  # paths of modules outside the blocks, by leaven's name of the module
+    block: Mapping[str, str]  # paths of modules inside a block, by leaven's name of the module
+    # for messages, by key of [model] that several keys of config.json give: why leaven needs equal values of them
     limits: Mapping[str, str] = field(default_factory=dict)
     # paths of router and experts inside a block, by leaven's name; {} stands for the number of an expert
     experts: Mapping[str, str] = field(default_factory=dict)
@@ -281,9 +280,9 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return the table of an architecture, completed with entries of the architecture that its key ``like`` names.
+    """Return an architecture's table, completed with entries of the architecture that the key ``like`` names.
 
-    Entries that its key ``without`` lists are not taken over. A table without ``like`` is returned as it is.
+    Entries that the key ``without`` lists are not taken over. A table without ``like`` is returned as it is.
     """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
@@ -323,7 +322,7 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture with the fewest changes to a shape, weighted by `_LARGE`, and the changes by key.
 
-    Biases of 0 can represent a model without biases. If the stored model will be ``trained``, they count as a change.
+    Biases of 0 can represent a model without biases, but count as a change if the stored model will be ``trained``.
     """
     changes = []
     for architecture in ARCHITECTURES:

@@ -190,10 +190,9 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
 
 
 def _set_global_layers(values: dict[str, Any]) -> None:
-    """Replace the list of layer types under the key ``global_every`` by the number n of a recipe.
+    """Replace the list of layer types under ``global_every`` by a recipe's number n: every n-th layer has no window.
 
-    Every n-th layer has no window. If all layers have one, ``global_every`` is removed. If none has, ``window`` is
-    removed, too.
+    If all layers have a window, ``global_every`` is removed. If no layer has one, ``window`` is removed, too.
     """
     layers = values["n_layers"]
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2

@@ -35,9 +35,7 @@ from leaven.scaling.table import GAINS, ParameterRow
 # Names of attributes that a parametrized model gets.
 ROWS = "leaven_rows"  # its parameter table
 MUON = "leaven_muon"  # the settings of Muon, or None
-LOGIT_SCALES = (
-    "leaven_logit_scales"  # (module's name, attribute, old value) for each attention scale that was changed
-)
+LOGIT_SCALES = "leaven_logit_scales"  # (module's name, attribute, old value) of each changed attention scale
 
 Factors = dict[nn.Parameter, float | Tensor]
 LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute, the value to set
@@ -75,11 +73,11 @@ def multipliers(
     """Return the hooks for all multipliers other than 1, without installing them.
 
     The multiplier of a branch scales the output of the branch's last matrix, or of ``experts`` if all experts are one
-    tensor. A norm on the branch's output would undo it, so then it scales the output of this norm. ``output_norms``
-    maps the labels of such norms to ``attention`` or ``mlp``.
+    tensor. If a norm follows, which would undo the multiplier, the output of the norm is scaled instead.
+    ``output_norms`` maps the labels of such norms to ``attention`` or ``mlp``.
 
     The multiplier of the logits scales the output of the final norm, because fused losses use the weight of the
-    unembedding without calling its module. Without exactly one final norm, it scales the input of the unembedding.
+    unembedding without calling its module. Without exactly one final norm, the input of the unembedding is scaled.
 
     Raises:
         InputError: if no hook can apply a multiplier, or branches with different multipliers end in the same norm.
@@ -88,7 +86,7 @@ def multipliers(
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
     uncalled = [module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     found: list[Hook] = []
-    ending: dict[nn.Module, ParameterRow] = {}  # by norm: the first row whose branch it ends
+    ending: dict[nn.Module, ParameterRow] = {}  # by norm: the first row whose branch ends in the norm
     for row in rows:
         site, factor = sites[row.name], row.multiplier
         branch = (site.stack, row.layer or 0, row.module.partition(".")[0])
@@ -192,7 +190,7 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """A forward pre-hook that a model has while :func:`fold` changes it, and keeps if this is interrupted."""
+    """Raise InputError. This is a forward pre-hook during :func:`fold`, and stays if folding is interrupted."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"

@@ -163,7 +163,7 @@ def parametrize(
     structure = matched(structure, base_structure)
     given_roles = dict(roles or {})
     if isinstance(target, Transformer) and target.shape.tied_embeddings:
-        # leaven's own model computes the logits from its embedding without a module that would show it.
+        # leaven's own model has no module from which the use of its embedding for the logits can be seen.
         given_roles = {"embedding.weight": Role.TIED_EMBEDDING} | given_roles
     classifier = Classifier(structure, base_structure, base_model, given_roles, modules or {})
     classified = classifier.classify()
@@ -228,7 +228,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model already has multipliers."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
@@ -254,8 +253,8 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width).
 
-    ``c`` is the factor in this model / the factor in the base. The new values undo its effect: AdamW trains the same
-    function if weight, std and lr are divided by c, and eps and decay are multiplied by c.
+    ``c`` is the factor in this model / the factor in the base. AdamW trains the same function as without the factor
+    if weight, std and lr are divided by c, and eps and decay are multiplied by c.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -303,7 +302,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return a ratio as a float, if it is above 0. In errors, ``name`` is the argument, ``size`` what it compares."""
+    """Return a ratio above 0 as a float. ``name`` is the argument and ``size`` the compared size, for errors."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -330,7 +329,7 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
-    """Return the head dimension of the model / that of the base, or 1 for models without attention."""
+    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention."""
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")
@@ -348,7 +347,7 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
 
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
-    """Draw the trainable parameters. A shard gets the same values as this part of the whole tensor would."""
+    """Draw the trainable parameters. A shard gets the values that its part of the whole tensor would get."""
     parameters = {site.name: site.parameter for site in structure.sites}
     trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:

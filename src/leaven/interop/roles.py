@@ -1,7 +1,7 @@
 """Classifies each parameter of a user's model.
 
 A classification is a role in a scaling rule, such as ``hidden_weight``, and the module name under which the parameter
-is tuned, such as ``attention.query``. It follows from the parameter's name, the type of its torch module, and the
+is tuned, such as ``attention.query``. Both follow from the parameter's name, the type of its torch module, and the
 dimensions that grow between a smaller model and this model. If the result is ambiguous, an error asks the user to
 give ``roles`` or ``modules``.
 """
@@ -36,13 +36,13 @@ _OVER_HEADS = _NAMES["norm.query"] | _NAMES["norm.key"]
 # and of the matrices that read a latent.
 _OF_LATENTS = _NAMES["norm.query_latent"] | _NAMES["norm.key_value_latent"]
 _FROM_LATENTS = ("q_b_proj", "kv_b_proj")
-# Names that only norms on a branch's output have. Such norms are found by running the base (tracing.py). A norm with
-# such a name that was not found is refused.
+# Names that only norms on a branch's output have. A norm with one of these names is refused if running the base
+# (tracing.py) does not show that it normalises a branch's output.
 _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm")
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
 _NO_RULE = "there is no rule for biases of experts and for convolutions; use a model without them"
-# By role, if all parameters of a role have the same module name: this name.
+# The module name of each role whose parameters all have the same one.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
     Role.EMBEDDING_NORM: "norm.embedding",
@@ -92,7 +92,7 @@ class Classifier:
             if role not in list(Role):
                 raise InputError(f"roles[{pattern!r}]: unknown role {role!r}; the roles are {', '.join(Role)}")
         self.roles, self.modules = roles, modules
-        # For each module that contains routed experts: its path, and their number in the model and in the base.
+        # Number of routed experts in the model and in the base, by the path of the module that contains them.
         in_base = {site.beside_experts: site.n_experts for site in base.sites if site.experts}
         self.experts = {
             site.beside_experts: (site.n_experts, in_base[site.beside_experts])
@@ -150,7 +150,7 @@ class Classifier:
         """Return the role of a matrix of a linear module, of a router or of experts."""
         if site.layer is None:
             if not self._is_readout(site):
-                why = "it is a matrix outside the blocks, but not the readout (after them, fan out = vocabulary)"
+                why = "it is a matrix outside the blocks, but not a readout (after the blocks, fan out = vocabulary)"
                 self._refuse(site, why if self.model.stacks else f"{why}, as {NO_BLOCKS}")
             self._require_width(site)
             return Role.UNEMBEDDING
@@ -159,7 +159,7 @@ class Classifier:
         widths = (self.model.width, self.base.width)
         sides = zip(site.shape[-2:], site.base_shape[-2:], strict=True)
         if widths not in sides and site.path[-1] not in _FROM_LATENTS:
-            self._refuse(site, f"neither fan in nor fan out is the width, {widths[0]} and {widths[1]}")
+            self._refuse(site, f"neither fan in nor fan out is the width ({widths[0]}, {widths[1]} in the base)")
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
@@ -191,7 +191,7 @@ class Classifier:
             if site.path[-1] not in _OF_LATENTS:
                 self._require_width(site)
             return Role.HIDDEN_NORM
-        # Heads share the gain if its size is the head dimension or, if that is unknown, does not grow.
+        # Heads share a gain of the size of a head or, if the head dimension is unknown, a gain that does not grow.
         shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site) == 1
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
@@ -266,7 +266,8 @@ class Classifier:
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
         """Set ``output_norms`` by running the base; the user's ``modules`` take precedence.
 
-        ``classified`` has the matrices of the model. If the base cannot be run and norms have no names, warn.
+        ``classified`` has the matrices of the model. Warn if the base cannot be run and ``modules`` does not name all
+        norms in the blocks.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))

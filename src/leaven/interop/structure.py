@@ -98,7 +98,7 @@ def is_a(module: nn.Module, name: str) -> bool:
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside a wrapper of torch.compile, or the model itself. Errors call it ``argument``."""
+    """Return the model inside a wrapper of torch.compile, or the model itself. ``argument`` names it in errors."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -183,7 +183,7 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Return the number of blocks of the model / that of the base, or 1 if there are no blocks.
+    """Return (number of blocks of the model) / (number of blocks of the base), or 1 without blocks.
 
     Raises:
         InputError: if the ratio differs between several lists of blocks.

@@ -1,4 +1,4 @@
-"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running copies."""
+"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running them."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -104,10 +104,7 @@ def _random(like: Tensor, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def is_offset(norm: nn.Module) -> bool:
-    """Return whether the gain of a norm is 1 + weight, so that a weight of 0 is neutral.
-
-    The result is False for a norm that cannot be called with one vector.
-    """
+    """Return whether the gain of a norm is 1 + weight. False if the norm cannot be called with one vector."""
     try:
         copied = copy.deepcopy(norm)
         copied._forward_hooks.clear()

@@ -44,7 +44,7 @@ READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others
 SHARD_BYTES = 5 * 10**9
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
-# Keys of a model shape that may differ between a recipe and its start weights; seq_len unless positions are learned.
+# Keys in which a recipe's model shape and its start weights may differ; with learned positions, seq_len may not.
 _FREE = {"seq_len", "dropout", "rope_theta"}
 # Name of the biases that a layer's router adds to the scores of its experts. They are not parameters: training
 # changes them without gradients, to balance the load of the experts.
@@ -115,7 +115,7 @@ def write_huggingface(
             {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
         )
 
-        # Cached because a layer's experts are one tensor here and many tensors in the file, which come in sequence.
+        # Cached because a layer's experts are one tensor here, and many tensors in the file, one after another.
         @lru_cache(maxsize=1)
         def weight(name: str) -> Tensor | None:
             held = biases if name in biases else weights
@@ -227,7 +227,7 @@ def model_card(
     for each in events:
         if each["event"] == "validation" and isinstance(each.get("loss"), int | float):
             measured += [each] if isinstance(each.get("tokens"), int) and each["tokens"] <= tokens else []
-        elif isinstance(to := each.get("to_tokens"), int):  # a rewind, which has undone later ones
+        elif isinstance(to := each.get("to_tokens"), int):  # a rewind, which undoes later steps
             measured = [validation for validation in measured if validation["tokens"] <= to]
     if averaged:
         means = [(each["tokens"], each["averaged_loss"]) for each in measured if "averaged_loss" in each]
@@ -328,7 +328,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     if shape.experts and not shape.experts.dense_layers:
         free = free | {"d_ff"}  # no layer has an MLP
     there, here = ({k: v for k, v in shape_values(each).items() if k not in free} for each in (plain.shape, shape))
-    for values in (there, here):  # a balance loss is no part of the model
+    for values in (there, here):  # a balance loss does not change what the model computes
         if values.get("experts.balance") == "none":
             values["experts.balance"] = "loss"
     if there != here:

@@ -18,16 +18,16 @@ class Factors:
     lr: float
     eps: float
     weight_decay: float
-    forward: float  # factor on the output of the tensor; 1 except for the unembedding
+    forward: float  # factor on the output of the tensor; 1 except for an unembedding, tied or not
     residual: float  # factor on a branch before it is added to the residual stream
     attention: float  # factor on the scale of the attention logits, which is usually 1 / sqrt(d_head)
     half_life: float  # factor on the half-life of Adam's moments in steps
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
-        """Return Adam's beta at this scale: ``base ** (multiplier / half_life)``.
+        """Return Adam's beta at this scale, for the ``multiplier`` of a module: ``base ** (multiplier / half_life)``.
 
-        The papers multiply ``1 - beta`` by ``multiplier / half_life``. To first order this is the same, but a power
-        stays within (0, 1). Runs at batch ratios of 1/4 to 8 had the same loss with both formulas.
+        The papers multiply ``1 - beta`` by ``multiplier / half_life``, which is the same to first order but may
+        leave (0, 1). Runs at batch ratios of 1/4 to 8 had the same loss with both formulas.
         """
         return float(base ** (multiplier / self.half_life))
 
@@ -64,7 +64,7 @@ def tensor_ratios(
             matrices of experts are (experts, fan out, fan in); a router is (experts, fan in); embeddings and
             unembedding are (vocabulary or positions, width).
         at: the ratios of the run.
-        head: the head dimension of the target / that of the base.
+        head: head dimension of the target / head dimension of the base.
 
     Raises:
         ValueError: if a matrix has the wrong number of dimensions, or if the number of experts changes.

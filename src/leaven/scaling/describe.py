@@ -27,7 +27,7 @@ class ModuleStart:
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices; if blocks differ, of the first and the last block."""
+    """Return the initial std of each module's matrices: one entry, or two (first and last block) if blocks differ."""
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
     for row in table.rows:
@@ -69,7 +69,7 @@ def describe(
 ) -> ShowDocument:
     """Return the document of ``leaven show`` and ``leaven transfer`` for a recipe.
 
-    ``worth`` says how many times more training tokens would lower the loss as much as the tuning study did.
+    ``worth``: by which factor the training tokens would have to grow to lower the loss as much as tuning did.
     """
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip

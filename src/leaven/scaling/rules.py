@@ -18,8 +18,8 @@ NAME`` prints one. All tables differ from the papers in these points:
 - **Norms on a branch's output.** The papers only have norms before branches. With a norm on the output y of a branch,
   the block adds m g norm(y) to the residual stream, where m is the branch's multiplier and g is the norm's gain.
 
-  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one:
-    what a block adds to the stream, and how much a step changes it, are the same as without the norm.
+  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one,
+    because what a block adds to the stream, and the change of this sum in a step, scale as without the norm.
   - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
     the gradient of the stream. The gradient of the stream is proportional to 1 / width, so the gradient of g falls as
     width^-1 L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha
@@ -30,12 +30,12 @@ NAME`` prints one. All tables differ from the papers in these points:
     and variance ~ I^-1, this ratio is the same at every width. Then y does not depend on the width, and the gradient
     has the published exponents, so eps has them, too. (Multiplying std and lr by c, and dividing eps and decay by c,
     trains the same model: tests/scaling/test_invariance.py.)
-  - Decay of these matrices raises the step relative to the weights, until it is (2 lr decay)^(1/2) in equilibrium
+  - Decay of these matrices raises the ratio step / weight, which is (2 lr decay)^(1/2) in equilibrium
     (Kosson et al. 2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay constant. The argument for decay ~
     I^(1/2), that the ratio of a branch's output to its input must not change with the width (Fan et al. 2025, arXiv
     2510.15262), does not apply if a norm follows, because then g sets this ratio.
   - Without a norm before the branch, its matrices read the stream itself. The size of the stream does not depend on
-    the width. With more depth it falls towards the size of the embedding, because the sum of the branches falls.
+    the width. With more depth, this size falls to that of the embedding, because the sum of the branches falls.
 
 ``complete-d-p`` differs from Table 1 of its paper in one cell, the eps of the final norm, where the paper has 1. The
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
@@ -100,7 +100,7 @@ from leaven.scaling.cells import LETTERS, Cell
 QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 
-@dataclass(frozen=True, eq=False)  # so that it has a hash: the only rules are those in RULES
+@dataclass(frozen=True, eq=False)  # hash by identity, because the fields have no hash
 class Rule:
     """A scaling rule: one cell (factor) for each quantity and role, and cells that all roles share."""
 
@@ -121,7 +121,7 @@ class Rule:
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """The cells for all roles and those for Muon, by the name under which they are printed."""
+        """Return the cells that all roles share and the cells for Muon, by printed name."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}

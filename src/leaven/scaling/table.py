@@ -38,8 +38,8 @@ class ParameterRow(Parameter):
     beta1: float
     beta2: float
     eps: float
-    # Factor on the output in the forward pass. For the last matrix of a branch with a norm on its output, the factor
-    # is applied after this norm. It is 1 except for the last matrices of branches and the unembedding.
+    # Factor on the output in the forward pass: 1 except for the last matrices of branches and an unembedding, tied
+    # or not. If a norm follows the last matrix of a branch, the factor is applied after the norm.
     multiplier: float
     ratios: TensorRatios = field(compare=False)  # ratios to the base, from which the rule computed the values
 
@@ -53,7 +53,7 @@ class ParameterTable:
     rows: tuple[ParameterRow, ...]
     attention_scale: float  # factor on the dot products of queries and keys
     beta2: float  # beta2 of a module without multipliers
-    # Coefficients of the losses of a router, after scaling: the balance loss, and the z-loss.
+    # Scaled coefficients of a router's balance loss and of its z-loss.
     router_losses: tuple[float, float] = (0.0, 0.0)
 
     def __getitem__(self, name: str) -> ParameterRow:
@@ -111,7 +111,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the rows of the parameter table, with AdamW if the recipe has Muon."""
+    """Return the rows of a recipe's parameter table, with AdamW in place of Muon."""
     return parameter_table(recipe.without_muon).rows
 
 
@@ -119,8 +119,9 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return how a batch ramp, or batch stages, change the hyperparameters at step ``step`` (counted from 0).
 
     Returns:
-        The factors of the scaling rule for the batch of this step, relative to the full batch (rule "fixed": 1).
-        The half-life of Adam's moments (in steps) divided by their half-life at the previous step.
+        The factors of the scaling rule for the batch of this step / the full batch. They are 1 with
+        ``batch.rule`` "fixed".
+        The half-life of Adam's moments in steps, divided by the half-life at the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -143,7 +144,7 @@ def parameter_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model. ``at``: its ratios to the base; their ``match`` is replaced."""
+    """Return the row of one parameter of any model. ``at``: its ratios to the base; ``match`` is computed here."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0
@@ -170,7 +171,7 @@ def parameter_row(
         beta1, beta2, eps = float(muon.momentum ** multiplier("beta1")), 0.0, 0.0
     std = 0.0  # of gains and biases
     if role.is_matrix:
-        # The rule does not change a named init: `leaven.recipe.init_std.require_one_rule` refuses such recipes.
+        # With a named init, moved.init_std is 1: `leaven.recipe.init_std.require_one_rule` refuses other recipes.
         named = INITS.get(base.init)
         start = named.std(parameter, n_layers, gated) if named else base.init_std or 0.0
         std = start * multiplier("init_std") * moved.init_std
@@ -190,10 +191,7 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, one for all parameters of a module with equal values.
-
-    The caller adds their key ``params``.
-    """
+    """Return parameter groups for an optimizer, without ``params``. Rows of a module with equal values share one."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         by_muon = {"momentum": row.beta1, "match": row.match}

@@ -26,9 +26,10 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # With Muon, warn beyond this ratio of batch or tokens to the base: arXiv 2512.05620 tests only width and depth.
 MUON_FACTOR = 4.0
-# With norms on outputs, warn above this ratio to the base: the best lr was measured to change with these powers of it
-# (docs/log.md, 29 November 2026: width 32 to 256, 2 to 16 layers, alpha 1).
+# With norms on the outputs of branches, warn above this ratio of width or depth to the base.
 OUTPUT_NORM_FACTOR = 2.0
+# Measured there: the best lr changes with the ratio to this power (docs/log.md, 29 November 2026: width 32 to 256, 2
+# to 16 layers, alpha 1).
 OUTPUT_NORM_EXPONENTS = {"width": -0.22, "depth": -0.34}
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
@@ -70,14 +71,14 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
     """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
 
-    ``source`` has these sizes of the model that gave the hyperparameters. A size that it lacks is not compared.
+    ``source``: the sizes of the model that gave the hyperparameters. Missing sizes are not compared.
     """
     rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
     return [_caution(name, value, there) for name, value, there in rows if there and value != there]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return the warning that ``value`` is beyond ``limit``. ``message`` is a key in ``messages.toml``."""
+    """Return the warning that ``value`` is beyond ``limit``, with the text ``message`` (default: ``about``)."""
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
@@ -106,10 +107,7 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Muon is used far from the base in batch or tokens, under a rule that scales with them.
-
-    No test of Muon with such changes is known.
-    """
+    """Warn if Muon is used far from the base in batch or tokens, under a rule that scales with batch and tokens."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -120,8 +118,7 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about norms on branch outputs in a model more than twice as wide or deep as the base.
 
-    Under complete-d-p with alpha 1, the best lr was measured to change there. Over depth with another alpha, nothing
-    was measured, so there is no warning.
+    Only for complete-d-p, and over depth only for alpha 1: for these the best lr was measured to change.
     """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
@@ -181,7 +178,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about betas of Adam outside the range in which runs have trained well."""
-    rows = [row for row in table.rows if not row.match]  # those that Adam updates
+    rows = [row for row in table.rows if not row.match]  # without the matrices that Muon updates
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(rows, check.hidden, check.trained)):
             (low, high), name, beta = check.trained, check.hidden, getattr(row, check.hidden)
@@ -193,9 +190,8 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
-    The rules are for AdamW's decay, which they increase with the width. The L2 term then grows relative to the
-    gradient: as width^1.5, measured over widths 64 to 512. A coordinate check does not find this fault
-    (microsoft/mup, PR 73).
+    The rules increase the decay with the width, which is right for AdamW. Relative to the gradient, an L2 term then
+    grows as width^1.5 (measured, widths 64 to 512). A coordinate check does not show this (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -207,10 +203,10 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about large initial logits, and about a matrix in a block with an initial std far above sqrt(1 / (3 d)).
+    """Warn about large initial logits, and about a matrix in a block with an initial std far above the usual one.
 
-    The RMS of the logits is sqrt(d) x std x multiplier of the unembedding, because the final norm gives activations
-    of RMS 1. d is the width.
+    The RMS of the logits is sqrt(width) x std x multiplier of the unembedding, because the final norm gives
+    activations of RMS 1.
     """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

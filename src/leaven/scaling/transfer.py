@@ -39,8 +39,7 @@ _LARGEST = {
 }
 _LEAST_BETA = 0.01  # with a smaller beta, Adam's moment is just the last gradient
 
-# Fields of the model that may differ between tuned recipe and target: sizes, and fields without effect on tuned
-# values.
+# Fields of the model in which tuned recipe and target may differ: sizes, and fields without effect on tuned values.
 _FREE_FIELDS = {
     "n_layers",
     "d_model",
@@ -179,7 +178,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         "data.tokens": longer,
         "batch.tokens": target.batch.tokens / _start_batch(tuned, target),
     }
-    # If a searched value, moved to the target, is the target's own value, the target keeps its value and its reason.
+    # A count of the target that equals the transferred count stays, with the target's reason.
     kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
     searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
     for path in searched:
@@ -205,8 +204,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    If ``tuned`` has other tokens than its base, this is a guess: the batch that gives as many steps as
-    ``target`` has, as ``leaven new`` does for a proxy.
+    If ``tuned`` and its base have different numbers of tokens, the batch is a guess: with it, ``tuned`` has as many
+    steps as ``target``, like a proxy of ``leaven new``.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -261,7 +260,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
             for stage in batch.stages
         ]
     if batch.ramp is not None:
-        # Keep the number of increments. The first batch is the rest, as each increment is rounded to whole sequences.
+        # Keep the number of increments. Increments are rounded to whole sequences, and the first batch is the rest.
         increments = (batch.tokens - batch.ramp.start_tokens) // batch.ramp.increment_tokens
         increment = max(int(batch.ramp.increment_tokens * larger / seq_len), 1) * seq_len
         room = (tokens - seq_len) // increment

@@ -71,7 +71,7 @@ class Check:
     value: float | None = None  # the compared value of the recipe
     of_run: OfRun = lambda run: None  # returns the compared value of a published run
     suggestions: Sequence[Suggestion] = ()  # changes of the recipe, the best first
-    # More fields for the message. It also has `value`, the usual range `low` and `high`, and the smallest and largest
+    # More fields for the message, besides `value`, the usual range `low` and `high`, and the smallest and largest
     # published values `least` and `most`.
     facts: dict[str, Any] = field(default_factory=dict)
     runs: Iterable[PublishedRun] | None = None  # runs that the finding names; None: nearest runs with a usual value
@@ -104,11 +104,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """The recipe to check, the rows of its parameter table, and the tokens in its training text, if known."""
+    """The recipe to check, with the published runs and laws for its size."""
 
     recipe: Recipe
     rows: Sequence[Any]  # the rows of its parameter table, of class `leaven.scaling.table.ParameterRow`
-    corpus_tokens: int | None = None
+    corpus_tokens: int | None = None  # tokens in its training text, if known
 
     @cached_property
     def params(self) -> int:
@@ -125,7 +125,7 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """The recipe's size, with the runs and laws from which `leaven new` would choose values for it."""
+        """Return the recipe's size, with the runs and laws from which `leaven new` would choose values."""
         model = self.recipe.model
         near = neighbours(
             self.params,
@@ -144,15 +144,12 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` published runs within a factor of 4 of the recipe's size, one of each lineage.
-
-        A lineage is a group of runs that copied each other's lr.
-        """
+        """Return at most `VOTES` runs within a factor of 4 in size, one of each lineage (runs that copied an lr)."""
         return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with the recipe's norms that are near in size, lr and batch, if known (`_ALIKE`)."""
+        """Return the ids of runs with the recipe's norms and about its size, lr and (known) batch (`_ALIKE`)."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -170,7 +167,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights, without ends of branches and stds of 0."""
+        """Return the median init std above 0 of the hidden weights that do not end a branch; 0 if all are 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows

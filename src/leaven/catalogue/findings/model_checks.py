@@ -38,8 +38,8 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Norms on the outputs of
-    branches undo the std, so the check is then skipped.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Models with norms on
+    the outputs of branches are not checked, because such norms undo the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -72,7 +72,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 def branch_stds(check: Check, case: Case) -> Check | None:
     """Check that the last matrices of all residual branches have about the same multiplier of the init std.
 
-    They differ if a shared expert or a dense layer is added to a recipe that has no multiplier for this branch.
+    The multipliers differ if a shared expert or a dense layer is added without a multiplier for its branch.
     """
     tuned = case.recipe.hyperparameters
     stds = {

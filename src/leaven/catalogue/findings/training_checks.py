@@ -20,8 +20,8 @@ from leaven.recipe.shape import Role
 
 _CHINCHILLA = 20  # tokens per parameter
 _STEPS_OF_WARMUP = 2000  # usual for runs of any length
-# For batches of up to this many tokens a higher beta2 is usual: it averages over more steps, and so over about as
-# many tokens as with a larger batch (Porian et al. 2024, arXiv 2406.19146).
+# For batches of up to this many tokens a higher beta2 is usual: Adam then averages over more steps, and so over about
+# as many tokens as with a larger batch (Porian et al. 2024, arXiv 2406.19146).
 _SMALL_BATCH = 2**18
 
 
@@ -80,10 +80,10 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report a missing z-loss if the lr is high for a run without one, and runs with such an lr had a z-loss.
+    """Report a missing z-loss if both conditions hold:
 
-    "High" means more than 1.5 times the highest lr of two or more near runs without a z-loss. The runs with a z-loss
-    may have any size, and at least half of this lr.
+    - The lr is more than 1.5 times the highest lr of the near runs without a z-loss, of which there are at least two.
+    - A run of any size with at least half of the recipe's lr had a z-loss.
     """
 
     def has_z_loss(run: PublishedRun) -> bool:
@@ -133,8 +133,8 @@ def muon(check: Check, case: Case) -> Check | None:
 def timescale(check: Check, case: Case) -> Check | None:
     """Compare the timescale of weight decay with the best timescale that the Power Lines law predicts.
 
-    The timescale is batch / (lr x decay x tokens), a share of the run. The ratio of the two is 33 for GPT-NeoX-20B,
-    and 0.34 to 10.9 for the other published runs.
+    The timescale is batch / (lr x decay x tokens), a share of the run. The ratio timescale / best timescale is 33 for
+    GPT-NeoX-20B, and 0.34 to 10.9 for the other published runs.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -149,7 +149,7 @@ def timescale(check: Check, case: Case) -> Check | None:
 
     tau, best = case.batch / (case.hidden("lr") * decay * case.tokens), power_lines_tau(case.params, case.tokens)
     low, high = map(float, check.usual)
-    by = tau / best / min(max(tau / best, low), high)  # to the nearest end of the usual range
+    by = tau / best / min(max(tau / best, low), high)  # factor on decay or lr that leads to the usual range
     inside = math.ceil if by > 1 else math.floor
     fitted = find_law("Power Lines 2025 timescale").fitted
     return replace(

@@ -80,8 +80,8 @@ def tuned_bases() -> tuple[Recipe, ...]:
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
     """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None.
 
-    The base is not wider or deeper than the model, and has 1/32 to 1/2 of its parameters. The tokens per parameter of
-    the two differ by at most a factor of 4.
+    The base is not wider or deeper than the model, and has 1/32 to 1/2 of the model's parameters. Their tokens per
+    parameter differ by at most a factor of 4.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
@@ -92,7 +92,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
         if near and smaller and 2 * size <= model.params <= SMALL_FACTOR * size:
             try:
                 return base, model.scaled(shape.d_model, shape.n_layers, d_ff=shape.d_ff)
-            except ValueError:  # other proportions
+            except ValueError:  # the model cannot have this width, for example because of its heads
                 continue
     return None
 

@@ -21,19 +21,20 @@ LEAST_STEPS = 1_250
 """The batch is limited so that the run has at least this many steps, a little more than the 1,000 below which
 `leaven recipes check` reports "outside"."""
 FEWEST_STEPS = 200
-"""If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
+"""Fewest steps of a run with the batch of a reference run (``--from``). Shorter runs are refused."""
 LARGEST_CONSTANT = 8_400_000
 """Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached
 with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or their sources do not say how."""
 MOST_INCREMENTS = 16
-"""A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
+"""The first batch of a ramp is 1/2 to 1/16 of the full batch, because a small batch limits data parallelism. Each
+increment has the size of the first batch."""
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
 
-    A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Mixtures of
-    experts and ramps in stages are left out. Of each model family, such as Pythia, only the largest run counts.
+    A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Only dense
+    runs without stages count, and only the largest run of each model family, such as Pythia.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -100,8 +101,8 @@ def batch_evidence(at: RunSize) -> Evidence:
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
-    A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. It is a number
-    of sequences that divides well among the GPUs.
+    A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. Its number of
+    sequences divides well among the GPUs.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.
@@ -140,7 +141,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
     With a reference run (``--from``), the batch grows as in that run. Without one, batches above `LARGEST_CONSTANT`
-    grow. Smaller batches grow if they grew in most model families (such as Pythia) near this size.
+    grow. Smaller batches grow if batches grew in most model families (such as Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -187,7 +188,6 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
             "ramp", voters, "no ramp", about=about, no_share=ramps, steps=draft.batches.first_step_at(at.tokens)
         )
         return
-    # A ramp does not start below 1/16 of the batch, because a small batch limits data parallelism.
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
     over = max(round(length * at.tokens), 1)
@@ -198,21 +198,21 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return ``sequences`` rounded to a multiple of a power of 2 that divides ``gpus``.
+    """Return ``sequences`` rounded to a multiple of a power of 2 that divides ``gpus``; the change is at most 1/32.
 
-    It is the largest such power of at most ``sequences`` / 16, so the number changes by at most 1/32.
+    The power is the largest one up to ``sequences`` / 16, or 1.
     """
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return a batch in sequences: the allowed number nearest to ``wanted`` tokens that has at most ``most`` tokens.
+    """Return a batch in sequences: the allowed size nearest to ``wanted`` tokens that has at most ``most`` tokens.
 
-    Allowed are 2^k and 3 x 2^k, or, if ``gpus`` has odd factors above 1, the largest of them times 2^k. If all have
-    more than ``most`` tokens, the result is the smallest.
+    Allowed are 2^k and 3 x 2^k sequences, or, if ``gpus`` is not a power of 2, its largest odd factor times 2^k. If
+    all allowed sizes have more than ``most`` tokens, the result is the smallest of them.
     """
-    odd = gpus // (gpus & -gpus)  # without its factors of 2
+    odd = gpus // (gpus & -gpus)  # the largest odd factor
     bases = (1, 3) if odd == 1 else (odd,)
     sizes = [base << k for base in bases for k in range(48)]
     fitting = [size for size in sizes if size * seq_len <= most] or [min(sizes)]

@@ -78,8 +78,8 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses; all of them if ``experts`` is None.
 
     ``experts`` are the number of experts in a layer, and how many of them a token uses. All layers have experts. In a
-    block, attention has 4 d_model^2 parameters, and the experts that a token uses have 3 x ratio x d_model^2.
-    ratio is that of :func:`widths_of_experts`.
+    block, attention has 4 d_model^2 parameters. The experts that a token uses have 3 x ratio x d_model^2, with the
+    ratio of :func:`widths_of_experts`.
     """
     if experts is None:
         return params
@@ -157,8 +157,8 @@ class RunSize:
 
         Args:
             laws: the value of each law, by the law's name.
-            of_run: a function that returns the value of a published run.
-            own: the value of the reference run. If it is given, the values of other published runs are not used.
+            of_run: a function that returns the value of a published run, or None.
+            own: the value of the reference run, which then replaces the values of all published runs.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
@@ -223,7 +223,7 @@ class StarterDraft:
     document: dict[str, Any] = field(default_factory=dict)  # the recipe so far, as nested mappings
     why: dict[str, str] = field(default_factory=dict)  # the reason for each decided value, by path
     steps: list[DerivationRow] = field(default_factory=list)
-    # How much the sources of a value differ: fields of the messages in the section "uncertain", by title.
+    # Fields of the messages in the section "uncertain", such as ``spread`` (how much sources differ), by title.
     uncertain: dict[str, dict[str, float]] = field(default_factory=dict)
     # The values decided since the last step, by path, each with the fields of its message.
     _open: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -246,9 +246,9 @@ class StarterDraft:
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Finish a step, which contains the values that were decided since the previous step.
+        """Finish the step ``title``, which contains the values that were decided since the previous step.
 
-        The fields of its message come from ``facts``, from the facts of these values, and from the recipe so far.
+        The fields of the step's message come from ``facts``, the facts of these values, and the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

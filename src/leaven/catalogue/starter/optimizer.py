@@ -17,8 +17,7 @@ Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
-"""The lr is chosen within the range of the published lrs, converted to this size and batch, widened by this
-factor."""
+"""The lr stays within the range of the published lrs (converted to this size and batch), widened by this factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
@@ -38,8 +37,8 @@ ADAM = {
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    It is limited to `MOST_BY_BATCH`, because published batches at one size differ by up to a factor of a hundred. If
-    the published batch is unknown (None), it is 1.
+    The factor is limited to `MOST_BY_BATCH`, because published batches at one size differ by up to a factor of a
+    hundred. If ``published`` is None, the factor is 1.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
@@ -176,7 +175,7 @@ def _init_rules(width: int) -> dict[str, float]:
 
 
 def _choose_init(draft: StarterDraft, at: RunSize) -> float:
-    """Choose the init std. Return the factor by which it is multiplied in the last matrix of each residual branch."""
+    """Choose the init std. Return the factor on the std of the last matrix of each residual branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # The std of a run whose norms this model cannot have ("post") may not suit the model.

@@ -22,7 +22,7 @@ from leaven.recipe.units import format_quantity
 
 SMALLEST = 50_000_000
 """Parameters of the smallest proxy with published evidence: values found at 50 M were used at 7.2 B, and the best lr
-at 58 M "costs a little" at 483 M (arXiv 2512.22382, as its readers report)."""
+at 58 M "costs a little" at 483 M (arXiv 2512.22382, from notes about it)."""
 SAFE = 136_000_000
 """Parameters of a model whose best lr was also the best at 483 M (same source). Larger proxies are not needed."""
 SMALL_FACTOR = 32
@@ -42,8 +42,8 @@ LEAST_SEQUENCES = 4
 SHARE = 0.10
 """A search should cost at most this share of the run."""
 WORTH = 0.24
-"""Largest gain from tuning, as a share of the run: at 7.2 B it was worth 1.32 times the tokens (arXiv 2512.22382), in
-leaven's own measurement 1.09 times (docs/log.md)."""
+"""Largest known gain from tuning, as a share of the run: at 7.2 B, tuning lowered the loss as much as 1.32 times the
+tokens, and 1 - 1 / 1.32 = 0.24 (arXiv 2512.22382). In leaven's own measurement the factor was 1.09 (docs/log.md)."""
 NEAR = 1.25
 """Largest factor between the size of a proxy that the user requests and the nearest possible size."""
 ENOUGH_LINEAGES = 3
@@ -73,8 +73,8 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
-    Without ``size``, the largest proxy is chosen whose 64 trials cost at most 10% of the run (`SHARE`). If there is
-    none, the smallest proxy is chosen with fewer trials, if these cost at most 24% (`WORTH`).
+    Without ``size``, this is the largest proxy whose 64 trials cost at most 10% of the run (`SHARE`), else the
+    smallest proxy with fewer trials that cost at most 24% (`WORTH`), else none.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
@@ -123,7 +123,7 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return how many trials to run. ``each`` is the cost of one trial as a share of the run."""
+    """Return the most `TRIALS` that cost at most `SHARE`, else the fewest. ``each``: cost of a trial / of the run."""
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 
@@ -131,11 +131,8 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
     """Return the shape of ``shapes`` that is nearest to ``params`` parameters and to the proportions of ``model``."""
 
     def off(shape: _Size) -> float:
-        """Return the distance of a shape from the requested size and proportions.
-
-        A shape that is too narrow is twice as distant as one that is too shallow: scaling over width is exact only
-        for large widths, but scaling over depth works even from two blocks (CompleteP, arXiv 2505.01618).
-        """
+        # A shape that is too narrow is twice as distant as one that is too shallow: scaling over width is exact only
+        # for large widths, but scaling over depth works even from two blocks (CompleteP, arXiv 2505.01618).
         size, width, depth = shape
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
         return abs(math.log(size / params)) + (narrower / 4 if narrower > 0 else -narrower / 8)

@@ -129,7 +129,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff`` and ``experts`` for an MLP, or the experts that a token uses together, about ``width`` wide."""
+    """Return ``d_ff`` for an MLP of this width, or ``d_ff`` and ``experts`` for experts of this total used width."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -139,7 +139,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, completed from similar mixtures; None if dense."""
+    """Return the fields of :class:`Experts` except d_expert: as requested, or as similar mixtures; None if dense."""
     if request.experts is None:
         return None
     number, active = request.experts
@@ -250,7 +250,7 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the norm, activation, positions, ... of a run; leaven's own if they are unknown or not supported."""
+    """Return the norm, activation, positions, ... of a run; leaven's default where unknown or not supported."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -262,10 +262,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the most frequent rope_theta of published runs with sequences of more than `SHORT` tokens.
-
-    The second result has the ids of the runs with this theta.
-    """
+    """Return the most frequent rope_theta of runs with sequences above `SHORT`, and the ids of the runs with it."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
@@ -274,10 +271,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size, if it is from `RECENT` or later.
-
-    If no run is so recent, the neighbours are returned.
-    """
+    """Return the newest run of each lineage near this size, from `RECENT` on. If there is none: the neighbours."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -303,7 +297,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
 
     A length from recent runs is shortened, but not below `SHORTEST`, if a batch would have fewer sequences than about
-    `SEQUENCES_A_BATCH`. It is rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
+    `SEQUENCES_A_BATCH`, and rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len

@@ -3,13 +3,13 @@
 The method:
 
 - The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning
-  rate, betas, decay and init are chosen for the *base*: a smaller model to tune first (the proxy), or the target
-  itself if tuning is not worth its cost; if no run is near, they can come from a small model that leaven tuned. The
-  scaling rule then converts them for the target.
+  rate, betas, decay and init are chosen for the *base*, and the scaling rule converts them for the target. The base
+  is a smaller model to tune first (the proxy), or the target itself if tuning is not worth its cost. If no run is
+  near, it can be a small model that leaven tuned.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
   The lineages within a factor of 4 of the target's size vote. If these are fewer than three, the nearest three
-  lineages vote. The farther a run is from this size, the less weight its vote has; if no run is within the factor,
-  all have the same. For a mixture of experts, the size is the number of parameters that a token uses, and mixtures of
+  lineages vote. Votes of runs farther from this size have less weight. If no run is within the factor, all votes have
+  the same weight. For a mixture of experts, the size is the number of parameters that a token uses, and mixtures of
   experts vote beside dense runs.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
   a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
@@ -38,11 +38,11 @@ from leaven.recipe.shape import Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
-"""Shorter runs, in sequences, are refused."""
+"""Runs of fewer sequences are refused."""
 MOST_EPOCHS = 4
 """Up to this many epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 LEAST_HELD_OUT = 64
-"""Sequences in an evaluation, at least: the loss of 8 sequences of 128 tokens was off by 0.17 nats."""
+"""Fewest sequences in an evaluation: the loss of 8 sequences of 128 tokens was off by 0.17 nats."""
 MOST_EVALUATED = 1 / 7
 """All evaluations together read at most this share of the run's tokens, and so take about 5% of its time."""
 PROCESSOR_PARAMS = 20_000_000
@@ -184,7 +184,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
     """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
 
-    It is the scale of the reference run, the tuned base, the proxy or the target: the first that exists.
+    The base is the reference run, the tuned base, the proxy or the target: the first that exists.
     """
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:

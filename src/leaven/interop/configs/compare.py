@@ -88,10 +88,7 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The settings that most matrices in the blocks have.
-
-        A target that has one lr (or eps, ...) for all parameters gets the value in these settings.
-        """
+        """The settings that most matrices in the blocks have, for targets with one lr, one eps, ... for the model."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 

@@ -48,7 +48,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json. ``file`` is its name in the reasons."""
+        """Set the model shape and the initial std from a config.json. ``file`` is the name of the file in reasons."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -154,7 +154,7 @@ class Draft:
         """Return the recipe with the values set so far.
 
         Raises:
-            InputError: if it is not a valid recipe.
+            InputError: if the values are not a valid recipe.
         """
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
@@ -224,7 +224,7 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value for the value of a setting. ``known`` of a switch has the values for off and on.
+        """Return the recipe's value for a setting. ``known`` gives it by the setting's value (a switch: off, on).
 
         Raises:
             InputError: if ``known`` does not have the value of the setting.
@@ -238,7 +238,7 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        It lists the settings that are given. If none is given, it says that the default of the first applies.
+        The reason lists the given settings. If none is given, it names the default of the first setting.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
@@ -259,7 +259,7 @@ def as_number(value: Any, label: str) -> float:
     """Convert a value to a number.
 
     Raises:
-        InputError: if it is not a finite number; the message begins with ``label``.
+        InputError: if the value is not a finite number. The message begins with ``label``.
     """
     try:
         number = math.nan if isinstance(value, bool) else float(value)

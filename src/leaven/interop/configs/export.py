@@ -50,7 +50,7 @@ class Target:
     ramp: bool = False  # whether the target supports a batch ramp
     samples: bool = False  # whether the target counts samples instead of steps
     token_schedule: bool = False  # whether the target's schedule counts tokens, as leaven's does
-    # the target's words for leaven's, for templates
+    # for templates: the target's word for each value of a key such as ``precision``
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     lost: Sequence[Mapping[str, str]] = ()  # values that are lost, written as in targets/common.toml
     notes: Sequence[Mapping[str, str]] = ()  # notes, written as in targets/common.toml
@@ -163,7 +163,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         for row in run.table.rows
         if row.name in chosen.given
     )
-    # Modules whose initial std in the target is the recipe's only within a tolerance.
+    # Modules whose initial std in the target differs from the recipe's, but by less than `SAME_START`.
     close = {
         row.module
         for row in ([] if to.plain else run.table.rows)

@@ -381,7 +381,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
 _OPEN = re.compile(r"\$\{?(\w+)")
 _COMMAND = "$_COMMAND_"
-_COMMANDS = (("$((", "))"), ("$(", ")"), ("`", "`"))  # what begins and what ends a command, inner ones first
+_COMMANDS = (("$((", "))"), ("$(", ")"), ("`", "`"))  # start and end of a command, inner ones first
 _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
 LONGEST = 2**17  # characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # characters that all variables of a script may insert

@@ -73,10 +73,10 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
     ``layers`` is the number of layers with experts, ``active`` the number of experts that a token uses.
     """
     if not config.get("output_router_logits") or "router_aux_loss_coef" not in config:
-        draft.unknown.append(f"model.experts.balance_loss: {CONFIG} turns no loss on; leaven's default is used")
+        draft.unknown.append(f"model.experts.balance_loss: {CONFIG} uses no balance loss; leaven's default is used")
         return
     coefficient = as_number(config["router_aux_loss_coef"], f"{draft.origin}: router_aux_loss_coef")
-    why = f"router_aux_loss_coef of {CONFIG} x active experts / layers with experts, at which both losses are equal"
+    why = f"router_aux_loss_coef of {CONFIG} x active experts / layers with experts, to give the same loss"
     draft.set("model.experts.balance_loss", float(f"{coefficient * active / layers:.12g}"), why)
 
 

@@ -17,7 +17,7 @@ from leaven.scaling.table import ParameterRow, optimizer_groups
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible configuration of a target. The export uses the one with the fewest differences from the recipe."""
+    """A possible configuration of a target. Exported is the candidate with the fewest differences from the recipe."""
 
     given: Mapping[str, ParameterSettings]  # the target's settings, by leaven's name of the parameter
     attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
@@ -30,8 +30,8 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield candidates for Megatron: with --lr and --decoupled-lr, then with --use-mup.
 
-    --use-mup implements Table 8 of Yang et al. 2022. It is left out if the model is not wider than its base or has
-    experts.
+    --use-mup implements Table 8 of Yang et al. 2022. There is no candidate with --use-mup if the model has experts or
+    is not wider than its base.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -140,8 +140,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    With ``NUM_LAYERS``, the last matrices of branches have the initial std of other matrices / sqrt(2 n_layers). With
-    ``NONE``, they have the same.
+    With ``NUM_LAYERS``, the initial std of the last matrices of branches is that of other matrices / sqrt(2
+    n_layers). With ``NONE``, both stds are equal.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -291,8 +291,8 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
     if shape.experts and run.table.router_losses[0] and not architecture.router_bias:
-        # transformers adds its balance loss only if the model returns the logits of the router. It takes the mean
-        # over layers, leaven the sum. At an even load its loss is the number of active experts, leaven's is 1.
+        # transformers adds its balance loss only if the model returns the logits of the router. The loss is the mean
+        # over layers (in leaven the sum), and at an even load the number of active experts (in leaven 1).
         layers = shape.n_layers - shape.experts.dense_layers
         coefficient = run.table.router_losses[0] * layers / shape.experts.active
         config |= {"output_router_logits": True, "router_aux_loss_coef": coefficient}
