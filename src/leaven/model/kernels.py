@@ -106,8 +106,8 @@ SMALL_PRODUCT = 2**24
 """Products with fewer multiplications are computed by torch, because a call of oneDNN takes longer (measured)."""
 
 WIDE = 1024
-"""oneDNN computes the gradient of a weight only if a side of it is at least this long (measured: docs/log.md). oneDNN
-needs a transposed copy, which torch makes on one thread: for a short weight, this costs more than it gains."""
+"""oneDNN computes the gradient of a weight only if its longer side has at least this length (measured: docs/log.md).
+oneDNN needs a transposed copy, which torch makes on one thread: a loss if the weight is short."""
 
 
 PREFERS_ONEDNN = (

@@ -28,7 +28,7 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     """Return (documents, targets), both (B, T), of the tokens in ``windows``, (B, T + 1).
 
     ``documents`` has the index of each token's document in its row. An end-of-text token belongs to the document that
-    it ends. Its target is `IGNORED`, because the next token begins an unrelated document.
+    it ends. The target of this token is `IGNORED`, because the next token begins an unrelated document.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()

@@ -177,8 +177,8 @@ class FittedTrials:
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
         ``floor`` is usually the noise. A noise with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
-        small. Then a second noise is fitted to the losses, if they are at most ``FITTED``. ``floor`` is the larger of
-        the noise and the geometric mean of both noises. Without a measured noise, it is the fitted noise.
+        small. Then a second noise is fitted to the losses, if there are at most ``FITTED``. ``floor`` is the larger
+        of the noise and the geometric mean of both noises. Without a measured noise, it is the fitted noise.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -402,7 +402,8 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have, or all."""
+    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have, or over all seeds
+    if there are none."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())

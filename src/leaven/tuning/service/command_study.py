@@ -252,7 +252,7 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command. Return its outcome, or a text about its failure. Its losses are in ``where``."""
+        """Wait for a command, whose losses are in ``where``. Return its outcome, or a text about its failure."""
         command, began, next_look = self._command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:

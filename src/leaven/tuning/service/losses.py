@@ -116,7 +116,7 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tu
         found = [list(tensorboard_rows(file, str(source.key))) for file in sorted(where.rglob("*tfevents*"))]
     else:
         found = [list(wandb_rows(file)) for file in sorted(where.rglob("*.wandb"))]
-    # Names sort by the clock of their machine, and clocks of several machines may differ.
+    # File names sort by the clock of the machine, and the clocks of several machines may differ.
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 

@@ -85,7 +85,7 @@ class TrialRequest:
     """A trial that the search plan asks to start."""
 
     purpose: str  # search | noise | rerun
-    job: str  # name of its work, such as search:12; if an attempt has this job, the trial was started already
+    job: str  # name of the work, such as search:12; if an attempt has this job, the trial was started already
     seed: int = 0
     point: Params | None = None  # None if Optuna's sampler proposes it
     attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the attempt
