@@ -18,7 +18,7 @@ _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of a searched value. For a module's multiplier, they limit the global value times the multiplier."""
+    """The bounds of a searched value. For a multiplier, they limit the multiplied value, such as lr x multiplier."""
 
     low: float  # the lowest value, in the unit of the recipe
     high: float  # the highest value

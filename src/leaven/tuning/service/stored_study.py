@@ -224,8 +224,6 @@ class StoredStudy:
             user_attrs={
                 PURPOSE: request.purpose,
                 SEED: request.seed,
-                # Two commands that have read the same attempts choose the same job, and only one of them runs the
-                # job.
                 JOB: request.job,
                 **request.attributes,
                 **attributes,

@@ -608,7 +608,6 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     start = start if isinstance(start, str) else format_number(start)
     seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
     parts = [
-        # Not "trial 63 of 64": retries have numbers, too, so a number may be above the count of trials.
         f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
         f"validation loss {best.loss:.4f}, {best.certainty}{seeds}",
     ]
