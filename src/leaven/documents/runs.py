@@ -291,7 +291,7 @@ class DemoDocument(Document, schema="demo/2"):
     lrs: list[float]  # the learning rates that are tried, as values at the smallest width
     seeds: int  # seeds of each learning rate at the smallest width, and of the best learning rate at the largest
     machine: dict[str, Any]  # processor, cores, memory and versions
-    corpus: DemoCorpus  # size of the text
+    corpus: DemoCorpus  # source and size of the text
     runs: list[DemoRun] = []  # empty until the demo has finished
     result: DemoResult | None = None  # null until the demo has finished
     processes: int = 0  # number of worker processes

@@ -267,7 +267,7 @@ class Region:
         unmoved = np.flatnonzero(self.never & number)
         if d <= DESIGNED and len(unmoved):
             wanted = self.features.of(self.incumbent)
-            step = rng.choice([-1.0, 1.0]) * rng.uniform(*DESIGN)  # simultaneous proposals differ
+            step = rng.choice([-1.0, 1.0]) * rng.uniform(*DESIGN)  # random, so simultaneous proposals differ
             wanted[rng.choice(unmoved)] += step * self.radius / RADIUS
             return self._within(wanted)
         mean, drawn = self.surrogate.mean, self.surrogate.draw(rng)

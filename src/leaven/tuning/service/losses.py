@@ -15,7 +15,7 @@ from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
 MOST_NAMES = 20  # names of values that a message lists
-LARGEST_STEP = 2**63 - 1  # of the steps that a log reports
+LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:

@@ -119,7 +119,7 @@ class SearchLoop:
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
         self._failed: list[Sequence[Proposal]] = []  # calls of the objective that failed since one worked
-        self._of_workers: dict[int, list[Sequence[Proposal]]] = {}  # the same, by worker
+        self._of_workers: dict[int, list[Sequence[Proposal]]] = {}  # the same calls, by worker
         self._failure = ""  # the message of the last failed call
 
     def __enter__(self) -> "SearchLoop":

@@ -161,7 +161,7 @@ class StoredStudy:
         log, suspects = self._log, set[int]()
         while True:
             attempts = self.study.get_trials(deepcopy=False)  # in the order of their numbers
-            # An attempt that changes becomes another object.
+            # Optuna returns another object for an attempt that has changed.
             new = {at: attempt for at, attempt in enumerate(attempts) if log.attempts.get(at) is not attempt}
             if lost := [at for at in new if new[at].number != at] or range(len(attempts), len(log.attempts)):
                 raise InputError(f"{self.what} has lost trial {lost[0]}; {RESTORE}")

@@ -56,7 +56,7 @@ TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the cal
 # Without these options, libpq waits for hours for a server that was switched off, and a command that is suspended
 # within a transaction, or whose machine fails, blocks the other commands.
 POSTGRESQL = {
-    "client_encoding": "utf8",  # a database with the encoding SQL_ASCII would send bytes
+    "client_encoding": "utf8",  # without this, a database with the encoding SQL_ASCII sends bytes
     "connect_timeout": "10",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
