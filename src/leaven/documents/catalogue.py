@@ -27,7 +27,7 @@ class RunSummary(Document, schema="run-summary/1"):
 class NearRun(RunSummary, schema="near-run/1"):
     """A published run near a given size. ``leaven recipes nearest`` prints a list of these."""
 
-    distance: float  # distance in size and length, in octaves (factors of 2); an octave of tokens counts as 1/8
+    distance: float  # distance in parameters and tokens, in octaves (factors of 2); an octave of tokens counts as 1/8
     size_ratio: float  # larger / smaller of the run's params and the requested params
     within_factor: bool  # whether size_ratio is within --factor
     same_stack: bool  # whether the run has the requested norm placement, QK-norm and optimizer
@@ -102,7 +102,7 @@ class LrAtBatch(Entry):
     square_root: float  # the law's lr times the square root of ratio
     linear: float  # the law's lr times ratio
     surge: float  # lr by the surge rule for Adam (Li et al. 2024): highest if batch_tokens is the noise scale
-    own: float | None  # the law's lr times ratio^lr_batch_exponent; null if the law has no such exponent
+    own: float | None  # the law's lr times ratio^lr_batch_exponent; null if the law has no lr_batch_exponent
 
 
 class LawRow(Document, schema="law/1"):
@@ -159,7 +159,7 @@ class NumberSource(Entry):
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
-    """The published numbers of an accelerator. ``leaven hardware`` prints a list of these, or one by NAME."""
+    """The published numbers of an accelerator. ``leaven hardware`` prints a list, ``leaven hardware NAME`` one."""
 
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype

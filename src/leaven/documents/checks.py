@@ -5,14 +5,13 @@ from typing import Any
 from leaven.documents import Document, Entry, Number
 
 REGRET_LIMIT = 0.01
-"""The limit in nats on the regret of a sweep: the loss with the base's best value at another scale, minus the lowest
-loss at that scale. Published scaling laws predict losses to about this accuracy.
-"""
+"""The largest accepted regret of a sweep, in nats. The regret at a scale is the loss with the value that is best at
+the base scale, minus the lowest loss. Published scaling laws predict losses to about this accuracy."""
 
 
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
-    axis: str  # what grows, e.g. width; in a sweep, two scales: 64x4 -> 256x4; bookkeeping if nothing was trained
+    axis: str  # what grows, e.g. width; in a sweep, two scales: 64x4 -> 256x4; "bookkeeping" if nothing was trained
     slope: float | None  # the judged number, e.g. an exponent; of several, the one farthest beyond its limit
     limit: float | None  # largest allowed distance of slope from its correct value or range, which is usually 0
     passed: bool | None  # null if the row is measured but not judged
@@ -54,7 +53,7 @@ class CheckDocument(Document, schema="check/1"):
     settings: dict[str, Any]
     measured: list[MeasuredRow] = []  # numbers that are not judged
     advice: str = ""  # a sentence with the options that would give a clearer result
-    options: list[str] = []  # these options, such as "--seeds 3"
+    options: list[str] = []  # the options in advice, such as "--seeds 3"
     next: list[str] = []  # commands to type next
     runs: int | None = None  # number of finished runs in the folder --run; null if the check keeps no runs
 

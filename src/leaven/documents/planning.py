@@ -46,7 +46,7 @@ class CandidateRow(Entry):
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train with the layout: not with context parallelism, which it only plans and exports."""
+        """Whether leaven can train with the layout. It can only plan and export context parallelism (cp above 1)."""
         return bool(self.layout["cp"] == 1)
 
 
@@ -156,7 +156,7 @@ class CalibrationRow(Entry):
 class PublishedTimes(Entry):
     """Step times of published runs on one kind of accelerator: measured / planned."""
 
-    accelerator: str  # the first word of its names, e.g. H100
+    accelerator: str  # the first word of the accelerator's name, e.g. H100
     experts: bool  # whether the models are mixtures of experts
     code: str  # the training code, with its year if the source has one
     rows: int  # number of measured runs
@@ -188,7 +188,7 @@ class PlanDocument(Document, schema="plan/1"):
     not_: list[str] = Field(alias="not")  # why layouts that differ in one setting (e.g. tp) were not chosen
     cautions: list[str]
     calibration: CalibrationRow | None  # correction that the planned times include; null if there is none
-    published_times: list[PublishedTimes] = []  # of published runs on this accelerator; empty if calibrated
+    published_times: list[PublishedTimes] = []  # for this accelerator; empty if the plan is calibrated
     explain: Explanation | None = None  # why the layout given with --explain was not chosen
     next: list[str] = []  # commands to type next
 

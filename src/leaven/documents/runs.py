@@ -29,7 +29,7 @@ class ParameterValues(Entry):
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
     match: float = 0.0  # factor on the steps of a matrix that Muon updates; 0 if Adam updates the parameter
-    ratios: dict[str, float]  # target / base of the fans, the head dimension, depth, batch, tokens and match
+    ratios: dict[str, float]  # recipe / its base: fans, head dimension, depth, batch, tokens and match
 
 
 class Totals(Entry):
@@ -55,7 +55,7 @@ class ShowDocument(Document, schema="show/1"):
 
     name: str  # name of the recipe
     start: str | None  # folder of the weights that the run starts from
-    scale: dict[str, Any]  # width, depth, batch_tokens and tokens of the recipe; base: the same of its base
+    scale: dict[str, Any]  # width, depth, batch_tokens and tokens; the key base has those of the base
     rule: str
     ratios: dict[str, Number]  # size of the recipe / size of its base: width, depth, batch and tokens
     totals: Totals
@@ -67,7 +67,7 @@ class ShowDocument(Document, schema="show/1"):
     ramp: dict[str, str | None]  # rule of the batch ramp, and why
     parameters: list[ParameterValues]
     warnings: list[CautionRow]
-    worth: list[WorthRow] = []  # after a transfer of a study's best recipe: what the study's gain is worth here
+    worth: list[WorthRow] = []  # what the gain of a study is worth in this run; empty except after leaven transfer
     next: list[str] = []  # commands to type next
 
 
@@ -251,7 +251,7 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, both rules give the same run; its rule is complete-d-p."""
+    """A training run of the demo. At the smallest width, both rules give the same run, listed as complete-d-p."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int
@@ -291,7 +291,7 @@ class DemoDocument(Document, schema="demo/2"):
     lrs: list[float]  # the learning rates that are tried, as values at the smallest width
     seeds: int  # seeds of each learning rate at the smallest width, and of the best learning rate at the largest
     machine: dict[str, Any]  # processor, cores, memory and versions
-    corpus: DemoCorpus  # size of the text
+    corpus: DemoCorpus  # source and size of the text
     runs: list[DemoRun] = []  # empty until the demo has finished
     result: DemoResult | None = None  # null until the demo has finished
     processes: int = 0  # number of worker processes

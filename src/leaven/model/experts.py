@@ -17,7 +17,7 @@ from leaven.model.kernels import grouped_linear
 from leaven.recipe.experts import Experts
 from leaven.recipe.shape import Activation, ModelShape
 
-SMALLEST = 1e-20  # added to sums of scores, which are 0 if all sigmoids underflow, as in DeepSeek-V3's code
+SMALLEST = 1e-20  # added to a sum of scores, as in DeepSeek-V3's code: the sum is 0 if all sigmoids underflow
 
 
 def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -102,7 +102,7 @@ class MixtureOfExperts(nn.Module):
         losses: coefficients of the balance loss and of the router's z-loss.
     """
 
-    bias_E: Tensor | None  # added to the scores before the choice; LoadBalance (training) sets it
+    bias_E: Tensor | None  # added to the scores before experts are chosen; set by LoadBalance (training)
 
     def __init__(
         self, shape: ModelShape, shared: nn.Module | None, shared_multiplier: float, losses: tuple[float, float]
@@ -154,8 +154,8 @@ class MixtureOfExperts(nn.Module):
         shares_BTE = scores_BTE
         if self.settings.router == "sigmoid":
             shares_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + SMALLEST)
-        # For each sequence: E x sum over experts of (share of the choices) x (mean normalised score). It is 1 if all
-        # experts have the same share.
+        # For each sequence: E x sum over experts of (share of the choices) x (mean normalised score). The result is 1
+        # if all experts have the same share.
         choices = self.settings.active * logits_BTE.shape[1]
         even_B = self.settings.number * (load_BE.to(shares_BTE.dtype) / choices * shares_BTE.mean(1)).sum(-1)
         loss = balance * (even_B * targets_B).sum()

@@ -1,6 +1,6 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-Some other functions call functions of torch that are private, such as ``torch._foreach_norm``, and may change.
+The other functions here call private functions of torch, such as ``torch._foreach_norm``, which may change.
 
 Shape suffixes of attention: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E
 entries of a head, t queries of a block, s keys that the block attends to. Elsewhere D, F, K, M and N are any sizes.
@@ -65,7 +65,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Set whether the steps of a fused Adam optimizer do nothing from now on, and are not counted.
+    """Make a fused Adam optimizer skip its steps from now on, without counting them, if ``skip`` is true.
 
     ``skip`` is a scalar on the device of the parameters.
     """
@@ -75,8 +75,8 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
     """Multiply consecutive groups of rows by their matrices, and return (N, F). Group e has ``sizes_E[e]`` rows.
 
-    On CUDA, bf16 products are one kernel if F and D are multiples of 8. In all other cases, the host waits for the
-    sizes.
+    On CUDA, bf16 products are one kernel if F and D are multiples of 8. Otherwise each group has its own product, for
+    which the host waits for the sizes.
     """
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
@@ -96,18 +96,18 @@ def has_grouped_kernel(device: str) -> bool:
 def on_host(sizes: Tensor, total: int) -> list[int]:
     """Return the elements of ``sizes``. On a GPU, the host waits for them.
 
-    :mod:`leaven.verification.dry_run` replaces this function and needs their sum, ``total``.
+    Only :mod:`leaven.verification.dry_run`, which replaces this function, uses ``total``, the sum of the sizes.
     """
     found: list[int] = sizes.tolist()
     return found
 
 
 SMALL_PRODUCT = 2**24
-"""Products with fewer multiplications than this stay with torch, because a call of oneDNN takes longer (measured)."""
+"""Products with fewer multiplications are computed by torch, because a call of oneDNN takes longer (measured)."""
 
 WIDE = 1024
-"""oneDNN computes the gradient of a weight only if one of its sides is at least this long (measured: docs/log.md).
-It needs a transposed copy, which torch makes on one thread: for a short weight, this costs more than it gains."""
+"""oneDNN computes the gradient of a weight only if its longer side has at least this length (measured: docs/log.md).
+oneDNN needs a transposed copy, which torch makes on one thread: a loss if the weight is short."""
 
 
 PREFERS_ONEDNN = (
@@ -173,8 +173,8 @@ def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
     return y_NM
 
 
-# torch compiles its private oneDNN product only if the second matrix is constant. A registered operator, such as this
-# one, is compiled into a call of this operator.
+# torch compiles its private oneDNN product only if the second matrix is constant. A registered operator has no such
+# condition: compiled code calls it.
 torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
 torch.library.impl("leaven::onednn", "cpu")(_onednn)
 torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
@@ -209,7 +209,7 @@ def causal_attention(
     Args:
         window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
         softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
-        allowed_B1TT: True where a query (row) attends to a key (column), within mask and window; None: everywhere.
+        allowed_B1TT: False where a query (row) must not attend to a key (column); None: True everywhere.
 
     Attention probabilities are stored for the backward pass only for sequences of at most `KEPT_LENGTH` tokens
     without a softcap. The softmax, and in the backward pass the sums over blocks of `BLOCK` queries, are computed in
@@ -325,7 +325,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     if allowed_B1TT is not None:
         scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
         scores_BHts.masked_fill_(~allowed_B1TT[:, :, rows, keys], -torch.inf)
-    # torch computes the softmax of lower precision in fp32.
+    # For a lower precision, torch computes the softmax in fp32.
     return scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts
 
 
@@ -391,7 +391,7 @@ class _Rotate(torch.autograd.Function):
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x by the angles with the given cosines and sines. The result is contiguous in memory."""
     left, right = x.chunk(2, dim=-1)
-    if torch.compiler.is_compiling():  # which merges these products, and would split the ones below
+    if torch.compiler.is_compiling():  # the compiler merges these products, but would split those below
         turned = torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)
         return torch.cat(turned, dim=-1)
     y = x.new_empty(x.shape)

@@ -25,10 +25,10 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**22
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return the number of each token's document and the targets, both (B, T), for ``windows``, (B, T + 1).
+    """Return (documents, targets), both (B, T), of the tokens in ``windows``, (B, T + 1).
 
-    Documents are counted from 0 in each row, and include their end-of-text token. The target of an end-of-text token
-    is `IGNORED`, because the next token begins an unrelated document.
+    ``documents`` has the index of each token's document in its row. An end-of-text token belongs to the document that
+    it ends. The target of this token is `IGNORED`, because the next token begins an unrelated document.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -76,8 +76,7 @@ class WholeVocabulary:
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
-        # log Z = logit - log(softmax), here of the largest logit: its softmax cannot underflow. A log-softmax and its
-        # exponentials would compute the exponentials of all logits twice.
+        # log Z = logit - log(softmax) for every logit. The softmax of the largest logit cannot underflow.
         p_nV = torch.softmax(logits_nV, -1, dtype=weight.dtype)
         log_z_n = logits_nV.amax(-1) - p_nV.amax(-1).log()
         loss = (log_z_n - logits_nV.gather(1, targets_n1)[:, 0]).masked_fill(~counts_n, 0).sum()

@@ -272,8 +272,9 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> Tensor:
-        """Run the blocks (of a pipeline stage: its own) on sequences of ``length`` tokens, and return (B, T, D).
+        """Run the blocks (in a pipeline stage: only its blocks) on ``x_BTD``, and return (B, T, D).
 
+        ``length`` is the number of tokens of a sequence: T, unless a rank has only a part of each sequence.
         With ``sequences``, the backward pass adds the gradients of the routers' losses.
         """
         positions = Positions(self.shape, length, x_BTD, documents_BT)
@@ -286,9 +287,10 @@ class Transformer(nn.Module):
 class Positions:
     """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
 
-    Cosines and sines are (T, E), or (B, T, E) with document numbers. The bias of ALiBi is (H, T, T), or (B, H, T, T)
-    with document numbers. The mask of document numbers without ALiBi is (B, 1, T, T), that of a sliding window (T,
-    T).
+    - Cosines and sines: (T, E), or (B, T, E) with document numbers.
+    - Bias of ALiBi: (H, T, T), or (B, H, T, T) with document numbers.
+    - Mask of document numbers without ALiBi: (B, 1, T, T).
+    - Mask of a sliding window: (T, T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:

@@ -18,7 +18,7 @@ _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of a searched value. For a module's lr multiplier, they limit its product with the global lr."""
+    """The bounds of a searched value. For a multiplier, they limit the multiplied value, such as lr x multiplier."""
 
     low: float  # the lowest value, in the unit of the recipe
     high: float  # the highest value
@@ -84,10 +84,10 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return (distance, reason): where a search ends at negative (``side`` 0) or positive distances (``side`` 1).
+    """Return (distance, reason) of the end of a search: at negative (``side`` 0) or positive distances (``side`` 1).
 
-    :mod:`leaven.tuning.point` explains distances; at a positive one, a beta is lower. The reason is a text for the
-    user. It is empty at a natural limit, such as dropout 0.
+    :mod:`leaven.tuning.point` explains distances. The reason is a text for the user, empty at a natural limit, such
+    as dropout 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens

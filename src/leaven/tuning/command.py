@@ -12,7 +12,8 @@ A placeholder is a name in braces, in the command, in ``environment``, in the pa
 ``config``. The name is that of a searched value, or one of these:
 
 - ``{seed}``: the seed of the trial.
-- ``{out}``: a folder for the output of the trial, empty at first. With ``resume = true``, a retry gets it as it is.
+- ``{out}``: a folder for the output of the trial, empty at first. With ``resume = true``, a retry gets the folder of
+  the first attempt.
 - ``{worker}``: the index of the worker that runs the command, from 0.
 - ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
@@ -149,7 +150,7 @@ class Command(Part):
     loss: LossSource
     environment: Annotated[dict[str, Text], AfterValidator(_variables)] = {}  # additional environment variables
     config: Text | None = None  # the path of a text file that leaven fills in for every trial
-    # GPUs of a trial, in CUDA_VISIBLE_DEVICES; None: one with --workers auto, otherwise all
+    # Number of GPUs of a trial. None: 1 with --workers auto, otherwise all GPUs.
     devices: Annotated[int, Field(gt=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a trial that takes longer has failed
     diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a trial with such an output has diverged
@@ -182,7 +183,7 @@ class Command(Part):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What all processes of a study must share: keys of the command file, and a hash of the file ``config``."""
+        """The settings that all processes of a study must share: keys of the command file, a hash of ``config``."""
         shared = self.model_dump(include={"command", "loss", "environment", "diverged"}, exclude_none=True)
         text = blake2b(self.template.encode(), digest_size=8).hexdigest()
         return shared | ({} if self.config is None else {"config": text})
@@ -252,7 +253,7 @@ class SearchedValue(Part):
     start: int | float | None = None  # where the search begins; if it is an integer, so are all values of the search
     low: int | float | None = None  # the lowest value of the search
     high: int | float | None = None  # the highest value
-    unit: Literal["octave", "tenth", "beta"] = "octave"  # of distances: :func:`leaven.tuning.point.moved`
+    unit: Literal["octave", "tenth", "beta"] = "octave"  # unit of distances, see :func:`leaven.tuning.point.moved`
     # The possible values; the search starts at the first.
     choices: Annotated[list[bool | int | float | str], Field(min_length=2)] | None = None
 
@@ -312,7 +313,7 @@ class SearchedValue(Part):
         )
         unit = "tenth" if self.unit == "tenth" else "octave"
         whole = isinstance(start, int)
-        scale = 10.0 if whole and unit == "tenth" else 1.0  # a smaller distance would be rounded to the start
+        scale = 10.0 if whole and unit == "tenth" else 1.0  # fewer than 5 tenths would be rounded to the start
         return Dimension(name, float(start), low, high, scale, unit, ends=(below, above), whole=whole)
 
 
@@ -371,7 +372,6 @@ class CommandSpace(SearchSpace):
         return self.values(octaves)
 
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-        """Return a copy of the command file that starts at ``octaves``, with ``reasons`` added to ``[why]``."""
         document = tomlkit.parse(self.text)
         changes: dict[str, Any] = {}
         for name, value in self.values(octaves).items():

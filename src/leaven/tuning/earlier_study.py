@@ -127,8 +127,8 @@ def _read(folder: Path, what: str) -> StudyDocument:
         return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
     except OSError:
         raise InputError(
-            f"{what}: no study.json in this folder; give the folder of a study, or resume a study that has read it "
-            "without --from-study"
+            f"{what}: no study.json in this folder; give the folder of a study; to resume a study that was begun "
+            "with this folder, leave --from-study out"
         ) from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
@@ -137,8 +137,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance from the value at ``path`` in the recipe of ``space`` to the value in ``there``. ``since``
-    has the distances of ``batch.tokens`` and ``data.tokens``."""
+    """Return the distance from the value at ``path`` in the recipe of ``space`` to the value in ``there``.
+
+    For ``batch.tokens`` and ``data.tokens``, return the distance in ``since``.
+    """
     here = space.recipe
     if path in since:
         return since[path]

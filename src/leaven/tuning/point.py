@@ -93,7 +93,7 @@ def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the recipe's value at a searchable path, or else its default, or None if it has none."""
+    """Return the value at a searchable path: the recipe's, or else the default, or None if there is neither."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -146,7 +146,7 @@ def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
     """Return the values at the paths in ``octaves``, each at its distance from the recipe's value.
 
     Raises:
-        ValueError: if a batch would have at most half a sequence, which rounds to none.
+        ValueError: if a batch would be rounded to 0 sequences.
     """
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
@@ -168,7 +168,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
         case "batch.tokens":
             sequences = round(found / recipe.model.seq_len)
             if not sequences:
-                raise ValueError(f"a batch of {found:.0f} tokens is less than half a sequence")
+                raise ValueError(f"a batch of {found:.0f} tokens is rounded to 0 sequences")
             return sequences * recipe.model.seq_len
         case _:
             return found

@@ -1,4 +1,4 @@
-"""Define search spaces: which values of a recipe are searched. How far: ``bounds.py``; in which unit: ``point.py``.
+"""Define search spaces: the searched values of a recipe. ``bounds.py`` has their limits, ``point.py`` their units.
 
 The user gives a space by the name of a set or by the paths of values. The sets are:
 
@@ -72,7 +72,7 @@ class SearchSpace(ABC):
     left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
     earlier: EarlierTrials | None = None  # trials of an earlier study, as points of this space
 
-    kind: ClassVar[str]  # what messages call the file with the start: recipe or command file
+    kind: ClassVar[str]  # kind of the file with the start, for messages: recipe or command file
 
     @property
     @abstractmethod
@@ -128,8 +128,8 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge: by path, the ``expected`` distance of the optimum from the start and
-        its standard deviation, both in octaves; and ``earlier`` trials."""
+        """Return the space with prior knowledge. By path, ``expected`` has the distance of the optimum from the start
+        and the standard deviation of this distance, in octaves."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -162,7 +162,7 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values of the recipe at a point, by path, and by the short form of the path."""
+        """Return all values of the recipe at a point, by path and by the short form of the path."""
         recipe = recipe_at(self.recipe, octaves, seed)
         found = {
             path: value
@@ -380,8 +380,8 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of a searched value. ``ends`` is its range in ``[tuning.octaves]``. If it is None, the
-    range is that of ``reach``."""
+    """Return the dimension of the value at ``path``. ``ends`` is the range in ``[tuning.octaves]``. If it is None,
+    :func:`reach` gives the range."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

@@ -1,4 +1,4 @@
-"""The document of a study: the content of study.json, from which screens and reports are made. Does not need torch.
+"""The document of a study: the content of study.json, from which screens and reports are made.
 
 Losses and noise are in nats per token, or in the unit of the loss that a command reports. A point maps the path of
 each searched value to its distance from the start, in the unit of its dimension.
@@ -86,10 +86,6 @@ class Dimension:
         assert isinstance(self.centre, float)
         low, value, high = (round(moved(self.unit, self.centre, each)) for each in (self.low, x, self.high))
         return distance_in(self.unit, self.centre, min(max(value + more, low), high))
-
-    @property
-    def box(self) -> tuple[float, float]:
-        return self.near or (self.low, self.high)
 
     def upper(self, x: float) -> bool:
         """Return whether the distance ``x`` is closer to ``high`` than to ``low``."""
@@ -247,7 +243,7 @@ class StudyDocument(Answer):
     method: str
     space: tuple[str, ...]  # paths of the searched values
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # a proposal's random move, as a share of the uncertainty of the best point
+    radius: float | None = None  # random move of a proposal, see ``Region.radius``; only for trust-region
     stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
@@ -316,12 +312,10 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return what the gain of a study is worth in the run ``target``: the factor on its tokens that lowers its loss
-    as much.
+    """Return the factors on the tokens of ``target`` that would lower its loss as much as the gain of a study.
 
     A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
-    if ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run as long as
-    ``target``.
+    if ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run of that length.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

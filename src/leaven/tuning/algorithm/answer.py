@@ -6,7 +6,7 @@ start is the point with which the search begins.
 1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
    finalists) are run with fresh seeds. The finalist with the lowest mean loss in these trials is chosen. Apart from
    the start, a point that diverges with any seed cannot be chosen. Without final trials, a trust-region search
-   compares predicted losses, and another search the losses of its trials.
+   compares predicted losses, and other searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. A
    gain that is not above the noise does not count: the answer is then the start. Without the confirmation trials of
    item 3, the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
@@ -73,15 +73,12 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a value says how much the predicted loss varies when this value of the best point is replaced by
-    its settings in the trials: the standard deviation, as a share of the sum over all values. Optuna's importance
-    (PED-ANOVA) is unreliable with about as many values as trials (docs/concepts/search.md).
-
     Args:
         noise: standard deviation of the loss between trials of one point; by default measured from the trials.
         over: whether the search has ended. Before the end, there is a best point only if final trials have ended.
         by_surrogate: whether predicted losses, rather than measured ones, rank points without fresh seeds.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
+            They are unreliable with about as many values as trials (docs/concepts/search.md).
         earlier: trials of an earlier search, used as prior knowledge.
     """
     axes = Axes.of(dimensions, earlier)
@@ -139,8 +136,8 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
     """Return (best, point) for the candidate with the fewest changes from the start. The point is an array (D,).
 
-    Candidates are ``point`` and the points with ``RERUNS`` fresh trials whose predicted loss, and whose measured
-    loss, is at most ``seen.floor`` higher. All trials of the start are fresh: it was not chosen by its losses.
+    Candidates are ``point`` and the points with ``RERUNS`` fresh trials whose predicted and measured losses are at
+    most ``seen.floor`` higher. All trials of the start are fresh, because the start was not chosen by its losses.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -149,7 +146,7 @@ def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Be
     rerun = {
         x: by_seed for x, by_seed in fresh.items() if len(by_seed) >= RERUNS and math.isfinite(sum(by_seed.values()))
     }
-    mine = rerun.get(point, {0: best.loss})  # its trial during the search, if it has no other
+    mine = rerun.get(point, {0: best.loss})  # without fresh trials: the reported loss
     equal = [
         x
         for x, by_seed in rerun.items()
@@ -179,9 +176,9 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        ``floor`` is the noise. But a noise measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far
-        too small. Then a second noise is fitted to the losses, and ``floor`` is at least the geometric mean of both
-        or, if none was measured, the fitted one. With more than ``FITTED`` losses, a fit would take too long.
+        ``floor`` is usually the noise. A noise with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
+        small. Then a second noise is fitted to the losses, if there are at most ``FITTED``. ``floor`` is the larger
+        of the noise and the geometric mean of both noises. Without a measured noise, it is the fitted noise.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -240,7 +237,7 @@ class FittedTrials:
         4. the other points that were run, without the start, the lowest predicted loss first;
         5. the outliers, to which the surrogate was not fitted.
 
-        The points 2. and 3. may be new, or the start. Other searches rank their points by measured loss.
+        Points 2 and 3 may be new, or the start. Other searches rank their points by measured loss.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -263,7 +260,7 @@ class ChosenPoint:
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
     fresh: int  # number of these losses that were not used to choose the point: all or 0
-    # Loss of the start minus that of the point, nats, in trials that did not choose the point; None without such.
+    # Loss of the start minus that of the point, nats, in trials that did not choose it; None without such trials.
     gain: float | None
 
     @property
@@ -395,8 +392,8 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` is more than ``least`` nats better than the start. If the start has no loss, any
-        other point is."""
+        """Return whether ``point`` is more than ``least`` nats better than the start. If the start has no loss, every
+        other point counts as better."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:
@@ -405,7 +402,8 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus that of ``there``, over the common seeds, or over all without any."""
+    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have, or over all seeds
+    if there are none."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())

@@ -40,7 +40,7 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
 
     Of three or more repeated points, one whose standard deviation is above ``WILD`` times the median is left out: it
     lies at the divergence boundary. The point with the most trials (usually the start) always counts if it has at
-    least three. With equal noise, each of three other points with two trials is left out with a probability of 0.6%.
+    least three.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -60,7 +60,8 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    Trials of the search count only at the start: another point is run again because its loss in the search was low.
+    Trials of the search count only if they are at the start. Other points are run again only if their loss in the
+    search was low, so this loss would bias the noise.
     """
     if given is not None:
         return given, GIVEN

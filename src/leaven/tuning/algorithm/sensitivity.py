@@ -1,4 +1,4 @@
-"""Compute how much each searched value contributes to the gain of the best point. Also estimates what a larger
+"""Compute how much each searched value contributes to the gain of the best point. Also estimate what a larger
 budget, or a search of only two values, would gain.
 
 A point is *within the noise* of another if its predicted loss is at most the noise floor higher. To be sure, one
@@ -26,7 +26,7 @@ from leaven.tuning.study_document import Coordinate, Dimension, SlicePoint
 SURE = 1.0  # standard deviations that are added to a predicted difference of losses, if one value moves
 TOGETHER = 2.0  # the same if many values move, because the errors of the surrogate add up
 SLICE = 21  # number of points of a slice
-WIDE, FINE = 2.0, 1 / 32  # steps from the best point within which the flat region is searched; its resolution
+WIDE, FINE = 2.0, 1 / 32  # steps from the best point within which the flat region is searched, in steps of FINE
 BEYOND = 0.5  # steps by which a slice extends beyond the values that were tried
 DRAWS = 48  # quadratics drawn from the posterior
 LEAST = 8  # the fewest trials of the search from which a further gain is estimated
@@ -69,6 +69,9 @@ def coordinates(
     optunas: Array,
 ) -> tuple[Coordinate, ...]:
     """Return one :class:`Coordinate` for each searched value, the most important first.
+
+    The importance of a value is the standard deviation of the predicted loss when this value of the best point takes
+    its settings in the trials, as a share of the sum over all values.
 
     Args:
         points: (n, D), the points of the trials, with ``losses`` (n,).
@@ -125,7 +128,8 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats expected from twice as many trials; None after too few, or if the first half diverged.
+    """Return the gain in nats expected from twice as many trials; None after too few trials, or if the first
+    half diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
@@ -157,7 +161,8 @@ def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[in
     """Return (i, j, share): the indices of the two numbers (not choices) that alone bring the largest share of the
     predicted gain of all numbers.
 
-    Return None with fewer than 3 numbers or ``PER_VALUE`` trials for each value, or if the gain is at most ``noise``.
+    Return None if there are fewer than 3 numbers or than ``PER_VALUE`` trials for each value, or if the gain is at
+    most ``noise``.
 
     Args:
         points: (n, D), the points of the trials. The pair stays within the settings that were tried.

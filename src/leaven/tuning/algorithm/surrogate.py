@@ -53,11 +53,11 @@ FLATTEST = 0.5  # the least curvature along each value that is used to compute a
 MODEL_ERROR = 0.1  # k in the error of a trial
 MOST_WITH_INTERACTIONS = 12
 LOWER_HALF = 1.7  # standard deviation of normally distributed losses / that of their lower half
-LEAST_NOISE = 1e-3  # share of the standard deviation of the losses: the least noise that is assumed
+LEAST_NOISE = 1e-3  # the least noise that is assumed, as a share of the standard deviation of the losses
 FITTED = 64  # the most trials to which a noise is fitted, because the time grows with the cube of their number
 SWEEPS = 100  # the most sweeps of the coordinate descent
 DIFFERENCES = 0.3, 0.8  # standard deviations between the coefficients of two searches, in units of h
-QUIET = -4.0  # prior mean of c, the log odds of divergence at the start, where one run in fifty diverges
+QUIET = -4.0  # prior mean of c, the log odds of divergence at the start: about one run in fifty
 _SPARSE = 0.3  # rate of the exponential prior of the divergence model
 _STEPS = 60  # iterations of the fit of the divergence model
 
@@ -106,7 +106,7 @@ class Prior:
     def plain(cls, d: int) -> "Prior":
         """Return the prior for ``d`` searched columns without earlier knowledge.
 
-        The mean of the second ``d`` coefficients is 1, so the optimum is expected about one step from the start.
+        The mean of the ``d`` curvatures h_ii is 1, so the optimum is expected about one step from the start.
         """
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))

@@ -2,8 +2,7 @@
 
 The loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. On such a loss,
 random search over a box and Gaussian processes fail, and proposals near the best point work (Mlodozeniec et al. 2025,
-arXiv 2512.22382). Two simple rules fail, too. A rule that accepts a noisy trial only if it beats the best of many
-trials soon accepts no trial. A radius that shrinks with every failure soon reaches its minimum.
+arXiv 2512.22382).
 
 A point assigns a number or a level to every searched hyperparameter. Hyperparameters with levels, such as the
 optimizer, are called choices. Distances are in octaves: one octave doubles a multiplier. One step of a hyperparameter
@@ -68,11 +67,11 @@ WIDEST = 1.2  # the largest such share while all trials diverge
 DESIGNED = 5  # if at most so many values are searched, each of them is first moved alone
 DESIGN = 0.8, 1.2  # steps: the range of these first moves
 EXPLORED = 0.5  # probability that a choice explores its levels in a proposal
-FARTHEST = 1.5  # steps: used in place of TRUST for the random move, because drawn surrogates have far minima
+FARTHEST = 1.5  # steps: in place of TRUST for the two minima of a random move; drawn surrogates have far minima
 RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
-CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each divergence counted for DOWN, and the smallest radius
+CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius per divergence before a trial has finished; smallest radius
 QUIET_ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 RESULTS = ("complete", "diverged", PRUNED)  # states of trials with a result
 
@@ -268,7 +267,7 @@ class Region:
         unmoved = np.flatnonzero(self.never & number)
         if d <= DESIGNED and len(unmoved):
             wanted = self.features.of(self.incumbent)
-            step = rng.choice([-1.0, 1.0]) * rng.uniform(*DESIGN)  # simultaneous proposals differ
+            step = rng.choice([-1.0, 1.0]) * rng.uniform(*DESIGN)  # random, so simultaneous proposals differ
             wanted[rng.choice(unmoved)] += step * self.radius / RADIUS
             return self._within(wanted)
         mean, drawn = self.surrogate.mean, self.surrogate.draw(rng)

@@ -56,11 +56,10 @@ COMMAND_POLL = 0.25  # seconds between checks of a running command
 SETTLING = 0.02
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
 MOST_BYTES = 2**26  # so many bytes at the end of an output are searched for the pattern ``diverged``
-# A failed attempt whose output says this does not count: a disk was full, even if it no longer is, because the
-# command may have removed what did not fit. No trial begins for FULL_SECONDS then. After MOST_REPEATS such attempts
-# the trial has failed, because it may need more shared memory than there is.
+# A failed attempt with this in its output does not count, because a disk was full. No trial begins for FULL_SECONDS.
+# After MOST_REPEATS such attempts at a trial, further ones count: it may need more shared memory than there is.
 NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
-AWAY_SECONDS = 300.0  # how long a command that has ended waits for a disk that is away, as calls of the store do
+AWAY_SECONDS = 300.0  # how long the losses of a command that has ended are waited for if their disk is away
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
 
 
@@ -111,9 +110,8 @@ class CommandTrainer:
             TrialReleased: if the search is stopped meanwhile, or the command failed while the disk is full.
             WorkerDied: if the command failed for another reason, or no process can be started.
             StoreGone: if the output of a command that has ended cannot be read for ``AWAY_SECONDS``.
-            InputError: if the command failed at the start point, before any trial had a result; if an earlier
-                attempt has made the folder of the trial, and no trial has a folder now; or if the folder was replaced
-                while the command ran.
+            InputError: if the command failed at the start point, before any trial had a result; if the folders of all
+                trials have disappeared; or if the output was replaced while the command ran.
         """
         command = self._command
         number = proposal.origin if command.resume else proposal.number
@@ -161,11 +159,11 @@ class CommandTrainer:
         folder: Path,
         output: BinaryIO,
     ) -> Outcome | str:
-        """Run the command with its ``output`` in ``folder``. Return its outcome or a text that says how it failed."""
+        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
         command = self._command
         try:
             process = self._commands.start(command.filled(values), environment, output)
-        except BlockingIOError as error:  # the limit of processes, which other programs reach as well
+        except BlockingIOError as error:  # too many processes on this machine, perhaps of other programs
             raise WorkerDied(f"could not be started: {error.strerror}") from None
         try:
             where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
@@ -180,8 +178,9 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """If a trial that the store has lost has left this folder, move it aside. If the folder of a retry is
-        missing, tell the user. Raise InputError if no trial has a folder, as on a disk that is not mounted."""
+        """Move the folder of a new trial aside if it exists already: a trial that the store has lost has left it. If
+        the folder of a retry is missing, tell the user, or raise InputError if the folders of all trials are missing.
+        """
         made_before = self._folder.exists()
         make_folder(self._folder)
         if folder.exists() and not retry:
@@ -198,7 +197,7 @@ class CommandTrainer:
             self._note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return whether a trial may begin. If a disk is full, say so once, because the output would be lost."""
+        """Return whether a trial may begin: not while a disk is full, which would lose output. Tell the user once."""
         if is_full(self._folder if self._folder.exists() else self._folder.parent):
             self._full = f"the disk of {self._folder}"
         elif time.monotonic() >= self._full_until:
@@ -209,10 +208,8 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether the output of a failed command says that a disk was full. Then no trial begins for a while.
-
-        A trial that always fails so, for example because it needs more shared memory, counts as failed in the end.
-        """
+        """Return whether a failed command does not count, because its output says that a disk was full (``NO_ROOM``).
+        Then no trial begins for a while."""
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -220,7 +217,7 @@ class CommandTrainer:
         return True
 
     def _open_output(self, path: Path) -> BinaryIO:
-        """Open the file for the output of a command, and lock it if the command may go on from an earlier attempt."""
+        """Open the file for the output of a command. With ``resume = true``, attempts share the file, so lock it."""
         if not self._command.resume:
             return open_to_write(path, os.O_CREAT | os.O_TRUNC)
         output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=False)
@@ -232,7 +229,7 @@ class CommandTrainer:
             output.close()
             raise
         output.close()
-        output = open_to_write(path, os.O_CREAT | os.O_APPEND)  # a file of its own: the other name keeps the content
+        output = open_to_write(path, os.O_CREAT | os.O_APPEND)  # a copy, because the file has a second name
         self._lock_when_free(output)
         return output
 
@@ -255,14 +252,14 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command, and return its outcome or a text that says how it failed. ``where`` has its losses."""
+        """Wait for a command, whose losses are in ``where``. Return its outcome, or a text about its failure."""
         command, began, next_look = self._command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(COMMAND_POLL)
             code, look = process.poll(), time.monotonic()
-            if code is not None:  # a scheduler stops leaven and the command at once, so this may not be its own end
+            if code is not None:  # the signal that ended the command may reach leaven, too
                 time.sleep(min(COMMAND_POLL, SETTLING * (look - began)))
             if self._stop() or self._leaving.is_set():
                 raise TrialReleased
@@ -298,7 +295,7 @@ class CommandTrainer:
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
         """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
-        If the command has ended (``complete``), wait while the disk is away: leaven has made the file of the output.
+        If the command has ended (``complete``), wait while the disk with the losses or the output is away.
         """
         command, began, warned = self._command, time.monotonic(), False
         while True:
@@ -333,11 +330,11 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if the file at ``path`` is not the open file ``output``. Its folder may be that of another
-    study now, or a copy, and the losses in it those of another command, or not all."""
+    """Raise InputError if the file at ``path`` is not the open file ``output``. Another file may have the losses of
+    another command, or only some of the losses."""
     try:
         there = os.stat(path)
-    except OSError:  # moved or away, so nothing else was read
+    except OSError:  # the file was moved or its disk is away, so no other file was read
         return
     with suppress(OSError):  # raised if another machine has removed the open file
         if os.path.samestat(os.fstat(output.fileno()), there):

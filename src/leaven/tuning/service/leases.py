@@ -1,8 +1,8 @@
 """Find out which of the commands that share a study are still alive. A command is one running search.
 
-For a process on this machine, the operating system knows this. For other machines there are heartbeats: every command
-regularly writes its time into the store. A command is dead if its heartbeat has not changed for ``lease_seconds``.
-This machine measures these seconds with its own clock, so clocks of two machines are never compared.
+The operating system knows which processes on this machine are alive. For other machines there are heartbeats: every
+command regularly writes its time into the store. A command is dead if its heartbeat has not changed for
+``lease_seconds``. This machine measures these seconds with its own clock, so two clocks are never compared.
 
 A command may count as dead although it is alive, for example because its machine slept. Other commands then run its
 trials again, and the first command drops its own results of these trials.

@@ -15,7 +15,7 @@ from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
 MOST_NAMES = 20  # names of values that a message lists
-LARGEST_STEP = 2**63 - 1  # of the steps that a log reports
+LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
@@ -27,11 +27,11 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
     Args:
         where: the file or folder of the source.
         complete: whether the command has ended. Until then, a file that is missing, damaged or cut off is no error.
-        resumed: whether a folder may have files of several attempts, of which the one with the last step counts.
+        resumed: whether a folder may have files of several attempts, which are then read in order of their last step.
 
     Raises:
         InputError: if a loss or step is not a number, or if the file of a command that has ended cannot be read.
-        OSError: if it cannot be read because its disk is away (``storage.AWAY``).
+        OSError: if the file of a command that has ended is on a disk that is away (``storage.AWAY``).
     """
     if source.pattern is not None:
         found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
@@ -81,7 +81,7 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
     for step, row in _rows(source, where, resumed):
         if (loss := row.get(str(source.key))) is None:  # loggers write null for a value that a step does not have
             continue
-        has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # NaN is not
+        has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # false for NaN
         if not has_step and (source.step is not None or step is not None):
             suggestion = "correct what the command logs"
             if source.step is not None:
@@ -99,7 +99,7 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
-    """Raise InputError if a damaged JSON object follows the last loss. It may have had a loss, too."""
+    """Raise InputError if a damaged JSON object, which may have a loss, follows the last loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
         row = storage.json_object(line)
         if row is None and line.lstrip().startswith(b"{"):
@@ -116,7 +116,7 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tu
         found = [list(tensorboard_rows(file, str(source.key))) for file in sorted(where.rglob("*tfevents*"))]
     else:
         found = [list(wandb_rows(file)) for file in sorted(where.rglob("*.wandb"))]
-    # The order of the names is by the clocks of machines, and attempts may run on different machines.
+    # File names sort by the clock of the machine, and the clocks of several machines may differ.
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 

@@ -64,7 +64,7 @@ class Commands:
         )
         self._tell(f"{process.pid}\n")
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # broken if it was killed
+        with suppress(BrokenPipeError), process.stdin:  # broken if the shell was killed
             process.stdin.write(b"\n")
         return process
 
@@ -107,7 +107,7 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes of the commands ``leaders``: in their sessions, with their ``MARK``, and all children."""
+    """Return the processes in the sessions or with the ``MARK`` of the commands ``leaders``, and all children."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):

@@ -229,7 +229,7 @@ class Study(BaseStudy):
     """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
 
     Args:
-        durations: run lengths in tokens; () for only ``data.tokens``. A trial has the loss of the longest.
+        durations: run lengths in tokens; () for only ``data.tokens``. The loss of a trial is that of its longest run.
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:

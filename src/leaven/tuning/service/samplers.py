@@ -1,4 +1,4 @@
-"""Search methods that use Optuna's samplers. Also computes PED-ANOVA, Optuna's measure of importance."""
+"""Search methods that use Optuna's samplers, and PED-ANOVA, Optuna's measure of importance."""
 
 import math
 import warnings
@@ -15,7 +15,9 @@ from leaven.tuning.service.stored_study import JOB, StoredTrial, distributions, 
 
 Distributions = dict[str, BaseDistribution]
 
-BEST, EDGE = 4, 1 / 4  # an end of the box moves when the best 4 trials all lie in the outer quarter of the box there
+# An end of the box moves outwards when the best 4 trials all lie in the quarter of the box next to this end. The
+# probability of this is 1/256 with random losses.
+BEST, EDGE = 4, 1 / 4
 LEAST = 3 * BEST  # the fewest trials before an end moves
 FURTHER = 1 / 2  # an end moves by this share of the initial width of the box
 FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at least one trial
@@ -24,8 +26,7 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the box from which Optuna's sampler draws the next point: its lower and upper ends, each (D,), octaves.
 
-    ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended. An end moves outwards when the
-    best ``BEST`` (4) trials all lie in the quarter of the box next to it: probability 1/256 with random losses.
+    ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)

@@ -106,8 +106,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         near: the box in which the search begins, in octaves from the start point; default the whole space. The box
             grows while the best points lie at its edge, except with ``grid``.
         expected: where the optimum of a value is expected: its distance from the start point in octaves, and the
-            standard deviation of this distance. Only for ``trust-region``, which drops it if the trials contradict
-            it.
+            standard deviation of this distance. Only for ``trust-region``, which ignores an expectation that the
+            trials contradict.
         earlier: trials of an earlier search over the same values, for example for a smaller model, in octaves from
             the start point of this search. Used like ``expected``.
         noise: standard deviation of the loss between trials of one point, if known.
@@ -116,8 +116,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             resumes a stored study, even while other processes work on it.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
-            use it rather than an interrupt: after a KeyboardInterrupt, the calls of ``objective`` go on in their
-            threads, but their trials count as not run, so another call of ``search`` runs them again beside these.
+            use ``stop`` rather than an interrupt: after a KeyboardInterrupt, running calls of ``objective`` continue
+            in their threads, but the next call of ``search`` runs their trials again.
         watch: callbacks for the start and end of each trial of this call, called from the calling thread.
         lease_seconds: how long a process on another machine may send no heartbeat before its trials are retried.
 

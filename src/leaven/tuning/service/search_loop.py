@@ -28,7 +28,7 @@ from leaven.tuning.service.stored_study import (
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
-# How the fields of an Outcome become numbers of Python.
+# The functions that convert the fields of an Outcome to Python's own types.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "loss": float,
     "tokens": int,
@@ -119,8 +119,8 @@ class SearchLoop:
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
         self._failed: list[Sequence[Proposal]] = []  # calls of the objective that failed since one worked
-        self._of_workers: dict[int, list[Sequence[Proposal]]] = {}  # the same, by worker
-        self._failure = ""  # the text about the last of them
+        self._of_workers: dict[int, list[Sequence[Proposal]]] = {}  # the same calls, by worker
+        self._failure = ""  # the message of the last failed call
 
     def __enter__(self) -> "SearchLoop":
         self._leases.__enter__()
@@ -208,11 +208,11 @@ class SearchLoop:
         self._pending[self._pool.submit(self._objectives, proposals)] = proposals
 
     def _wait(self) -> None:
-        """Take up the calls of the objective that end within ``STORE_POLL``; if none does, read the store."""
+        """Handle the calls of the objective that end within ``STORE_POLL``; if none does, read the store."""
         done = wait(self._pending, STORE_POLL, FIRST_COMPLETED).done
         for future in done:
             self._end(self._pending[future], future)
-            del self._pending[future]  # not before, so that an error releases its trials
+            del self._pending[future]  # only now, so that an error in ``_end`` releases the trials
         if not done:
             self._look()
 
@@ -228,8 +228,8 @@ class SearchLoop:
                 self._failed.append(proposals)
                 of_worker.append(proposals)
                 self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
-                # A call that began earlier and still runs may show that the machine works, though one GPU of it may
-                # be broken.
+                # While an earlier call still runs, its result may show that the machine works. But the GPU of this
+                # worker may be broken.
                 if next(iter(self._pending)) is future and _trials_of(self._failed) >= FAILURES:
                     self._give_back(self._failed)
                 elif _trials_of(of_worker) >= FAILURES:
@@ -249,9 +249,9 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Give the trials of ``calls``, which failed in a row, back to the study, and end the search, with an error
-        if it ``fails``. If all of them were given back before, the cause is taken to be their values: they have
-        failed, and the search goes on."""
+        """Give the trials of ``calls``, which failed in a row, back to the study. If ``fails``, also end the search
+        with an error. A trial is given back only once: if it fails again, the cause is probably its values. If no
+        trial is left to give back, the search goes on."""
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self._stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
@@ -283,7 +283,7 @@ def _converted(outcome: Outcome, name: str, kind: Callable[[Any], Any]) -> Any:
             raise TypeError
         return kind(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        if name == "loss" and isinstance(error, OverflowError):  # of an int
+        if name == "loss" and isinstance(error, OverflowError):  # an int that is too large for a float
             return math.inf
         of = "" if name == "loss" else f" as {name} of an Outcome"
         raise InputError(

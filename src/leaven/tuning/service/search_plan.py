@@ -57,7 +57,7 @@ FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 # Number of trials of the start: 3 if the budget has at least 24 trials, 2 if it has at least 12, otherwise 1. If the
 # user gives the noise, there is 1.
 REPEATS = {24: 3, 12: 2, 0: 1}
-SMALL = 16  # trials: a smaller budget has a final trial only if the gain would not be accepted without one
+SMALL = 16  # trials: a smaller budget has a final trial only if the predicted gain is small (``in_doubt``)
 # As long as no trial is complete, a search ends after DEATHS failed trials if no trial has a result, and after
 # DIVERGENCES trials with a result.
 DEATHS, DIVERGENCES = 8, 100
@@ -179,7 +179,7 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
     """Return the trials that are known before the search begins: those of the start, and the points of a grid.
 
     Raises:
-        InputError: if a grid has no number of trials, or even the coarsest grid has more points than trials are left.
+        InputError: if a grid has no budget in trials, or if even the coarsest grid has more points than this budget.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
@@ -225,8 +225,8 @@ class SearchPlan:
     budget: Budget
     noise: float | None  # nats, the standard deviation between trials of one point, if known before the search
     stop_at_noise: bool  # whether to stop when several rounds gained less than the noise
-    # The last trust region and the last noise, each with the number of its results. Results never change or go, so
-    # the same number of results are the same results.
+    # The last trust region and the last noise, each with the number of results from which it was computed. Results
+    # never change or disappear, so an equal number means equal results.
     _known: tuple[int, Region] | None = field(default=None, init=False)
     _known_noise: tuple[int, tuple[float | None, int]] | None = field(default=None, init=False)
 
@@ -284,8 +284,8 @@ class SearchPlan:
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
         """Return the trust region after the trials that have ended, cached until ``REFITTED`` of them are new.
 
-        The order of the ends decides to which trials it is fitted, so that a resumed search goes on the same way,
-        unless clocks of several machines differ.
+        It is fitted to the trials that ended first. So a resumed search proposes the same points, unless the clocks
+        of several machines differ.
         """
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
@@ -307,9 +307,9 @@ class SearchPlan:
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
         """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        They are useless if the noise is 0, or if all trials diverged or were pruned. With trust-region, they are also
-        useless while the start is the best point; and with a budget below ``SMALL`` trials, they are run only if the
-        gain may be nothing but noise.
+        Final trials are useless if the noise is 0, or if all trials diverged or were pruned. A trust-region search
+        also has none while the start is the best point. With a budget below ``SMALL`` trials, it has final trials
+        only if the noise is known and the predicted gain is in doubt.
         """
         noise, _ = self.noise_of(trials)
         states = {trial.state for trial in trials}
@@ -388,7 +388,7 @@ class SearchPlan:
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
         """Return the trial with which a new trial at ``point`` is compared; None if the new one must not be pruned.
 
-        It is the best completed trial of the search with the same choices, because a choice, such as the schedule,
+        The result is the best completed trial of the search with the same choices: a choice, such as the schedule,
         changes the shape of a loss curve. Without a measured noise (``FEWEST_DEGREES``), no trial is pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]

@@ -57,7 +57,7 @@ ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, 
 ID = "id"  # the setting with the random id of a study, which is also in its study.json
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
-VALUES, WEIGHTS = "values", "weights"  # the settings with the starts and choices of a command file; start weights
+VALUES, WEIGHTS = "values", "weights"  # settings: [space] of a command file; the fingerprint of the start weights
 ADDED = {VALUES, WEIGHTS}  # settings that a study of an older version does not have
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
@@ -69,7 +69,7 @@ GIVEN_BACK = "given_back"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 PREDICTED = "expected"  # the predicted final loss of a pruned trial
 LAST_BEAT = "last_beat"  # when an attempt without a result ended: the last heartbeat of a dead owner, Unix time
-CHECKED = "checked"  # whether the version that began an attempt writes a digest at its end
+CHECKED = "checked"  # set if the version of leaven that began the attempt writes a digest at its end
 DIGEST = "digest"  # of an attempt with a result (a user attribute), or of the settings (in ABOUT)
 WITH_RESULT = (TrialState.COMPLETE, TrialState.PRUNED)
 RESTORE = "restore the store from a backup, or use another study"
@@ -85,7 +85,7 @@ class TrialRequest:
     """A trial that the search plan asks to start."""
 
     purpose: str  # search | noise | rerun
-    job: str  # its name; the trial was started already if an attempt with this job exists
+    job: str  # name of the work, such as search:12; if an attempt has this job, the trial was started already
     seed: int = 0
     point: Params | None = None  # None if Optuna's sampler proposes it
     attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the attempt
@@ -111,7 +111,6 @@ class StoredTrial(StudyTrial):
 
     @property
     def retry(self) -> TrialRequest:
-        """The request that retries the trial."""
         attributes: dict[str, Any] = {RETRY_OF: self.origin}
         if self.final_of:
             attributes |= {FINALIST: [self.final_of, self.finalist]}
@@ -138,7 +137,7 @@ class StoredStudy:
     _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def now(self) -> float:
-        """Return the Unix time in seconds. It has no jumps if the clock is set while this command runs."""
+        """Return the Unix time in seconds, without jumps if the clock is set while this command runs."""
         return self._clock + time.monotonic()
 
     @cached_property
@@ -162,7 +161,7 @@ class StoredStudy:
         log, suspects = self._log, set[int]()
         while True:
             attempts = self.study.get_trials(deepcopy=False)  # in the order of their numbers
-            # An attempt that changes becomes another object.
+            # Optuna returns another object for an attempt that has changed.
             new = {at: attempt for at, attempt in enumerate(attempts) if log.attempts.get(at) is not attempt}
             if lost := [at for at in new if new[at].number != at] or range(len(attempts), len(log.attempts)):
                 raise InputError(f"{self.what} has lost trial {lost[0]}; {RESTORE}")
@@ -225,8 +224,6 @@ class StoredStudy:
             user_attrs={
                 PURPOSE: request.purpose,
                 SEED: request.seed,
-                # Two commands that have read the same attempts choose the same job, and only one of them runs the
-                # job.
                 JOB: request.job,
                 **request.attributes,
                 **attributes,
@@ -292,7 +289,7 @@ class StoredStudy:
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return at most ``POINTS`` points of a curve: the last one, and before it the means of equally long parts.
 
-    Single points are too noisy, because a trial is pruned if it is far above the curve of the best trial.
+    Single points are too noisy to prune trials by: a trial is pruned if it is far above the curve of the best trial.
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
@@ -305,7 +302,7 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
 class TrialLog:
     """The attempts that were read from a store, and the trials to which they belong.
 
-    Trials that ended before their point was drawn completely, and attempts of other programs, are no trials here.
+    Attempts of other programs, and trials that ended before their point was drawn completely, are left out.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -425,7 +422,7 @@ def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] 
     """Return the digest of an attempt that ends, or has ended, with ``state`` and ``values`` (its loss)."""
     attributes = {key: value for key, value in attempt.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
-    # A key is text, but a changed row may have another one.
+    # Keys are texts, except in a row that was changed.
     params, attributes = ({str(key): value for key, value in of.items()} for of in (attempt.params, attributes))
     return _digest([attempt.number, state.name, losses, params, attributes])
 
@@ -442,12 +439,6 @@ def distributions(axes: Axes) -> dict[str, BaseDistribution]:
         else FloatDistribution(*limits)
         for name, limits in axes.limits.items()
     }
-
-
-def check_recipe(there: Recipe, here: Recipe, what: str) -> None:
-    """Raise InputError if the recipe of a study (``there``) differs from the recipe of this command (``here``)."""
-    if changes := differences(there, here):
-        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
 
 
 def join_study(
@@ -507,8 +498,8 @@ def join_study(
         stored, expected, earlier = _knowledge(there)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise InputError(f"{what} has damaged settings; {RESTORE}") from None
-    if recipe is not None and stored is not None:
-        check_recipe(stored, recipe, what)
+    if recipe is not None and stored is not None and (changes := differences(stored, recipe)):
+        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
     for key, value in here.items():
@@ -531,7 +522,7 @@ def random_id(attributes: Mapping[str, Any]) -> str:
 
 
 def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
-    """Return the settings of a study, and whether they have a digest, which then must match."""
+    """Return (the settings of a study, whether they have a digest). Raise InputError if the digest does not match."""
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
@@ -554,8 +545,8 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return the earlier trials with columns in the order ``names`` of this command. In the study they have the order
-    ``stored``, in which the command that began it named the values."""
+    """Return the earlier trials with columns in the order ``names`` of this command. ``stored`` is the order of the
+    columns in the study."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))

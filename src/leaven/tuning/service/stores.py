@@ -56,7 +56,7 @@ TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the cal
 # Without these options, libpq waits for hours for a server that was switched off, and a command that is suspended
 # within a transaction, or whose machine fails, blocks the other commands.
 POSTGRESQL = {
-    "client_encoding": "utf8",  # a database with the encoding SQL_ASCII would send bytes
+    "client_encoding": "utf8",  # without this, a database with the encoding SQL_ASCII sends bytes
     "connect_timeout": "10",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
@@ -327,9 +327,10 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file, which stays readable after an interrupted write.
 
-    A write first removes an incomplete last line. Reading or writing a missing file is an error, because the old file
-    may be on a disk that is not mounted at the moment. So is another journal in its place: somebody may move or
-    remove the folder of a study and begin another one there, while an earlier command still runs.
+    A write first removes an incomplete last line. Reading or writing raises an error in two cases:
+
+    - The file is missing: it may be on a disk that is not mounted at the moment.
+    - Another journal has replaced the file: a user may begin another study in the folder while a command still runs.
     """
 
     def __init__(self, path: Path) -> None:
@@ -337,8 +338,8 @@ class Journal(JournalFileBackend):
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise OSError if the file is missing, or has become shorter than what was read of it, and InputError if it
-        is another journal."""
+        """Raise InputError if the file is another journal, and OSError if it is missing or has lost lines that were
+        read."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
@@ -363,7 +364,7 @@ class Journal(JournalFileBackend):
         path = Path(self._file_path)
         self._require_same()
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        # A power cut may lose a running trial. The line that ends a trial flushes its other lines, too.
+        # A power cut may lose lines of a running trial. The line that ends a trial flushes its other lines, too.
         sync = not all(log["op_code"] in RUNNING for log in logs)
         # Two locks: the operating system releases the first one when its holder dies. Optuna's dashboard only knows
         # the second one.
@@ -376,14 +377,14 @@ class Journal(JournalFileBackend):
                 # This may remove an incomplete line. No reader has used it, because Optuna reads complete lines only.
                 storage.append(path, lines, sync=sync, create=False)
             finally:
-                with suppress(RuntimeError):  # this process was suspended, and another one broke its lock
+                with suppress(RuntimeError):  # this process was suspended, and another process removed the lock
                     optunas.release()
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it is a link that leads nowhere for ``GRACE_SECONDS``. Optuna's dashboard makes such
-    links (JournalFileSymlinkLock), and JournalFileOpenLock waits for them forever."""
-    with suppress(OSError):  # it is free now
+    """Remove Optuna's lock if it stays a dangling link for ``GRACE_SECONDS``. Optuna's dashboard makes such links
+    (JournalFileSymlinkLock), and JournalFileOpenLock waits for them forever."""
+    with suppress(OSError):  # the lock was released
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
             if time.monotonic() > until:

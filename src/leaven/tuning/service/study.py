@@ -15,12 +15,12 @@ dies, the trial gets another attempt.
    search, then some of the best points again. ``algorithm/trust_region.py`` proposes a point, from a model of the
    loss that is fitted to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer`
    (``recipe_study.py``) puts the values of the point into the recipe and trains it in a worker process
-   (**training/trial.py**), with the loop and the step of ``leaven train`` but without a run folder, metrics and
-   spike guard, and with the validation loss after the last step as its loss; or it trains several trials at once
-   (``training/stack.py``). In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``).
-   A trial ends early if it diverges, or if it is pruned: once the noise is known, a trial that is too far behind
-   the best one (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds
-   gained less than the noise (``Region.stalled``).
+   (**training/trial.py**), or trains several trials at once (``training/stack.py``). This training has the loop and
+   the step of ``leaven train``, but no run folder, metrics and spike guard. The loss of the trial is the validation
+   loss after the last step. In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``).
+   A trial ends early if it diverges. Once the noise is known, a trial that is too far behind the best one is pruned
+   (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less
+   than the noise (``Region.stalled``).
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). Before the first
    proposal, up to 3 trials of the start, which is the recipe itself, measure it (``REPEATS`` in
    ``search_plan.py``).
@@ -85,7 +85,7 @@ CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another
 # Names in the folder of a study that was killed before it wrote study.json.
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
-_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json, all of which takes long to decode
+_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 # After so many seconds without the store, the screen says so, and a command that is to stop no longer waits for it.
 NOTE_AFTER = 5.0
@@ -213,7 +213,7 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
-        """Use ``note`` and ``stop`` until :meth:`run`, so that a locked store is not waited for in silence."""
+        """Call ``note`` and ``stop`` while :meth:`__enter__` waits for a locked store. :meth:`run` replaces them."""
         self._note, self._stop = note, stop
         return self
 
@@ -264,8 +264,8 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Return the store. Raise InputError if it lacks the study ``saved_id`` or the trials ``ended``, which
-        study.json has."""
+        """Return the store. Raise InputError if the store lacks the id or the ended trials that study.json has:
+        ``saved_id`` and ``ended``."""
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended, ended)
@@ -290,7 +290,7 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return the study's id and the (state, loss) of ended trials in study.json; empty if missing or damaged."""
+        """Return (id, (state, loss) of ended trials by number) from study.json; empty if it is missing or damaged."""
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))
@@ -534,11 +534,10 @@ def write_results(
     before another answer is written. ``note`` tells the user.
 
     Args:
-        inputs: the texts of further files for the best point, by their paths in ``out``, which are treated in the
-            same way.
+        inputs: further files for the best point, written in the same way: texts by path in ``out``.
     """
     before, written = _saved(out), dict[str, str]()
-    # Without digests, as with a damaged study.json, every file counts as edited.
+    # Without known digests, for example if study.json is damaged, every file counts as edited.
     known: dict[str, str] = before["written"] if isinstance(before.get("written"), dict) else {}
     answers: list[tuple[str, str, str | None]] = []  # name, field of the point in the document, text
     if state.best is not None:
@@ -609,7 +608,6 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
     start = start if isinstance(start, str) else format_number(start)
     seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
     parts = [
-        # Not "trial 63 of 64": retries have numbers, too, so a number may be above the count of trials.
         f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
         f"validation loss {best.loss:.4f}, {best.certainty}{seeds}",
     ]
@@ -623,7 +621,7 @@ def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool 
         parts += [f"the start has {start}"]
     else:
         each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
-        # Sorted, because 1 - beta falls where beta rises.
+        # Sorted, because a beta falls when its distance grows.
         ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
         if numbers := sorted(end for end in ends if not isinstance(end, str)):
             parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
