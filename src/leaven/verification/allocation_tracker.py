@@ -49,8 +49,8 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._allocations: dict[int, Allocation] = {}
         self._part = "activations"  # of new tensors
         self._paused = 0  # number of open contexts in which nothing is recorded
-        self._start: list[tuple[Allocation, int]] = []
-        self._moves: list[tuple[Allocation, int]] = []
+        self._start: list[tuple[Allocation, int]] = []  # allocations and their bytes at :meth:`begin`
+        self._moves: list[tuple[Allocation, int]] = []  # changes of bytes since then, in order
 
     def __enter__(self) -> "AllocationTracker":
         self._patches = ExitStack()
