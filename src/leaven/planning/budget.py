@@ -169,7 +169,7 @@ class _Speeds:
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
         """Return the row of a law, whose function ``size`` maps FLOPs to the best number of parameters."""
-        # Start from the speed of the last planned size, or from the usual share of the peak.
+        # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
         flops = last.flops if last else (self.mfu or _FIRST_MFU) * peak
