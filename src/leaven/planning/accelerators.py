@@ -157,7 +157,7 @@ class _Network(_Group):
 
 
 class _Entry(Part):
-    """One accelerator as it is written in a TOML file."""
+    """One accelerator in a TOML file."""
 
     peak: _Rates
     matmul: _Rates = _Rates()
@@ -206,7 +206,7 @@ def accelerators() -> dict[str, Accelerator]:
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators, changed and extended by the user's file ``own`` if it is given."""
+    """Return the built-in accelerators, changed and extended by the user's file ``own``, if any."""
     entries = _parsed(_BUILT_IN)
     sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)

@@ -54,7 +54,7 @@ class CalibrationRecord(BaseModel):
 
     by: Literal["run", "measurement"]  # written by a training run, or by ``leaven plan --measure``
     device: str  # the name that the driver reports, or the processor's model
-    accelerator: str | None  # name in the planner's table of accelerators; None if it is not there
+    accelerator: str | None  # name in the planner's table of accelerators; None if not in the table
     threads: int | None = None  # threads of torch on a CPU; None on a GPU
     compute: str  # dtype of the computation
     model: ModelShape
@@ -89,7 +89,7 @@ def predicted(
         code = code.with_muon(ns_steps).averaging(averages)
         memory = worst_stage(model, how, code.tensors_only()).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
-    except Exception:  # must not stop the training run that asks
+    except Exception:  # a failed prediction must not stop a training run
         return None
 
 

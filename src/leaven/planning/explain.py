@@ -32,7 +32,7 @@ def part_name(part: str, ep: int = 1) -> str:
 
 # At most this many neighbours of the chosen layout are listed.
 _N_NOT = 4
-# A neighbour that fits into memory is listed if it is slower by more than this share.
+# A neighbour that fits into memory is listed if slower by more than this share.
 _SLOWER = 0.03
 # If nothing fits into memory, these multiples of the number of GPUs are tried.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
@@ -90,7 +90,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about requested values that the search never tries or leaven cannot train; "" without any."""
+    """Return a note about requested values that the search never tries or leaven cannot train, or "" if none."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -269,7 +269,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes that make the plan fit, as in ``; zero=1 would fit in 61.0 GiB``; "" without any."""
+    """Return the fewest changes that make the plan fit, as in ``; zero=1 would fit in 61.0 GiB``; "" if none do."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

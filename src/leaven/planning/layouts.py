@@ -43,7 +43,7 @@ _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 FILLS = 4
 # Times that differ by less than this share count as equal.
 EQUAL = 0.01
-# A layout that leaven cannot train is mentioned if it is faster by this share than all that leaven can train.
+# A layout that leaven cannot train is mentioned if faster by this share than all layouts that leaven can train.
 _MENTIONED_IF_FASTER_BY = 0.02
 
 

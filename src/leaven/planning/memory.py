@@ -28,7 +28,7 @@ class Memory:
 
     weights: float
     grads: float
-    accumulation: float  # sum of gradients over micro-batches, if it is stored separately from ``grads``
+    accumulation: float  # sum of gradients over micro-batches, if stored separately from ``grads``
     optimizer: float
     gathered: float  # copies of weights for matrix products: in the compute dtype, or gathered from other ranks
     activations: float

@@ -61,8 +61,8 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    It is the cluster that ``leaven new --gpus`` was given, or the cluster of a published run with the same n_layers,
-    d_model, d_ff and tokens.
+    A hint is the cluster that ``leaven new --gpus`` was given, or a published run with the same n_layers, d_model,
+    d_ff and tokens.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
@@ -85,7 +85,7 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch, whose published number of tokens may be rounded.
 
-    A fraction such as 1,953.1 sequences becomes the number within 5% that the largest power of two divides: 2,048.
+    A fraction such as 1,953.1 sequences becomes the number within 5% divisible by the largest power of two: 2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):

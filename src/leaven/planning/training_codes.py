@@ -40,10 +40,10 @@ class TrainingCode:
     # States, which exist from step to step.
     weights: int = 4
     grads: int = 4  # gradients of one micro-batch, or their sum over micro-batches if ``accumulation`` is 0
-    accumulation: int = 0  # sum of gradients over micro-batches, if it is stored separately
+    accumulation: int = 0  # sum of gradients over micro-batches, if stored separately
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
-    optimizer_of_matrices: int | None = None  # as ``optimizer``, for matrices of blocks, if it differs (Muon)
+    optimizer_of_matrices: int | None = None  # ``optimizer`` for matrices of blocks, if different (Muon)
     ns_steps: int = 0  # Newton-Schulz iterations on each matrix of a block in a step (Muon)
     average: int = 0  # average of the weights, sharded like ``optimizer``
     # Copies.

@@ -48,7 +48,7 @@ from leaven.verification.sweep import labels
 from leaven.verification.verdict import difference, verdict
 
 FROM = 0.25
-"""Curves are compared after this share of a run. Before it, they depend on the warm-up and the initial values."""
+"""Curves are compared after this share of a run. Earlier parts depend on the warm-up and the initial values."""
 
 LIMIT = 0.05
 """The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate

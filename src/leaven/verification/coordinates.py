@@ -3,8 +3,8 @@
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
 widths for a few steps on one batch. They record the RMS, or a similar mean, of every module's output, which should
 not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges
-the *change* of the output since the first step. A wrong lr shows in the change at once. It shows later in the output,
-which at first is mostly its initial value.
+the *change* of the output since the first step. A wrong lr shows in the change at once, but only later in the output,
+because at first most of the output does not come from training.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
 each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
@@ -25,7 +25,7 @@ training, and grow as sqrt(d) only after training has aligned queries and keys. 
 check has (the slope was +0.1 after 40 steps), so the start is judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
-over all blocks would raise every slope by 0.15: its first block, whose input is still the embedding, is one half of
+over all blocks would raise every slope by 0.15: the first block, whose input is still the embedding, is one half of
 the mean at depth 2, but one sixteenth at depth 16.
 
 The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
@@ -215,7 +215,7 @@ def _allowed(
 ) -> tuple[float, float]:
     """Return the lowest and the highest slope under a correct rule (top of this file)."""
     if axis.name == "width":
-        # Attention logits are sums over the head dimension, so they only fall if it grows.
+        # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)
         sums = (len({line.features for line in lines}) == 1) != logits
         return INDEPENDENT * sums, INDEPENDENT * (sums and logits and quantity == "start")

@@ -22,8 +22,8 @@ Two kinds of parameters are exceptions over width:
   So only the gradient at the end is judged, and only after 150 steps or more.
 - Routers: matrices inside blocks whose number of outputs does not grow with the width. The gradient of an output is a
   sum over the width. The exponent is -1/2 while the terms of the sum have independent signs. The exponent rises to 0,
-  that of eps, if the outputs of the experts align with the gradient. So it may be lower than that of eps by up to
-  1/2. (In a Mixtral of widths 64 to 256: -0.48 at the start, -0.07 after 10 steps, -0.41 after 160 steps.)
+  that of eps, if the outputs of the experts align with the gradient. So it may be up to 1/2 lower than that of
+  eps. (In a Mixtral of widths 64 to 256: -0.48 at the start, -0.07 after 10 steps, -0.41 after 160 steps.)
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
 fall with the depth by up to L^(alpha-1):
@@ -78,7 +78,7 @@ class GradientRecord:
     eps: float
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
     shape: tuple[int, ...]  # shape of the parameter in one layer
-    inside: bool  # whether it is inside a block
+    inside: bool  # whether the parameter is inside a block
     muon: bool  # whether Muon updates the parameter, which has no eps
 
 

@@ -9,11 +9,11 @@ that of a correct rule. Nothing is trained, so the result is exact.
   A step of Adam changes the loss by lr x the sum of absolute gradients, which a correct rule keeps constant. And a
   correct rule makes eps proportional to the gradients, which the gradient check tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
-  multiplies residual branches by L^-alpha, where L is the depth), it may fall with L, at most as L^(alpha - 1).
+  multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1) or slower.
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
-- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens
-  of the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the exponent
-  of the lr depends on the parametrization and is not judged.
+- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287), and falls with the
+  tokens of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the
+  exponent of the lr depends on the parametrization and is not judged.
 
 The products of lr with eps and with decay do not depend on how a parametrization is written: multiplier x c, init /
 c, lr / c, eps x c and decay x c together train in the same way, and leave the products as they are.

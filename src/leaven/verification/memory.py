@@ -72,7 +72,9 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return ``ranks`` or, without any, the first rank of the first, second and last (``all_stages``: every) stage.
+    """Return ``ranks``, or by default the first rank of several pipeline stages.
+
+    These stages are the first, the second and the last, or with ``all_stages`` all of them.
 
     Raises:
         InputError: if one of the ``ranks`` is not in the layout.

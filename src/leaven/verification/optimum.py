@@ -183,8 +183,8 @@ def estimate(
     - A few runs show the noise only roughly. So the deviations are multiplied by the 97.5% quantile of Student's t,
       divided by that of the normal distribution.
 
-    Set ``paired`` if ``of`` depends only on differences of losses within each grid. The effect of a seed is the same
-    at all values, so it is then not noise.
+    Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of a
+    seed, which is the same at all values, is not noise.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -23,7 +23,7 @@ from leaven.verification.model_instance import Quantity, RunScale, RunSetting, S
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """The training runs of a recipe at any scale. ``text`` is the fingerprint of its tokens, if it is known."""
+    """The training runs of a recipe at any scale. ``text`` is the fingerprint of its tokens, if known."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)
@@ -113,7 +113,7 @@ class RecipeFamily:
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A training run of a recipe. ``text`` is the fingerprint that the tokens must have, if it is known."""
+    """A training run of a recipe. ``text`` is the fingerprint that the tokens must have, if known."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)
