@@ -24,7 +24,6 @@ UNALIGNED = 0.75
 # Share of the rate if n or k is not a multiple of 8 elements (16 bytes). The value is from one pair of measurements
 # in the same file, batched products of scores on an A100: line 833 (heads of width 108) against line 831 (width 216).
 # For wide products (d_ff 14,337 instead of 14,336), the same value is assumed, because no measurement is published.
-# Since cuBLAS 11, such products use tensor cores, too, but less efficiently.
 MISALIGNED = 0.15
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
