@@ -308,7 +308,7 @@ def test_runs_that_were_lost_or_changed_are_named_and_trained_again(tiny: Recipe
             assert [again(trial).loss for trial in trials] == [first(trial).loss for trial in trials]
     with RunStore(tmp_path, 1, note=notes.append) as store:  # more runs, and none is lost any more
         store.run([*trials, RecipeTrial(short.replace({"data.seed": 3}))])
-    assert notes == [f"caution: one finished run is missing in {lines}, or changed, and trained again"]
+    assert notes == [f"caution: one finished run is missing or changed in {lines}, and will be trained again"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file (:func:`user_file`) has the same format, for new accelerators or for groups of built-in ones.
+The user's file (:func:`user_file`) has the same format. It adds accelerators, or replaces groups of numbers (such as
+``memory``) of built-in accelerators.
 """
 
 import os
@@ -35,14 +36,12 @@ EXAMPLE = (
     "network = { gb_s = 25 } }"
 )
 _WRITE = f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
-# Fastest matmul / peak, assumed for accelerators without a measurement: the median of the NVIDIA boards with one.
+# Fastest matmul / peak, assumed for accelerators without a measurement: the median of the measured NVIDIA boards.
 USUAL_MATMUL_SHARE = 0.80
 # Share of the best measured matmul rate that large products sustain in training, assumed for accelerators without
 # measured rates (``sustained``). The best rate is measured with the best shape, in isolation and on a cool device.
 SUSTAINED = 0.90
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
-
-
 _Positive = Annotated[float, Field(gt=0)]
 _Count = Annotated[int, Field(gt=0)]
 
@@ -57,7 +56,7 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention is counted with all scores, also in a causal kernel: two products forward, five backward.
+    Attention counts as two products forward and five backward over all scores, also those that a causal kernel skips.
     """
 
     matmul: _Positive
@@ -83,7 +82,7 @@ class Accelerator:
     power_w: float | None = None  # rated power of the board, watts
     multiprocessors: int | None = None
     matmuls: tuple[tuple[Dtype, float], ...] = ()  # TFLOP/s of the fastest measured matmul, by dtype
-    sustained: "Sustained | None" = None  # None: not measured; the planner assumes usual values
+    sustained: Sustained | None = None  # None: not measured; the planner assumes usual values
     dtype: Dtype = "bf16"  # the dtype in which the training computes; fp16 if the device has no bf16
     sources: tuple[NumberSource, ...] = ()
     note: str = ""
@@ -93,7 +92,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype; else 80% of the peak; None without a peak."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype, else 80% of the peak; None without a peak."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
@@ -158,7 +157,7 @@ class _Network(_Group):
 
 
 class _Entry(Part):
-    """One accelerator as it is written in a TOML file."""
+    """One accelerator in a TOML file."""
 
     peak: _Rates
     matmul: _Rates = _Rates()
@@ -207,7 +206,7 @@ def accelerators() -> dict[str, Accelerator]:
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators, changed and extended by the user's file ``own`` if it is given."""
+    """Return the built-in accelerators, changed and extended by the user's file ``own``, if any."""
     entries = _parsed(_BUILT_IN)
     sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)

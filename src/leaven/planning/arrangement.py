@@ -110,7 +110,7 @@ def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -
     """Return the layout and the micro-batch size of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
 
     Without ``mbs``, the micro-batch size is None. Without ``dp``, dp is ``gpus`` / (tp x pp x cp), or 1 if this is
-    not whole or ``gpus`` is None. ``compile`` is the default of its key.
+    not whole or ``gpus`` is None. ``compile`` is the default of the key ``compile``.
 
     Raises:
         InputError: if a key or a value is wrong, or two values cannot be combined.
@@ -173,7 +173,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
 
 
 def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
-    """Return why a model cannot be split over ``tp`` tensor-parallel ranks: what ``tp`` does not divide."""
+    """Return why a model cannot be split over ``tp`` tensor-parallel ranks, with the sizes that would be split."""
     sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
         if model.qk_norm_whole:

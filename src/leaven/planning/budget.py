@@ -168,8 +168,8 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the row of a law, whose function ``size`` returns the best number of parameters for some FLOPs."""
-        # Start from the speed of the last planned size, or from the usual share of the peak.
+        """Return the row of a law, whose function ``size`` maps FLOPs to the best number of parameters."""
+        # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
         flops = last.flops if last else (self.mfu or _FIRST_MFU) * peak
@@ -196,7 +196,7 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model of this size, or the one already planned for a size within 5%."""
+        """Return the training speed of a model of this size, or the known speed of a model within 5% of this size."""
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

@@ -1,7 +1,7 @@
 """Record the measured step time and memory of runs in the calibration history, and use them to correct later plans.
 
-The history is in leaven's cache folder (``LEAVEN_CACHE``), in the current file and one older, full file, with one
-record per line. If the file cannot be written, the record is dropped and the run is not affected.
+The history is two files in leaven's cache folder (``LEAVEN_CACHE``): the current file, and an older, full file. Each
+line is one record. If the current file cannot be written, the record is dropped and the run is not affected.
 """
 
 import math
@@ -28,9 +28,9 @@ from leaven.recipe.shape import ModelShape
 # File names: the file that records are appended to, and the previous, full file.
 _NAME, _FULL = "history.jsonl", "history-before.jsonl"
 # A past run corrects a plan if the numbers of parameters of the run and the plan differ by a factor of at most FAR.
-# If there are runs with a factor of at most NEAR and with like layouts, only these correct it.
+# If there are runs with a factor of at most NEAR and the same :func:`_features` of the layout, only these correct it.
 NEAR, FAR = 4.0, 16.0
-# Only this many of the newest runs correct a plan, because older runs used other versions.
+# Only this many of the newest runs correct a plan, because older runs may have used other versions of leaven.
 NEWEST = 100
 # Size of a full history file, about 400 lines. A full file replaces the previous full file.
 LIMIT_BYTES = 512 * 1024
@@ -54,8 +54,8 @@ class CalibrationRecord(BaseModel):
 
     by: Literal["run", "measurement"]  # written by a training run, or by ``leaven plan --measure``
     device: str  # the name that the driver reports, or the processor's model
-    accelerator: str | None  # name in the planner's table of accelerators; None if it is not there
-    threads: int | None = None
+    accelerator: str | None  # name in the planner's table of accelerators; None if not in the table
+    threads: int | None = None  # threads of torch on a CPU; None on a GPU
     compute: str  # dtype of the computation
     model: ModelShape
     layout: Layout
@@ -89,7 +89,7 @@ def predicted(
         code = code.with_muon(ns_steps).averaging(averages)
         memory = worst_stage(model, how, code.tensors_only()).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
-    except Exception:  # must not stop the training run that asks
+    except Exception:  # a failed prediction must not stop a training run
         return None
 
 

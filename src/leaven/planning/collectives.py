@@ -80,8 +80,8 @@ def send_once(
 ) -> float:
     """Return the seconds in which a rank sends its tokens to their experts, without sending a token twice to a rank.
 
-    A token crosses the network once for each other node that has at least one of its experts. The links of that node
-    pass it on. Links and network send at the same time, so the longer time counts.
+    A token crosses the network once for each other node with at least one of the token's experts. The links of that
+    node pass the token on. Links and network send at the same time, so the longer time counts.
 
     Args:
         size: bytes of the rank's tokens.

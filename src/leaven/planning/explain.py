@@ -30,9 +30,9 @@ def part_name(part: str, ep: int = 1) -> str:
     return "exchange in blocks" if part == "tensor_parallel" and ep > 1 else PARTS[part]
 
 
-# At most so many neighbours of the chosen layout are listed.
+# At most this many neighbours of the chosen layout are listed.
 _N_NOT = 4
-# A neighbour that fits into memory is listed if it is slower by more than this share.
+# A neighbour that fits into memory is listed if slower by more than this share.
 _SLOWER = 0.03
 # If nothing fits into memory, these multiples of the number of GPUs are tried.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
@@ -43,7 +43,8 @@ _TRIED = 64
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If none of these fits into memory, the one that needs the least is compared; if none exists, ``line`` says why.
+    If no layout with these values fits into memory, the one that needs the least memory is compared. If there is no
+    layout with these values, ``line`` of the result says why.
 
     Raises:
         InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.
@@ -89,7 +90,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about requested values that the search never tries or leaven cannot train; "" without any."""
+    """Return a note about requested values that the search never tries or leaven cannot train, or "" if none."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -149,7 +150,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
     """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``, without the value of ``key``.
 
-    Left out are dp, which follows from the others, compile, and keys that have no effect in ``layout``.
+    Also left out are dp, compile, and keys that have no effect in ``layout``.
     """
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
@@ -232,7 +233,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 def any_fits(job: Job) -> bool:
     """Return whether a layout with one stage per pipeline rank fits into memory and would be allowed for the job."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
-    for layout in reversed([*layouts(job, fixed)]):  # from the least memory
+    for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:
             smallest = job.arrangements(layout)[0]  # larger micro-batches need more memory
         except InputError:
@@ -252,7 +253,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below the job's on which a layout fits, of 64 tried ones, or None."""
+    """Return the largest number of GPUs below the job's on which a layout fits, or None if 64 tried numbers fail."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -268,7 +269,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the change of the fewest keys to a layout that fits, as in ``; zero=1 would fit in 61.0 GiB``, or ""."""
+    """Return the fewest changes that make the plan fit, as in ``; zero=1 would fit in 61.0 GiB``; "" if none do."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

@@ -28,7 +28,7 @@ class ForwardFlops:
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs of one forward pass per token. With ``causal``, a token attends only to keys up to its own."""
+    """Return the FLOPs of one forward pass per token. With ``causal``, a token does not attend to later tokens."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
@@ -61,7 +61,7 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 
 
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
-    """Return the MFU, the causal MFU and the HFU of one training speed, with the keys mfu, mfu_causal and hfu.
+    """Return the utilisations mfu, mfu_causal and hfu of a run that has the MFU ``mfu``.
 
     The MFU counts full attention. The HFU (hardware FLOPs utilisation) counts full attention and recomputation.
     """

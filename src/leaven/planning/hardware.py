@@ -16,9 +16,9 @@ _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", r
 MOST_GPUS = 10**7  # the largest clusters have 10^5
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
 _FORMS = {"PCIE", "NVL"}  # form factors that are slower than the SXM board of the same name
-EXAMPLE_GPU = "H100-80GB"  # in commands and estimates, where nothing says which GPUs there are
+EXAMPLE_GPU = "H100-80GB"  # in commands and estimates, if the user's GPUs are not known
 _MEMORY = re.compile(r"\d+GB")
-# Assumptions of :func:`trainable_here` and :func:`estimated_gpus`, rough estimates without a layout.
+# Assumptions of the rough estimates :func:`trainable_here` and :func:`estimated_gpus`.
 _BYTES_PER_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32
 _MAX_SECONDS = 30 * 86_400
 _MFU = 0.4
@@ -137,7 +137,7 @@ def _words(name: str) -> list[str]:
 def _is_called(own: list[str], wanted: list[str]) -> bool:
     """Return whether the words ``wanted`` name the accelerator with the words ``own``; ``RTX4090`` names RTX 4090.
 
-    The word SXM in ``wanted`` only excludes PCIe and NVL boards, because the name of an SXM board may lack it.
+    The word SXM in ``wanted`` only excludes PCIe and NVL boards, because names of SXM boards may lack this word.
     """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
@@ -159,7 +159,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs of this kind can store a model and train it within a month: a power of two.
 
-    For the sake of time alone, there are at most as many GPUs as sequences in a batch, so training may take longer.
+    Unless memory needs more, there are at most as many GPUs as sequences in a batch, so training may take longer.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

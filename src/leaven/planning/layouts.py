@@ -41,9 +41,9 @@ _STAGES_PER_RANK = (1, 2, 4, 8)
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 # Micro-batches per pipeline rank that keep the bubble small: a rule of thumb (Narayanan et al. 2021).
 FILLS = 4
-# Times that differ by less than this share are equal.
+# Times that differ by less than this share count as equal.
 EQUAL = 0.01
-# A layout that leaven cannot train is mentioned if it is faster by this share than all that leaven can train.
+# A layout that leaven cannot train is mentioned if faster by this share than all layouts that leaven can train.
 _MENTIONED_IF_FASTER_BY = 0.02
 
 
@@ -75,8 +75,8 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each micro-batch size that the batch allows, the smallest first.
 
-        Sizes are at most 64 sequences and 65,536 tokens, unless :attr:`micro_batch` requires one. A size is left out
-        if the smallest batch of the run cannot fill the pipeline with it.
+        Sizes are at most 64 sequences and 65,536 tokens, unless :attr:`micro_batch` requires a size. Sizes with which
+        the smallest batch of the run cannot fill the pipeline are left out.
 
         Raises:
             InputError: if the batch cannot be split evenly over the ranks, or no size fills the pipeline.
@@ -142,7 +142,8 @@ class Exploration:
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # candidates that fit into memory, the best first
-    too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch that does not fit, least memory first
+    # For each layout, the candidate with the smallest micro-batch that does not fit; the least memory first.
+    too_large: tuple[LayoutCandidate, ...]
     refusal: InputError | None  # the error of the first layout that the batch does not allow, if any
 
     @property
@@ -176,7 +177,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """With ``job.by_leaven``: the best fitting layout that leaven cannot train, if 2% faster than ``choices``."""
+        """With ``job.by_leaven``, the best fitting layout leaven cannot train, if 2% faster than all ``choices``."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -247,7 +248,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Try every layout of :func:`layouts` with every micro-batch size, except multiples of one that does not fit."""
+    """Try every layout of :func:`layouts` with every micro-batch size, except multiples of sizes that do not fit."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

@@ -17,8 +17,8 @@ from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
 GIB = 2**30
-# Number of saved tensors of the MLP's width: input and output of the activation function, and in a gated MLP also the
-# gate before and after its activation. The backward pass of ReLU needs only the output.
+# Number of saved tensors of the MLP's width: the input and the output of the activation function (ReLU needs only the
+# output), or in a gated MLP the gate before and after its activation, the other factor, and the product.
 _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4, "geglu": 4}
 
 
@@ -28,7 +28,7 @@ class Memory:
 
     weights: float
     grads: float
-    accumulation: float  # sum of gradients over micro-batches, if it is stored separately from ``grads``
+    accumulation: float  # sum of gradients over micro-batches, if stored separately from ``grads``
     optimizer: float
     gathered: float  # copies of weights for matrix products: in the compute dtype, or gathered from other ranks
     activations: float
@@ -53,7 +53,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """The values of a rank that :func:`stage_memory` uses for any micro-batch size, in bytes unless stated."""
+    """The values of a rank that do not depend on the micro-batch size, in bytes unless stated."""
 
     weights: float
     grads: float
@@ -93,8 +93,8 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             logits += waiting * code.unembedding * unembedding
             if tokens * table.vocab_size / layout.tp > code.logits_at_once:
                 logits += code.element * unembedding
-            # Tensor-parallel ranks also hold the unembedding in the compute dtype, and its input, a chunk of its
-            # input and its input's gradient for all tokens.
+            # Tensor-parallel ranks also hold the unembedding in the compute dtype, and three tensors of its input's
+            # size: the input, a chunk of it (counted in full) and its gradient.
             if layout.tp > 1:
                 logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
@@ -106,11 +106,11 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
     reused = 0.0
     waits = flying == how.grad_accumulation and layout.schedule != "zero-bubble"
     if waits and code.autocast and not code.compute_copy:
-        # No forward pass follows a backward pass, so gradients take the memory of activations that the first backward
-        # pass frees. This is counted in fp32 only, where it was measured.
+        # All forward passes come before the first backward pass, so gradients take the memory of activations that
+        # this pass frees. Counted in fp32 only, where it was measured.
         reused = min(rank.grads, activations / flying + logits)
     grads = rank.grads - reused
-    # The update has all gradients, and the memory that the backward pass has freed.
+    # The update needs memory for all gradients, and may use what the backward pass has freed.
     update = max(0.0, rank.update + reused - gathered - logits - activations)
     buffers = rank.buffers + exchange + update
     dynamic = rank.weights + grads + rank.accumulation + rank.optimizer
@@ -131,7 +131,6 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
 
 @cache
 def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> _States:
-    """Return the values of pipeline rank ``stage`` that do not depend on the micro-batch size."""
     t = layout.tp
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     in_blocks, experts, ends = rank_parameters(table, layout, stage, code)
@@ -183,7 +182,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return the number of parameters on one rank in the largest FSDP unit, and in the largest two neighbours."""
+    """Return the number of parameters on one rank in the largest FSDP unit, and in the largest two adjacent units."""
     t, ep = layout.tp, layout.ep
     whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)
     if code.units != 2:
@@ -210,7 +209,7 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
     ]
     stays = sum(count * each.stays for each, count in kept)
     residual = code.residual * table.d_model / stretch
-    if stage == 0 and table.embedding_norm:  # saves its input
+    if stage == 0 and table.embedding_norm:  # this norm saves its input
         stays += residual
     if stage == 0 and blocks[0][0].dropout:  # the mask of the dropout after the embedding
         stays += table.d_model / stretch
@@ -220,7 +219,7 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
     pairs = max(block.core.kv_heads * (block.core.d_qk + block.core.d_v) for block, _ in blocks)
     ring = 2 * 2 * code.element * pairs / t if layout.cp > 1 else 0.0
     most, _ = max(kept, key=lambda each: each[0].once + each[0].gradients)
-    # Units of a block are exchanged one by one by leaven's trainer, where this was measured.
+    # With two units in a block (leaven's trainer), the MLP's activations are free when its gradients are exchanged.
     freed = most.mlp + most.gradients if code.units == 2 else 0.0
     return stays, most.once + most.gradients + ring, freed
 
@@ -248,8 +247,8 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has activations
-    outside the blocks, sent to the next stage, or temporary during a backward pass.
+    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all other
+    activations: outside the blocks, kept after sending, or temporary during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp
@@ -274,7 +273,7 @@ class Kept:
     stays: float  # activations saved until the backward pass of the micro-batch
     once: float  # activations that exist only while the block is recomputed
     gradients: float  # peak memory of the gradients of activations within the block
-    mlp: float  # activations of the MLP, which are free when its gradients are exchanged
+    mlp: float  # activations of the MLP, which are free when the MLP's gradients are exchanged
 
 
 @cache
@@ -316,7 +315,7 @@ def operators_kept(
     if "mlp_out" in block.norms:
         found["norm.outputs"] = 2 * norm
     tensors = _MLP_TENSORS[block.activation]
-    # Parallel branches have the same input, of which tensor-parallel ranks gather a copy for each branch.
+    # Parallel branches share one saved input, unless each branch saves a gathered copy.
     parallel = "attention" in block.norms and "mlp" not in block.norms and gathered == stretch
     if ("mlp.in" in rows or "mlp.shared.in" in rows) and not parallel:
         found["mlp.inputs"] = e * d / gathered
@@ -350,7 +349,7 @@ def block_kept(
         stays = everything
     elif recompute == "full":
         stays = block_input
-    elif code.selective == "core":  # 0 with a flash kernel, which saves no scores
+    elif code.selective == "core":  # a flash kernel saves no scores, so core is 0
         stays = everything - core
     else:
         # torchtitan saves the outputs of every second matrix product.

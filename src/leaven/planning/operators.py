@@ -1,8 +1,8 @@
 """Compute the time of the operators of one block on one accelerator.
 
 A matrix product is computed in tiles, at a fraction of the device's fastest matmul rate. Flash attention runs at a
-fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. Devices without
-measured fractions (``sustained``) get the same constants, with sources in docs/evidence/planner-accuracy.md.
+fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. All devices without
+measured fractions (``sustained``) share the constants below. Sources: docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,8 @@ from leaven.planning.training_codes import TrainingCode
 
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
-# Speed of a flash attention kernel as a share of the sustained matmul rate, counting the full matrix of scores: a
-# causal kernel skips half of it and is about half as efficient on the rest. It is assumed for accelerators without
-# measured rates (``sustained`` in accelerators.toml).
+# Speed of flash attention / sustained matmul rate for accelerators without measured rates (``sustained``). All scores
+# are counted: a causal kernel skips half of them, and is about half as efficient on the rest.
 FLASH = 0.85
 # Share of the rate if n or k is not a multiple of 64 elements (128 bytes). Source: bigscience,
 # train/tr11-176B-ml/chronicles-prequel.md, line 582 (h 14,400 at tp 8).
@@ -25,7 +24,6 @@ UNALIGNED = 0.75
 # Share of the rate if n or k is not a multiple of 8 elements (16 bytes). The value is from one pair of measurements
 # in the same file, batched products of scores on an A100: line 833 (heads of width 108) against line 831 (width 216).
 # For wide products (d_ff 14,337 instead of 14,336), the same value is assumed, because no measurement is published.
-# Since cuBLAS 11, such products use tensor cores, too, but less efficiently.
 MISALIGNED = 0.15
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
@@ -114,7 +112,9 @@ def block_operators(
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
     found += _sorting(block, work, accelerator, code)
-    if not block.dropout:  # rotary positions: fused, queries and keys are read and written once, otherwise four times
+    # Rotary positions; blocks with dropout are assumed to have none. Queries and keys are read and written once if
+    # fused, otherwise four times.
+    if not block.dropout:
         heads = (block.core.heads + block.core.kv_heads) / work.tp
         moved = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
         seconds = stream_seconds(moved, accelerator)

@@ -41,8 +41,10 @@ ACCURACY_OF_EXPERTS = (
 
 @cache
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
-    """Return how far the planner's times are from published runs on an accelerator such as H100-SXM-80GB. Boards of
-    one generation (H100-SXM, H100-PCIe) count as one kind."""
+    """Return rows of measured / planned times of published runs on an accelerator such as H100-SXM-80GB.
+
+    Boards of one generation (H100-SXM, H100-PCIe) count as one. ``experts``: whether the models have experts.
+    """
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
     return [row for row in found if (row.accelerator, row.experts) == (accelerator.partition("-")[0], experts)]
@@ -203,8 +205,7 @@ def plan_recipe(
         InputError: if the training code or the cluster is unknown, if the plan is not possible in the recipe's dtype,
             or if :func:`plan` raises it.
     """
-    job = _job(recipe, gpus, moments, code)
-    return plan(job, recipe.data.tokens, layout)
+    return plan(_job(recipe, gpus, moments, code), recipe.data.tokens, layout)
 
 
 def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str | None = None) -> Job:

@@ -61,8 +61,8 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    It is the cluster that ``leaven new --gpus`` was given, or the cluster of a published run with the same n_layers,
-    d_model, d_ff and tokens.
+    A hint is the cluster that ``leaven new --gpus`` was given, or a published run with the same n_layers, d_model,
+    d_ff and tokens.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
@@ -83,9 +83,9 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences in a batch, also if its published number of tokens is rounded.
+    """Return the number of sequences in a batch, whose published number of tokens may be rounded.
 
-    A fraction such as 1,953.1 becomes 2,048: of the numbers within 5%, one divisible by the largest power of two.
+    A fraction such as 1,953.1 sequences becomes the number within 5% divisible by the largest power of two: 2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -167,7 +167,6 @@ def _gains(arch: PublishedArchitecture) -> int:
 
 
 def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
-    """Return the block of a layer with these widths."""
     heads, kv_heads, d_ff = layer
     d, gain, gated, qk_norm = arch.d_model or 0, _gains(arch), _known(arch, "gated"), _known(arch, "qk_norm")
     bias = bool(arch.bias)

@@ -1,7 +1,6 @@
-"""Plan a batch ramp (a batch size that grows during the run), by its speed or by the measured gradient noise scale.
+"""Plan a batch ramp (a batch size that grows during the run), by throughput or by the measured gradient noise scale.
 
-:func:`plan_ramp` finds where a ramp should start, and the hours that it costs, because small batches are slow. The
-layout stays the same, but smaller micro-batches may keep a pipeline busier.
+:func:`plan_ramp` finds a batch to start from and the hours that the ramp adds, because small batches are slow.
 
 :func:`noise_ramp` proposes a ramp that stays below a multiple of the gradient noise scale. To reach a given loss, a
 batch of m times the noise scale needs 1 + m times the minimum number of tokens and 1 + 1/m times the minimum number
@@ -150,7 +149,7 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
     """Return the smallest increment, in sequences, of a ramp of at most 64 equal increments up to ``sequences``.
 
-    It is a multiple of dp, or of dp x ``micro_batch`` if the full batch is 8, 9, 10, ... times that number.
+    It is a multiple of dp x ``micro_batch`` if this divides the full batch into 8 or more parts, otherwise of dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -158,7 +157,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start`` and, for 1/1, 1/2, 1/4, ... of the full batch, the smallest of ``starts`` not below."""
+    """Return ``start`` and, for each of 1, 1/2, 1/4, ... full batches, the smallest of ``starts`` not below this."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -179,7 +178,7 @@ class NoiseFit(NoiseFitRow):
     """A power law fitted to measured noise scales, as a function of the tokens seen in training."""
 
     def at(self, tokens: float) -> float:
-        """Return the noise scale after ``tokens`` tokens. Before the first fitted measurement, it is constant."""
+        """Return the noise scale after ``tokens`` tokens: constant up to the first fitted measurement."""
         return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
 
     def reaches(self, noise: float) -> float:
@@ -218,9 +217,9 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    The first stage has the largest batch of at most ``multiple`` x the noise scale at the start of the run, or one
-    sequence if even this is too large. The next stages about double it, each as soon as the noise scale allows it, up
-    to the full batch.
+    The first stage has the largest batch that is at most ``multiple`` x the noise scale at the start of the run, but
+    at least one sequence. Each later stage about doubles the batch as soon as the noise scale allows this, up to the
+    full batch.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

@@ -113,7 +113,7 @@ def simulate(
     Args:
         forward, backward: time of one pass through each stage, in any unit.
         weight: part of ``backward`` that computes the gradients of weights; by default as long as ``forward``. In the
-            first stage it is all of ``backward``, as in torch, because nothing needs gradients of tokens.
+            first stage, all of ``backward`` counts, as in torch, because nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank

@@ -13,8 +13,8 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage (at least one), balanced by one of three rules.
 
-    - ``weight``: the largest stage is as small as possible. All blocks count as equal. The embedding and the
-      unembedding each count as (their parameters / those that a token uses in a mean block) blocks.
+    - ``weight``: the largest stage is as small as possible. Every block counts as 1. Embedding and unembedding count
+      as vocabulary x width / w each, where w is the number of matrix weights that a token uses in a mean block.
     - ``number``: the numbers of blocks differ by at most one, and the larger stages are in the middle, as in BLOOM.
     - ``work``: stages are filled in turn, each up to an equal share of the FLOPs of blocks and unembedding, as in
       nanotron.
@@ -30,7 +30,8 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
     weights = [sum(row.flops for row in block.matmuls) // 2 for block in table.blocks]
     if balance == "work":
         return _by_work(weights, table.embedding, stages)
-    end, middle = table.embedding / (sum(weights) / n_layers), stages - 2  # in blocks; stages without an end
+    end = table.embedding / (sum(weights) / n_layers)  # size of the embedding in blocks
+    middle = stages - 2  # number of stages without embedding and unembedding
 
     def load(layers: tuple[int, ...]) -> tuple[float, float]:
         loads = [layers[0] + end, *layers[1:-1], layers[-1] + end]
@@ -90,7 +91,7 @@ class RankParameters(NamedTuple):
 
 
 def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> RankParameters:
-    """Return the parameters of pipeline rank ``rank``, over all its stages."""
+    """Return the parameters of all stages of pipeline rank ``rank``."""
     table, t, first, last = blueprint(model), layout.tp, rank == 0, rank == layout.pp - 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance)
     ends = 0.0
@@ -109,7 +110,7 @@ def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
     With v stages per rank, interleaved 1F1B keeps the activations of at most 2 (p - r - 1) + (v - 1) p + 1 passes on
-    rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Each is a pass through one stage and counts as
+    rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A pass goes through one stage, so it counts as
     1/v micro-batch. Zero-bubble keeps up to p micro-batches, because it delays the gradients of weights.
     """
     p, v = layout.pp, layout.stages_per_rank

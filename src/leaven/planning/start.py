@@ -26,9 +26,9 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-_ROUNDING = 1.05  # up to this factor beyond the published range, a value is not called outside: values are rounded
-# A value is reported as outside the published range if it is above or below the range by more than this factor.
-# Smaller factors are not reported, because published values are rounded and chosen by hand.
+_ROUNDING = 1.05  # a text says "outside" if a value is beyond the published, rounded range by more than this factor
+# ``outside`` of a :class:`ComparedRow` is true if its value is beyond the published range by more than this factor.
+# Smaller factors are usual, because published values are chosen by hand.
 FAR = 1.25
 
 
@@ -161,7 +161,7 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
     """Compare hyperparameters of the target with their ranges in the published runs ``near``.
 
-    The target's value is the median over the hidden matrices (or the embeddings), as the scaling rule converts it.
+    A value of the target is the median over its hidden matrices or embeddings, after the scaling rule is applied.
     Betas are compared as 1 / (1 - beta), the number of steps over which Adam averages.
     """
     rows = parameter_table(target).rows

@@ -28,11 +28,11 @@ def processor() -> str:
 
 
 def this_machine() -> Accelerator:
-    """Return the processors of this machine as one accelerator. Its speeds are guesses per core (AVX2)."""
+    """Return the processors of this machine as one accelerator, with speeds guessed from the number of cores."""
     from psutil import virtual_memory  # slow to import
 
     cores = os.cpu_count() or 1
-    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 FLOPs x 3 GHz for two logical cores; bf16 is as fast as fp32
+    rate = 0.05 * cores  # TFLOP/s: 8 lanes (AVX2) x 2 FLOPs x 3 GHz for each logical core
     guess = tuple(
         NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
         for group in ("peak", "memory", "board")
@@ -54,7 +54,7 @@ def this_machine() -> Accelerator:
 def devices_here() -> tuple[str, ...]:
     """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``: ``0``, ``1``, ...
 
-    As in CUDA, a negative name such as -1 ends the list. Without the variable, these are all GPUs of the machine.
+    As in CUDA, a negative name such as -1 ends the list. If the variable is not set, all GPUs are returned.
     """
     if (visible := os.environ.get(VISIBLE)) is not None:
         names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
@@ -63,9 +63,9 @@ def devices_here() -> tuple[str, ...]:
 
 
 def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
-    """Return the value of ``CUDA_VISIBLE_DEVICES`` for each worker, such as ``0,1``: ``each`` GPUs of its own.
+    """Return a value of ``CUDA_VISIBLE_DEVICES`` for each worker: the names of ``each`` GPUs, such as ``0,1``.
 
-    By default, there are as many workers as the GPUs allow.
+    No two workers share a GPU. By default, there are as many workers as the GPUs allow.
 
     Raises:
         InputError: if this process has too few GPUs.

@@ -35,7 +35,7 @@ class StepTime:
     compute: float  # forward and backward passes of all micro-batches
     tensor_parallel: float  # communication of tensor-, context- and expert-parallel ranks
     pipeline: float  # transfers between stages
-    bubble: float  # idle time at both ends of the pipeline
+    bubble: float  # idle time while the pipeline fills and drains
     data_parallel: float  # exchange of gradients and weights that does not overlap with compute
     optimizer: float
 
@@ -73,7 +73,7 @@ def block_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingC
         ep=layout.ep,
         fused=layout.compile or code.fused,
     )
-    # Of m micro-batches, m - 1 are sent while another is computed.
+    # The tokens of m - 1 of m micro-batches are sent while another micro-batch is computed.
     hidden = 1 - 1 / how.grad_accumulation if code.hidden_sends else 0.0
     return _block_time(table, work, layout.recompute, cluster.accelerator, code, hidden)
 
@@ -106,7 +106,7 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
     core = sum(operator.forward for operator in operators if operator.name == "attention")
     if recompute == "selective" and code.selective == "core":
         return core
-    # Selective recomputation of other training codes keeps attention and every second matrix product.
+    # With ``selective = "products"``, attention and every second matrix product are kept.
     kept = core + sum(operator.forward for operator in operators if operator.weight) / 2
     return once - (kept if recompute == "selective" else 0.0)
 
@@ -167,7 +167,7 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to add the gradients of one micro-batch to the sum of gradients of a rank's parameters."""
+    """Return the seconds to add the gradients of one micro-batch to the sum of the gradients of all micro-batches."""
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 
@@ -282,14 +282,14 @@ def _data_parallel(
     sharers = ranks // layout.dp_replicate
     expert_sharers = max(1, sharers // ep)
     each, units = code.accumulation or code.grads, code.units * most
-    # With FSDP, which exchanges unit by unit, parameters outside the blocks are the root unit. Without, they are in
-    # the same messages as the blocks.
+    # With FSDP, parameters outside the blocks are a unit of their own. Without FSDP, they are in the same messages as
+    # the blocks.
     ends, blocks = (held.ends, held.blocks) if units else (0.0, held.blocks + held.ends)
     messages = units or (most if often else ceil(each * (blocks + held.experts) / code.message))
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of a collective over the parameters of all blocks, with ``of_each`` bytes for each."""
+        """Return the seconds of a collective over all blocks, with ``of_each`` bytes for each parameter."""
         of_blocks = collective(of_each * blocks, sharers, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)

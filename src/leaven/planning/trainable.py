@@ -104,7 +104,7 @@ def _zero_bubble_refusal(recipe: Recipe) -> str | None:
     if recipe.layout.schedule != "zero-bubble":
         return None
     torch = version("torch")
-    if tuple(map(int, torch.split(".")[:2])) < (2, 13):  # silently, for operations with several outputs
+    if tuple(map(int, torch.split(".")[:2])) < (2, 13):  # wrong for operations with several outputs, without an error
         return (
             f'schedule = "zero-bubble" computes wrong gradients in torch {torch}; install torch 2.13, or use "1f1b"'
         )

@@ -1,7 +1,7 @@
 """Describe training codes: programs that train models, such as Megatron-LM or leaven.
 
 A training code decides how tensors are stored, copied and exchanged, and so the memory and the step time. The values
-of each are in training_codes.toml.
+of all training codes are in training_codes.toml.
 """
 
 import math
@@ -40,10 +40,10 @@ class TrainingCode:
     # States, which exist from step to step.
     weights: int = 4
     grads: int = 4  # gradients of one micro-batch, or their sum over micro-batches if ``accumulation`` is 0
-    accumulation: int = 0  # sum of gradients over micro-batches, if it is stored separately
+    accumulation: int = 0  # sum of gradients over micro-batches, if stored separately
     optimizer: int = 8  # moments, and the master copy if any
     master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
-    optimizer_of_matrices: int | None = None  # as ``optimizer``, for matrices of blocks, if it differs (Muon)
+    optimizer_of_matrices: int | None = None  # ``optimizer`` for matrices of blocks, if different (Muon)
     ns_steps: int = 0  # Newton-Schulz iterations on each matrix of a block in a step (Muon)
     average: int = 0  # average of the weights, sharded like ``optimizer``
     # Copies.
@@ -89,7 +89,8 @@ class TrainingCode:
     slower: float = 1.0  # factor on the time of a block, fitted to measurements
     # Experts.
     whole_experts: bool = False  # ep x tp ranks have whole experts; otherwise each expert is split over tp ranks
-    sends: Sends = "expert"  # a token is sent to each of its experts, or once to each node and each rank with any
+    # A token is sent to each of its experts (expert), or once to each node and each rank with any of them (node).
+    sends: Sends = "expert"
     network_share: float = LINK_SHARE  # share of the network's bandwidth that sending tokens reaches
     hidden_sends: bool = False  # tokens are sent while another micro-batch is computed
 
@@ -146,7 +147,7 @@ OFFERED = ("megatron-flash", "megatron-2026", "megatron-moe", "megatron-deepep",
 
 
 def training_code(name: str) -> TrainingCode:
-    """Return another program's training code by its name in `OFFERED`.
+    """Return the training code with a name in `OFFERED`.
 
     Raises:
         InputError: if there is no such name.
@@ -176,10 +177,9 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return a row for each kind of state (weights, gradients, moments, ...) with its bytes, before sharding.
+    """Return a row for each kind of state (weights, gradients, moments, ...) that has bytes, before sharding.
 
-    ``params`` is the number of all parameters, and ``matrices`` of those in matrices of blocks: Muon stores less for
-    them. Kinds without bytes are left out.
+    Of ``params`` parameters, ``matrices`` are in matrices of blocks, for which Muon stores less.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

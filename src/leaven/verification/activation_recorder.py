@@ -49,15 +49,15 @@ class ActivationRecorder(TorchFunctionMode):
 
     Two kinds of outputs are left out:
 
-    - In a parametrized model, outputs inside a block that already include the branch multiplier, such as that of
-      ``layers.3.mlp``, which contains ``out``.
+    - In a parametrized model, outputs of modules around the last matrix of a branch, such as ``layers.3.mlp``,
+      because they already include the branch multiplier.
     - Outputs inside ``experts``. Their rows are the tokens that a router sends there, which change in training.
 
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: labels of modules that computed a new output from the outputs of their children
     - ``matrices``: labels of attention logits, of modules with a matrix of their own, and of modules whose first
-      argument is the output of such a module, such as a norm on queries; an embedding does not count here
+      argument is the output of such a module other than an embedding, for example a norm on queries
     - ``trained``: labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """
@@ -83,9 +83,8 @@ class ActivationRecorder(TorchFunctionMode):
 
     def __enter__(self) -> "ActivationRecorder":
         for module in self._labels:
-            # The hook `_end` runs before all others, to see the output without a branch multiplier. `_passed_on` runs
-            # after them, and marks the multiplied output as seen, so that a container that returns it is not
-            # recorded.
+            # `_end` runs before other hooks, to see the output without a branch multiplier. `_passed_on` runs last
+            # and marks the multiplied output as seen, so that a container that returns it is not recorded.
             end = module.register_forward_hook(self._end, prepend=True)
             passed_on = module.register_forward_hook(self._passed_on)
             for handle in (module.register_forward_pre_hook(self._begin), end, passed_on):
@@ -133,7 +132,7 @@ class ActivationRecorder(TorchFunctionMode):
         if tensor.requires_grad:
             self.trained.add(name)
         matrix = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        if matrix and not isinstance(module, nn.Embedding):  # the first block reads the stream, as all others do
+        if matrix and not isinstance(module, nn.Embedding):  # what reads the embedding reads the residual stream
             self._of_matrices.append(tensor)
         self._seen.append(tensor)
         # Attention probabilities depend on the position. With another number of heads, a sample of their rows would

@@ -47,10 +47,10 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
         self._allocations: dict[int, Allocation] = {}
-        self._part = "activations"  # of new tensors
+        self._part = "activations"  # the part of new tensors
         self._paused = 0  # number of open contexts in which nothing is recorded
-        self._start: list[tuple[Allocation, int]] = []
-        self._moves: list[tuple[Allocation, int]] = []
+        self._start: list[tuple[Allocation, int]] = []  # allocations and their bytes at :meth:`begin`
+        self._moves: list[tuple[Allocation, int]] = []  # changes of bytes since then, in order
 
     def __enter__(self) -> "AllocationTracker":
         self._patches = ExitStack()
@@ -73,7 +73,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count the memory of these tensors as ``part``; in :meth:`peak`, also at moments before this call."""
+        """Count the memory of these tensors as ``part``, in :meth:`peak` also for the time before this call."""
         for tensor in tensors:
             self._allocation(tensor).part = part
 

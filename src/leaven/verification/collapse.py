@@ -5,20 +5,20 @@ scaled hyperparameters. Their loss curves become one curve if they are normalise
 
     l(x) = (L(x T) - L0) / (L(T) - L0)
 
-T is the length of a run, x the share of it that is done, and L0 the irreducible loss, which is the same for all
-sizes. Bergsma et al. 2025 (arXiv 2509.25087) found the same for families of language models with equal numbers of
-tokens per parameter. Curves do not collapse if hyperparameters are scaled wrongly.
+T is the length of a run, x the share of the run that is done, and L0 the irreducible loss, the same for all sizes.
+Bergsma et al. 2025 (arXiv 2509.25087) found the same for families of language models with equal numbers of tokens per
+parameter. Curves do not collapse if hyperparameters are scaled wrongly.
 
 The first size is the base. If the normalised curve of another size is equal to that of the base, then
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), by which the loss falls
+The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), the fall of the loss
 after the first quarter of the run. The check judges the largest deviation after this quarter. Unless the user gives
-L0, it is the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al. fit L0 to
-the final losses of many sizes; two or three do not determine it.) On three of four families of their curves, this L0
-is within 2% of theirs (docs/log.md). If the lengths of the runs are not compute-optimal, curves may be equal with
-a fitted L0 that is not the irreducible loss.
+L0, the check takes the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al.
+fit L0 to the final losses of many sizes; two or three do not determine it.) On three of four families of their
+curves, this L0 is within 2% of theirs (docs/log.md). If runs are not compute-optimal in length, curves may be equal
+although the fitted L0 is not the irreducible loss.
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
 band that contains the true deviations at all x with 95% probability. If a size has only one run, the bootstrap draws
@@ -48,13 +48,13 @@ from leaven.verification.sweep import labels
 from leaven.verification.verdict import difference, verdict
 
 FROM = 0.25
-"""Curves are compared after this share of a run. Before it, they depend on the warm-up and the initial values."""
+"""Curves are compared after this share of a run. Earlier parts depend on the warm-up and the initial values."""
 
 LIMIT = 0.05
 """The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate
 by 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md)."""
 
-# Number of intervals into which every curve is divided. If a curve has fewer points, it is this number of points.
+# Number of intervals into which every curve is divided, or the number of points of the shortest curve if smaller.
 INTERVALS = 16
 LEAST_POINTS = 8  # a curve with fewer points is refused
 AXIS = "share of the run"
@@ -251,8 +251,8 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
     Seeds are drawn with replacement. For a single run, the noise within intervals is drawn (:func:`_blocks`). The
     result is None if a single run has too few points for this.
 
-    Deviations of n seeds from their mean are too small by the factor sqrt((n - 1) / n). Deviations of n blocks from a
-    fitted line are too small by sqrt((n - 2) / n). So both are scaled up.
+    Deviations are scaled up. Those of n seeds from their mean are too small by the factor sqrt((n - 1) / n), those of
+    n blocks from a fitted line by sqrt((n - 2) / n).
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -271,9 +271,9 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean difference of each block's losses from a line that is fitted to its interval of the run.
+    """Return the mean distance of each block's losses from a line fitted to the interval: (intervals, BLOCKS).
 
-    The result has the shape (intervals, BLOCKS). It is None if an interval has fewer than 2 x BLOCKS points.
+    The result is None if an interval has fewer than 2 x BLOCKS points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)

@@ -3,8 +3,8 @@
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
 widths for a few steps on one batch. They record the RMS, or a similar mean, of every module's output, which should
 not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges
-the *change* of the output since the first step. A wrong lr shows in the change at once. It shows later in the output,
-which at first is mostly its initial value.
+the *change* of the output since the first step. A wrong lr shows in the change at once, but only later in the output,
+because at first most of the output does not come from training.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
 each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
@@ -25,8 +25,8 @@ training, and grow as sqrt(d) only after training has aligned queries and keys. 
 check has (the slope was +0.1 after 40 steps), so the start is judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
-over all blocks would be biased by the first block, whose input is still the embedding: this block is one half of the
-mean at depth 2, but one sixteenth at depth 16. Every slope would be too high by 0.15.
+over all blocks would raise every slope by 0.15: the first block, whose input is still the embedding, is one half of
+the mean at depth 2, but one sixteenth at depth 16.
 
 The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
 detect an unembedding that learns too slowly, or any error that shows only after many steps.
@@ -61,20 +61,18 @@ initial output. For the later output and its change, the limit is ``early`` up t
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
 Under correct rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
 depth they were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these
-slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. After more
-steps, shallow models fit the batch through their attention. In some of these steps, the slope of the attention's
-output over depth is as low as -0.46.
+slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. Later,
+shallow models fit the batch through their attention: its output had slopes over depth down to -0.46 in some steps.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
 """By how much the limits are wider after training steps with Muon, by axis: (for a slope below 0, for one above 0).
 
-A step of Muon on a matrix with more inputs than outputs moves only as many directions as it has outputs. The share of
-the inputs in these directions depends on the ratio of the width to the number of tokens in the batch. Under a correct
-rule (docs/log.md), slopes over width were from -0.13 to 0.21, the largest at the outputs of such matrices, and slopes
-over depth from -0.24 to 0.07. They were similar after one step, with a smaller lr, and with more Newton-Schulz
-iterations. Limits on falling slopes over width stay, because an error of -1/2 in an exponent gives slopes of only
--0.17 to -0.24.
+In a matrix with more inputs than outputs, a step of Muon changes only as many input directions as there are outputs.
+The share of the inputs in these directions depends on the ratio of the width to the number of tokens in the batch.
+Under a correct rule (docs/log.md), slopes over width were from -0.13 to 0.21, the largest at the outputs of such
+matrices, and slopes over depth from -0.24 to 0.07. The limit on falling slopes over width stays the same, because an
+error of -1/2 in an exponent gives slopes of only -0.17 to -0.24.
 """
 
 INDEPENDENT = -0.5
@@ -114,9 +112,9 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of every size check and, if there are two, a third: two widths at the largest depth.
+        """Return the axes of every size check and, if there are two, a third: extreme widths at the largest depth.
 
-        Some errors of a rule show only if width and depth both grow. The two are the smallest and the largest width.
+        Some errors of a rule show only if width and depth both grow.
         """
         axes = super().axes()
         if len(axes) < 2:
@@ -217,7 +215,7 @@ def _allowed(
 ) -> tuple[float, float]:
     """Return the lowest and the highest slope under a correct rule (top of this file)."""
     if axis.name == "width":
-        # Attention logits are sums over the head dimension, so they only fall if it grows.
+        # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)
         sums = (len({line.features for line in lines}) == 1) != logits
         return INDEPENDENT * sums, INDEPENDENT * (sums and logits and quantity == "start")

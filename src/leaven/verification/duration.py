@@ -1,16 +1,15 @@
 """The duration check: does the best lr change with the tokens of a run as the scaling rule says?
 
 The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
-tokens. Control runs show what the rule gains. In one group of them, only the lr keeps its value; in the other, all
-hyperparameters do.
+tokens. Control runs show what the rule gains: one group keeps the lr, the other keeps all hyperparameters.
 
 The rule is derived for gradients that are mostly noise. To test this, the check also trains with twice the batch on
 the same tokens, under the batch rule. According to McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11), the
 tokens needed to reach a given loss are proportional to 1 + x, where x is the batch divided by the critical batch. So
 a doubled batch needs (1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch,
-in octaves (doublings) of tokens. It is 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585
-at the critical batch. It is measured as the rise of the loss from doubling the batch, divided by the drop of the loss
-per doubling of the tokens, from the shortest to the longest run.
+in octaves (doublings) of tokens: 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585 at
+the critical batch. The cost is measured as the rise of the loss from doubling the batch, divided by the drop of the
+loss per doubling of the tokens, from the shortest to the longest run.
 """
 
 import math
@@ -114,10 +113,10 @@ def _regime(
     if found.low is None or found.high is None:
         note = "one seed has no interval; give --seeds 3"
     elif found.high < CRITICAL:
-        note = f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical batch, as the rule assumes"
+        note = f"limited by noise: below {CRITICAL:.2f} means below the critical batch, as the rule assumes"
     elif found.low > CRITICAL:
         note = (
-            f"limited by optimisation: above {CRITICAL:.2f}, the batch is above the critical batch, and the rule's "
+            f"limited by optimisation: above {CRITICAL:.2f} means above the critical batch, where the rule's "
             "exponent of tokens is too large; choose a smaller batch, or use the fitted exponent"
         )
     else:

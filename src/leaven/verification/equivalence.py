@@ -24,7 +24,7 @@ from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
 """The least number of steps of the run with the largest batch. With fewer steps, the loss depends mainly on the
-number of steps: with 64, the loss under the correct rule changed by 1.8 nats at 1/4 of the batch."""
+number of steps: with 64, runs at 1/4 of the batch differed by 1.8 nats although the rule was correct."""
 
 TOLERANCE = 0.02
 """The difference of the loss that is always allowed, as a share of log(vocabulary) - loss.

@@ -96,7 +96,6 @@ class ForeignFamily:
         return 0.0
 
     def params(self, scale: RunScale) -> int:
-        """Return the number of parameters of the model at a scale."""
         return sum(parameter.numel() for parameter in self.build(scale, 0).model.parameters())
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
@@ -107,7 +106,7 @@ class ForeignFamily:
     def trial(self, setting: RunSetting) -> "ForeignTrial":
         """Return the training run of a setting.
 
-        Its key contains a hash of the initial model, so the key is another one after a change of the factory.
+        The key of the run depends on the initial model, so a changed factory gives another key.
 
         Raises:
             InputError: if the batch is not a whole number of sequences, or the factory cannot make the model.
@@ -128,7 +127,7 @@ class ForeignFamily:
             f"value={setting.value!r}, seed={setting.seed}, batch={scale.batch!r}, tokens={scale.tokens!r}, "
             f"ruled={setting.ruled}, quantity={setting.quantity!r}))"
         )
-        # Another process gets a copy of this family without the cached text.
+        # The trial is sent to another process, so its family is a copy without the cached text.
         return ForeignTrial(replace(self), setting, blake2b(text.encode(), digest_size=12).hexdigest())
 
     @cached_property
@@ -233,8 +232,8 @@ def foreign(
         entry: ``module:factory``; the module is imported from the working directory, as with ``python -m``.
         scale: the scale at which one model is built, to read the size of the vocabulary from it.
         prepare: tokenises the text of ``source``.
-        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`; None for :data:`SOURCE`. Leave it and
-            ``batch_tokens`` out if the factory returns batches.
+        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`; None for :data:`SOURCE`.
+            Must be None, like ``batch_tokens``, if the factory returns batches.
 
     Raises:
         InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.

@@ -18,13 +18,12 @@ updates, the first property is not judged, because Muon has no eps.
 Two kinds of parameters are exceptions over width:
 
 - Gains of query and key norms, which all heads share. The gradient is a sum over heads, whose terms have independent
-  signs at the start. After about 150 steps the signs agree, and the exponent of the gradient is 0, as that of eps. So
-  only the gradient at the end is judged, and only after 150 steps or more.
+  signs at the start. After about 150 steps the signs agree, and the exponent of the gradient is 0, like that of eps.
+  So only the gradient at the end is judged, and only after 150 steps or more.
 - Routers: matrices inside blocks whose number of outputs does not grow with the width. The gradient of an output is a
-  sum over the width. The exponent is -1/2 while the terms of the sum have independent signs. It rises to 0, the
-  exponent of eps, if the outputs of the experts align with the gradient. In a Mixtral of widths 64 to 256 it was
-  -0.48 at the start, -0.07 after 10 steps, and -0.41 after 160 steps. So it may be lower than that of eps by up to
-  1/2.
+  sum over the width. The exponent is -1/2 while the terms of the sum have independent signs. The exponent rises to 0,
+  that of eps, if the outputs of the experts align with the gradient. So it may be up to 1/2 lower than that of
+  eps. (In a Mixtral of widths 64 to 256: -0.48 at the start, -0.07 after 10 steps, -0.41 after 160 steps.)
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
 fall with the depth by up to L^(alpha-1):
@@ -33,8 +32,8 @@ fall with the depth by up to L^(alpha-1):
   ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
 - Changes of gains and biases inside blocks, because the rule lowers the lr there.
 - Gradients inside blocks at the end of the training, relative to eps, because the gradient of a gain is in part
-  proportional to what the block has learnt. For example, at alpha = 1/2 the exponent of eps is -0.50. The exponent of
-  the gradient of the gain before the MLP was -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
+  proportional to what the block has learnt. At alpha = 1/2, the exponent of eps is -0.50; that of the gradient of the
+  gain before the MLP was -0.59 on text, and -0.90 on a Markov chain, which is learnt quickly.
 """
 
 import math
@@ -57,15 +56,15 @@ from leaven.verification.verdict import Exponent
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
 
-``START_LIMIT`` is also the limit on the exponent of lr x weight_decay, and on the difference at the end for gains
-that all heads share. ``END_LIMIT`` is also the limit on the exponent of the changes of gains and biases.
+``START_LIMIT`` also applies to the exponent of lr x weight_decay, and at the end to gains that all heads share.
+``END_LIMIT`` also applies to the exponent of the changes of gains and biases.
 
 Under correct rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit
 at the end is larger, because models of different width have learnt different amounts by then: after 20 steps, the
 exponent of a gradient was -0.77, and that of eps -1.
 """
 
-COHERENT_STEPS = 150  # with at least so many steps, gains that all heads share are judged over width
+COHERENT_STEPS = 150  # with this many steps or more, gains that all heads share are judged over width
 WARMUP_STEPS = 20
 
 
@@ -79,7 +78,7 @@ class GradientRecord:
     eps: float
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
     shape: tuple[int, ...]  # shape of the parameter in one layer
-    inside: bool  # whether it is inside a block
+    inside: bool  # whether the parameter is inside a block
     muon: bool  # whether Muon updates the parameter, which has no eps
 
 
@@ -100,8 +99,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
     """With these hidden weights, the outputs of branches are small compared with the embedding even at depth 2, as in
     deep models. So gradients inside blocks have the right exponent from depth 2 on."""
     start_normed = CheckStart(hidden=0.5, residual=0.125)
-    """The output of a branch that ends in a norm has RMS 1. A smaller multiplier makes it as small as in other
-    models."""
+    """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here."""
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)
@@ -166,7 +164,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         shared = axis.name == "width" and inside and len(shapes) == 1
         fixed_outputs = all(len(shape) == 2 for shape in shapes) and len({shape[0] for shape in shapes}) == 1
         router = axis.name == "width" and inside and fixed_outputs and not shared
-        # How low an exponent may be, over depth and for a router: the top of this file explains why.
+        # How low an exponent may be, over depth and for a router (top of this file).
         over_depth = self.family.alpha - 1 if axis.name == "depth" else 0.0
         of_router = INDEPENDENT * router
         judged = []
@@ -178,7 +176,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         if decay is not None:
             judged.append(Exponent("decay", decay, over_depth, 0.0, START_LIMIT))
         if moved is not None and all(len(seeds[0].shape) < 2 for seeds in lines):
-            # A gain or bias changes by its lr in a step, whatever its gradient is: the same at every scale.
+            # A gain or bias changes by its lr in a step, whatever its gradient is, so the same at every scale.
             judged.append(Exponent("gain", moved, over_depth * inside, 0.0, END_LIMIT))
         if not judged:
             note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
@@ -186,7 +184,6 @@ class GradientCheck(SizeCheck[GradientRecord]):
         worst = max(judged, key=lambda each: each.beyond)
         if worst.beyond <= 0:
             note = ""
-            # The top of this file explains why a router passes below the limits of other matrices.
             if router and any(each.what == "eps" and each.value < -each.limit for each in judged):
                 note = f"passed, because the exponent of a router's gradient may be {-of_router:g} below that of eps"
             return row(slope=worst.value, limit=worst.limit, passed=True, note=note)

@@ -2,25 +2,24 @@
 
 The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the settings
 of each module at two scales, and combines them as listed below. A combination changes from scale to scale with an
-exponent: if lr x eps falls to a quarter at twice the width, its exponent is -2. It must be that of a correct rule.
-Nothing is trained, so the result is exact.
+exponent: if lr x eps falls to a quarter at twice the width, the exponent is -2. The check compares the exponent with
+that of a correct rule. Nothing is trained, so the result is exact.
 
-- ``lr x eps x entries`` is constant, where entries is the number of weights; inside blocks, that of one layer times
-  the number of layers. This follows from two facts. First, a step of Adam changes the loss by lr x the sum of
-  absolute gradients, and a correct rule keeps this change constant. Second, a correct rule makes eps proportional to
-  the gradients, which the gradient check tests.
+- ``lr x eps x entries`` is constant, where entries is the number of weights (inside blocks, of all layers together).
+  A step of Adam changes the loss by lr x the sum of absolute gradients, which a correct rule keeps constant. And a
+  correct rule makes eps proportional to the gradients, which the gradient check tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
-  multiplies residual branches by L^-alpha, where L is the depth), it may fall with L, at most as L^(alpha - 1).
+  multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1) or slower.
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
-- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens
-  of the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the exponent
-  of the lr depends on the parametrization and is not judged.
+- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287), and falls with the
+  tokens of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the
+  exponent of the lr depends on the parametrization and is not judged.
 
 The products of lr with eps and with decay do not depend on how a parametrization is written: multiplier x c, init /
 c, lr / c, eps x c and decay x c together train in the same way, and leave the products as they are.
 
-Two scales that differ in both width and depth (the axis ``both``) are compared, too, because a rule can be right for
-each of them alone, and wrong for both.
+Two scales that differ in both width and depth (the axis ``both``) are compared, too, because a rule can be right over
+width and over depth, but wrong if both grow.
 """
 
 import math
@@ -105,8 +104,7 @@ class ScaleChange:
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
     """Return one row for each module label, which judges how its settings change with scale.
 
-    If the family can change with batch and tokens, there is one more row for each of the two with which the rule
-    changes nothing.
+    If the family can adapt to batch and tokens, there is one more row for each of the two that the rule ignores.
     """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
@@ -139,7 +137,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
         if name != "lr" or change.axis in {"batch", "tokens"}
         for value in _exponents(name, base, change.at[label], change.ratio)
     ]
-    # Of each combination, the exponent farthest outside its range; of equal ones the first.
+    # For each combination, the exponent that is farthest outside its range; the first of several.
     largest = {each.what: each.value for each, _ in sorted(reversed(judged), key=lambda pair: pair[0].outside)}
     row = partial(VerdictRow, module=label, axis=AXIS, parts={name: largest.get(name) for name in _REASONS})
     if not judged:
@@ -157,7 +155,7 @@ def _exponents(
 ) -> list[float]:
     """Return the exponent of a combination in each layer, or in the first and the last layer if the depths differ.
 
-    Layers where it is 0 at both scales are left out. If it is 0 at one scale only, the exponent is infinite.
+    Layers where the combination is 0 at both scales are left out. If it is 0 at one scale, the exponent is infinite.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]

@@ -30,10 +30,10 @@ SUFFIXES = (".csv", ".jsonl", ".wandb")
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# A name and a number with an optional unit, as part of a folder's name.
+# A name and a number with an optional unit, as part of a path.
 NAMED = r"([a-z]+(?:_[a-z]+)*)[=_-]?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:([kmbt])(?![a-z]))?"
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
-LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest value is its inverse
+LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
 LARGEST_WIDTH = 10**15
 
 
@@ -90,7 +90,7 @@ def data_files(path: Path) -> list[Path]:
     """Return ``path`` if it is a file, or else the files and TensorBoard folders in it, at any depth.
 
     Raises:
-        InputError: if there are none.
+        InputError: if the path does not exist, or a folder has no such files.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
@@ -140,7 +140,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. The column whose name is the value of ``loss`` becomes "loss"."""
+    """Return the rows of a file or logged run. The column that ``loss`` names is renamed to "loss"."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -193,7 +193,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size in a row. Batch and tokens are the row's numbers, not ratios. What is not in ``axes`` is 1."""
+    """Return the size in a row. Batch and tokens are the row's numbers, not ratios. Sizes not in ``axes`` are 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1:
@@ -354,7 +354,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
     """Return the points of a run. Raise InputError if its rows seem to be those of two runs.
 
-    A resumed run may repeat steps. Its rows replace the earlier rows from there on.
+    If a resumed run repeats steps, its rows replace the earlier rows of these and later steps.
     """
     run: dict[float, float] = {}
     furthest = -1.0

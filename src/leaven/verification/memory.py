@@ -30,7 +30,7 @@ PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """Return the recipe with the layout of a text such as ``tp=8,dp=4``. Layout keys that it lacks get defaults."""
+    """Return the recipe with the layout of a text such as ``tp=8,dp=4``. Keys that the text lacks get defaults."""
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
@@ -58,7 +58,7 @@ def rehearsal(recipe: Recipe) -> Recipe:
             "layout.compile": False,
             "start": {},
             "stability.noise_scale_every_tokens": None,
-            "average": {"half_life_tokens": 1} if recipe.average else None,  # it begins with the first step
+            "average": {"half_life_tokens": 1} if recipe.average else None,  # averaging from the first step on
         }
     )
 
@@ -72,7 +72,9 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return ``ranks``, or by default the first rank of the first, the second and the last (or every) pipeline stage.
+    """Return ``ranks``, or by default the first rank of several pipeline stages.
+
+    These stages are the first, the second and the last, or with ``all_stages`` all of them.
 
     Raises:
         InputError: if one of the ``ranks`` is not in the layout.
@@ -126,8 +128,8 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    The parts of the peak are not judged. The planner gives the largest size of a part in the step, and the dry run
-    gives its size at the peak.
+    The parts of the peak are not judged: the planner gives the largest size of a part in the step, and the dry run
+    the size of the part at the peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

@@ -57,7 +57,7 @@ class ModelInstance:
     optimizer: torch.optim.Optimizer
     batches: Batches
     seed: int  # seed of the batches
-    label: Callable[[str], str | None]  # takes the name of a module or parameter, returns its label; None: left out
+    label: Callable[[str], str | None]  # from the name of a module or parameter to its label; None: left out
 
     def loss(self, step: int) -> Tensor:
         """Return the mean cross-entropy on the batch of a step, in nats per token."""

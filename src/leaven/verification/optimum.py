@@ -18,8 +18,8 @@ Array = NDArray[np.float64]
 
 POINTS = 3
 """A parabola is fitted to this number of points around the lowest loss. More points are worse, because loss curves
-are steeper on one side than on the other. With five points an octave apart, the vertex moved by half an octave
-although the lowest point stayed the same (docs/log.md)."""
+are steeper on one side than on the other. With five points an octave apart, the vertex moved by half an octave, but
+the lowest point did not (docs/log.md)."""
 
 DRAWS = 1000  # bootstrap samples
 
@@ -55,7 +55,7 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds near the best value, or None if all have one run."""
+        """The standard deviation of the loss between seeds near the best value, or None with one run per value."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
@@ -71,9 +71,9 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value to try beyond the `edge` of the grid: one grid step beyond it.
+        """The value to try one grid step beyond the `edge` of the grid.
 
-        If values beyond the edge have diverged, it is halfway, in octaves, between the edge and the nearest of them.
+        If values beyond the edge have diverged, the result is halfway, in octaves, to the nearest of them.
         """
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
@@ -166,7 +166,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return the residuals to draw from, by value: its own if there are two or more, else those of all values."""
+        """Return the residuals to draw from for each value: those of the value if two or more, else of all values."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -183,8 +183,8 @@ def estimate(
     - A few runs show the noise only roughly. So the deviations are multiplied by the 97.5% quantile of Student's t,
       divided by that of the normal distribution.
 
-    Set ``paired`` if ``of`` depends only on differences of losses within each grid. The effect of a seed is the same
-    at all values, so it is then not noise.
+    Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of a
+    seed, which is the same at all values, is not noise.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -23,7 +23,7 @@ from leaven.verification.model_instance import Quantity, RunScale, RunSetting, S
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """The training runs of a recipe at any scale. ``text`` is the fingerprint of its tokens, if it is known."""
+    """The training runs of a recipe at any scale. ``text`` is the fingerprint of its tokens, if known."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)
@@ -54,11 +54,10 @@ class RecipeFamily:
         return self.recipe.model.vocab_size
 
     def params(self, scale: RunScale) -> int:
-        """Return the number of parameters of the model at a scale."""
         return transfer(self.recipe, width=scale.width, depth=scale.depth).model.params
 
     def value(self, quantity: Quantity) -> float:
-        """Return the recipe's value of a hyperparameter. Raise InputError if it is 0, or if there is none."""
+        """Return the recipe's value of a hyperparameter. Raise InputError if the value is 0 or has no effect."""
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
             raise InputError(
@@ -75,7 +74,7 @@ class RecipeFamily:
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         """Return the exponent with which the rule scales a hyperparameter over the batch or the tokens.
 
-        It is 0 over width and depth, where the rule scales each tensor differently.
+        Over width and depth, where the rule scales each tensor differently, the result is 0.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -114,7 +113,7 @@ class RecipeFamily:
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A training run of a recipe. ``text`` is the fingerprint that the tokens must have, if it is known."""
+    """A training run of a recipe. ``text`` is the fingerprint that the tokens must have, if known."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)

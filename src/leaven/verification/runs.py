@@ -1,7 +1,7 @@
 """Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
-A result is saved under the ``key`` of its trial: a hash of what determines the loss (of a recipe, without its text).
-So several checks can share a folder, and a check that was stopped or killed resumes with the missing runs.
+A result is saved under the ``key`` of its trial: a hash of what determines the loss. (The hash of a recipe does not
+cover the text.) So checks can share a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
 import json
@@ -29,9 +29,9 @@ from leaven.verification.foreign import CheckTrial, ModelFamily
 from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
-DIGEST = "blake2b"  # key of the digest of a line; lines of benchmarks/lr_transfer.py have none
+DIGEST = "blake2b"  # key of the digest of a line; lines of benchmarks/lr_transfer.py have no digest
 TEXT = "text"  # key of the fingerprint of the text, which lines of foreign models do not have
-COUNT = "earlier_runs"  # key of the number of finished runs before a line; those lines have none, too
+COUNT = "earlier_runs"  # key of the number of runs before a line; lines of benchmarks/lr_transfer.py have no number
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
 Key = TypeVar("Key")
@@ -70,7 +70,7 @@ class RunStore:
         self._texts: dict[str, str] = {}  # fingerprints of the texts of finished runs, by key
         self._unsaved: deque[dict[str, Any]] = deque()  # lines of finished runs that could not be written yet
         self._lost = 0  # number of results that the folder has lost
-        self._waits = False  # whether the user was told that lines wait
+        self._waits = False  # whether the last write failed, of which the user was told
 
     def __enter__(self) -> "RunStore":
         return self
@@ -96,7 +96,7 @@ class RunStore:
         queue = sorted(wanted.keys() - self._ended.keys(), key=lambda key: (wanted[key].cost, key))
         if queue and self._lost:
             lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"
-            self._note(f"caution: {lost} missing in {self.folder / LINES}, or changed, and trained again")
+            self._note(f"caution: {lost} missing or changed in {self.folder / LINES}, and will be trained again")
             self._lost = 0
         self._on_run(len(wanted) - len(queue), len(wanted))
         died: set[str] = set()  # keys of runs whose process died once
@@ -139,12 +139,12 @@ class RunStore:
     def _save(self) -> bool:
         """Write the lines of finished runs, and return whether all are written.
 
-        If the disk has a fault, the other lines are kept for the next call: somebody may correct it meanwhile.
+        If a line cannot be written, this line and the following are kept for the next call.
         """
         while self._unsaved:
             self._locked.require()
             try:
-                # The flush of a line may have failed after it was written.
+                # The last call may have written this line and then failed to flush it.
                 if self._waits and storage.ends_with(self.folder / LINES, self._unsaved[0]):
                     storage.sync_file(self.folder / LINES)
                 else:

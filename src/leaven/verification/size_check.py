@@ -38,8 +38,8 @@ Means = Mapping[str, Sequence[float]]
 """By the name of a measured number: its geometric means over seeds, one for each size."""
 
 Slopes = Mapping[str, float | None]
-"""By the name of a measured number: the slope of log2 of its mean over log2 of the size. It is None if a mean is 0 or
-not finite."""
+"""By the name of a measured number: the slope of log2 of its mean over log2 of the size; None if a mean is 0 or not
+finite."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The exponents of a scaling rule do not depend on the sizes at which they are measured, as long as the model keeps its
 proportions. So a check without --widths trains models of widths 64 to 512. If the recipe does not fit these widths,
-heads become smaller or fewer, d_ff and the widths are rounded. Vocabulary and sequence length are limited, too.
+heads become smaller or fewer, and d_ff and the widths are rounded. Vocabulary and sequence length are limited.
 """
 
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ from leaven.verification.recipe_family import RecipeFamily
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
 EXPERT_DEPTHS = (4, 8, 16)
-"""Depths of models with experts. A check over depth measures the middle block. Before its MLP come three quarters of
-all branches at depth 2, but one half in deep models. Experts change more in a step than a dense MLP, so from depth 2
-to 8 the change of this MLP's input falls with the depth (a slope of -0.22)."""
+"""Depths of models with experts. A check over depth measures the middle block. At depth 2, three quarters of all
+branches come before the MLP of this block; in deep models, one half. Experts change more in a step than a dense MLP,
+so from depth 2 to 8, the change of the MLP's input falls with the depth (a slope of -0.22)."""
 
 VOCABULARY, SEQ_LEN = 4096, 256
 """The largest vocabulary (if leaven makes the tokenizer) and sequence length. Scaling rules do not depend on them."""
 
 LARGEST_GROUP = 8
-"""The largest number of query heads per kv head, if width 64 does not fit. Eight heads of dimension 8 make up 64."""
+"""The largest number of query heads per kv head if the recipe does not fit width 64: eight heads of dimension 8."""
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
@@ -41,7 +41,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if shape.experts:
-        # The MLP of the first block reads little but the embedding. So its output changes mostly because its own
+        # The MLP of the first block reads mostly the embedding. So the MLP's output changes mostly because the MLP's
         # weights change, and in small models this change falls with the width (slopes from -0.15 to -0.18).
         sizes["experts"] = shape.experts.model_copy(update={"dense_layers": 0})
     # The vocabulary of another tokenizer, or of token ids, has a fixed size.
@@ -119,8 +119,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
       mostly the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the gradients inside
       blocks would have wrong exponents.
     - The unembedding starts at RMS 1/width. With a larger one, the first gradient of the final norm's gain would fall
-      as 1/width^2 instead of 1/width, and the logits would stay close to their initial values for longer.
-      :meth:`SmallModels.table` treats tied embeddings.
+      as 1/width^2 instead of 1/width. Also, the logits would stay close to their initial values for longer. For tied
+      embeddings, see :meth:`SmallModels.table`.
     - Routers start at RMS 1/width. With a larger one, their logits would fall towards 0 as the width grows, and the
       weights in the sum of the experts' outputs would depend on the width.
 

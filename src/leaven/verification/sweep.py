@@ -17,7 +17,8 @@ check must not pass because of noise, so their 95% bootstrap intervals are compa
 
 - The scale passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
   the lower end of the regret are within their limits.
-- Otherwise, it fails if the lower end of the regret is above, or the whole interval of the shift beyond, its limit.
+- Otherwise, it fails if the regret's whole interval is above its limit, or the shift's whole interval is beyond its
+  limit.
 - In all other cases it is undecided, which does not count as passed. With one seed there is no interval.
 
 If the base's best value is outside the grid of the other scale, the regret there is extrapolated, so the check cannot
@@ -226,8 +227,8 @@ def _exponents(
 ) -> list[MeasuredRow]:
     """Return a row with the measured exponent of the best value, for each axis with a best value at all its sizes.
 
-    ``losses`` are by the values before the rule scales them. So an exponent that is fitted to them is the error of
-    the rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
+    The grids have values from before the rule scales them. So an exponent that is fitted to them is the error of the
+    rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
     """
     found = []
     for axis in AXES:
