@@ -44,8 +44,8 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run of this recipe can start or resume in a run folder: it is new or empty, or has
-    this run and all its files."""
+    """Raise InputError unless a run of this recipe can start or resume in a run folder. The folder must be new or
+    empty, or have this run and all its files."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -131,14 +131,14 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether a rewind in events.jsonl differs from the one at its position in the newest checkpoint. Either
-    may know of later ones: a rewind is no part of a checkpoint yet, or its event is lost."""
+    """Return whether a rewind in events.jsonl differs from the rewind with the same number in the newest checkpoint.
+    One of them may have more rewinds: no checkpoint was saved since, or events are lost."""
     saved = newest_document(run).get("rewinds")
     for event in run.read_events():
         earlier = event.get("earlier_rewinds")
         if event["event"] in RETURNS and isinstance(earlier, list) and isinstance(saved, list):
             pairs = zip([*earlier, event], saved, strict=False)
-            with suppress(*WRONG_TYPES):  # damage is named when the rewinds are read
+            with suppress(*WRONG_TYPES):  # damage is reported when the rewinds are read
                 if any(one[key] != other[key] for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
                     return True
     return False
@@ -146,7 +146,7 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
     """Return a sentence that names the values of recipe.toml that were changed after the checkpoint and do not affect
-    its weights, or None."""
+    the weights, or None."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -189,7 +189,7 @@ def tokenizer_digest(run: RunFolder) -> str | None:
 
 
 def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digests of tokenizer.json without its formatting, and as it is (older versions saved this one)."""
+    """Return the digests of tokenizer.json without its formatting and of its bytes, which older versions saved."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
@@ -230,10 +230,9 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe in the last event that changed it. Without such an event, or if
-    the newest checkpoint was saved after it, compare with the recipe in the checkpoint. If a process was killed after
-    that event, recipe.toml may still have the values of before the event. These do not count as changes.
-    """
+    """Return how recipe.toml differs from the recipe in the checkpoint or, if it is newer, in the last event that
+    changed the recipe. Values from before this event do not count as changes: a process may have been killed before
+    it wrote recipe.toml."""
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -252,7 +251,7 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of a recipe that stay the same during a run. The text may be moved: :func:`require_text`
     compares its content."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
-    names = [source.source for source in recipe.data.sources]  # of several, they decide the order of the samples
+    names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
     values["data"]["weights"] = recipe.data.proportions
     values["batch"]["micro_batch"] = None
@@ -316,7 +315,7 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
     """Return plan.json or a TensorBoard file that shows that the run has trained, or None. If the run has ``begun``
-    (has events), plan.json needs measured steps, because the first one is written before the first step."""
+    (has events), plan.json needs measured steps, because the first plan is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -342,7 +341,7 @@ def newest_saved(run: RunFolder) -> int | None:
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
-        if event["event"] in RETURNS:  # an automatic one of an older version
+        if event["event"] in RETURNS:  # a rollback by an older version, without from_tokens
             break
     return None
 
@@ -368,8 +367,8 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why no checkpoint can be used, or None if there are none. With ``tokens``, consider
-    only the checkpoint at that token count."""
+    """Return a sentence that says why no checkpoint can be used, or None if there are no checkpoints. With
+    ``tokens``, consider only the checkpoint at that token count."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -424,8 +423,8 @@ def events_before_torchrun(run: RunFolder) -> int:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of the file that :func:`mark_trained` writes, or None without torchrun. It is in a log folder
-    that torchrun keeps when it restarts its processes."""
+    """Return the path of the file that :func:`mark_trained` writes, or None without torchrun. The file is in a log
+    folder that torchrun keeps when it restarts its processes."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
