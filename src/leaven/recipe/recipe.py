@@ -87,7 +87,7 @@ class Stability(Part):
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens in which the lr returns to its full value
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr returns to its full value
     # Tokens between checkpoints; None: 1/10 of the run.
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
@@ -297,7 +297,7 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """The recipe with AdamW in place of Muon, to compare it with values for Adam; itself if it has no Muon."""
+        """The recipe with AdamW in place of Muon, to compare it with values for Adam. Unchanged without Muon."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
