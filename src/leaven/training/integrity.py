@@ -275,11 +275,7 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 
 
 def progress(run: RunFolder, recipe: Recipe) -> str | None:
-    """Return evidence that a run has trained, such as "events.jsonl says that it has trained 1,024 tokens", or None.
-
-    If the first save was interrupted or failed, training before the second save does not count, because there is
-    nothing to resume from.
-    """
+    """Return evidence that a run has trained, such as "events.jsonl says that it has trained 64 tokens", or None."""
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
     if saved:
@@ -290,6 +286,7 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
         return f"{run.metrics_file.name} has lines that are no metrics"
     if is_other_text(run.events_file, "event"):
         return f"{run.events_file.name} has lines that are no events"
+    # If the first save failed, training before the second save does not count: there is nothing to resume from.
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
     )
@@ -380,12 +377,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens if the one that was read, at ``found`` tokens, is older.
-    Otherwise return None.
-
-    ``saved`` is the result of :func:`newest_saved`. Call that first, because the run may be writing a newer
-    checkpoint.
-    """
+    """Return the name of the newest saved checkpoint (at ``saved`` tokens) if an older one, at ``found`` tokens, was
+    read. Otherwise return None. Call :func:`newest_saved` before reading, because the run may be saving another."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -433,10 +426,7 @@ def _torchrun_mark() -> Path | None:
 
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence that says how.
-
-    If all checkpoints are gone, they count as removed on purpose.
-    """
+    """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence about this."""
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):
@@ -446,6 +436,7 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     if events is not None:
         found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, events))
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
+    # If all checkpoints are gone, the user has probably removed them.
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
         found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
     return {file: why for file, why in found.items() if why is not None}

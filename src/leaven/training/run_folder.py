@@ -278,9 +278,9 @@ class RunFolder:
         if not own:
             raise InputError(
                 f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which may have changed "
-                f"since; if no other run uses them, remove {OWNER} there; if this run is a copy, replace the link by a "
-                f"copy of them: cp -r {shlex.quote(str(self.checkpoints.resolve()))}/. FOLDER; otherwise, replace the "
-                "link by an empty folder"
+                f"since; if no other run uses them, remove {OWNER} there; if this run is a copy, replace the link by "
+                f"a copy of them: cp -r {shlex.quote(str(self.checkpoints.resolve()))}/. FOLDER; otherwise, replace "
+                "the link by an empty folder"
             )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
@@ -293,10 +293,8 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Raise InputError if the locked folder was deleted, moved or replaced by another one of the same name.
-
-        If only the lock file was removed, lock the folder again.
-        """
+        """Raise InputError if the locked folder was deleted, moved or replaced. If only the lock file was
+        removed, lock the folder again."""
         if self._locked is not None and not self._locked.is_locked():
             self.writes = False  # until the folder is locked again
             self._locked.lock_again()
@@ -318,11 +316,8 @@ class RunFolder:
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and an incomplete last
-        line.
-
-        The file is truncated in place, which works even on a full disk. ``written`` is the :meth:`metrics_digest` at
-        this step. Return a sentence that says how the remaining lines differ from it, or None.
-        """
+        line. ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining
+        lines differ from ``written``, or None."""
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
         if not self.writes:
@@ -333,7 +328,7 @@ class RunFolder:
         size = sum(map(len, lines[: min(kept, len(on_disk))]))
         if self.metrics_file.exists() and size < self.metrics_file.stat().st_size:
             with storage.open_to_write(self.metrics_file) as file:
-                file.truncate(size)
+                file.truncate(size)  # in place, which works even on a full disk
         self._waiting.extend((self.metrics_file, line) for line in lines[len(on_disk) : kept])
         self._lines, self._digest = kept, digest(lines[:kept])
         return difference
