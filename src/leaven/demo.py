@@ -34,7 +34,7 @@ from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.live import LiveScreen
 
-COPIED, MOVED = RULES  # scaling rules: COPIED keeps the hyperparameters of the base, MOVED scales them to the width
+COPIED, MOVED = RULES  # scaling rules: COPIED keeps the hyperparameters of the base, MOVED scales them by width
 START_SECONDS = 8.0  # estimated time to start the worker processes and write the page
 MOST_SECONDS = 600.0  # the default size is quick if the full size is estimated to take longer
 
@@ -44,12 +44,12 @@ class Size:
     """The widths, learning rates and seeds of a demo, for one value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
-    lrs: tuple[float, ...]  # at the base
+    lrs: tuple[float, ...]  # learning rates at the base
     seeds: int  # number of seeds at the smallest width, and of the final runs at the largest width
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of the grid: every lr, at the base with all seeds, at larger widths with both rules and a seed."""
+        """The runs of the grid: at the base every lr with all seeds, at larger widths every lr with both rules."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -57,7 +57,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules and all seeds but 0 (in the grid)."""
+        """Return the final runs: ``lr`` at the largest width with both rules, without seed 0 (in the grid)."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]

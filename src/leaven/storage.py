@@ -413,7 +413,7 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
     """Return whether a file ends with the line that :func:`append_json` writes for ``document``. The line may be
-    in the file even if that function has raised OSError."""
+    in the file even if :func:`append_json` has raised OSError."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -485,8 +485,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is not
-            free and ``seconds`` is 0 or the lock file is empty: a process that is gone may have left the file.
+        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is
+            taken, and ``seconds`` is 0 or its file is empty: a process that is gone may have left the file.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

@@ -94,7 +94,7 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
         elif isinstance(value, str) and "\0" in value:
             raise InputError(f"{origin}: {_place(path.split('.'))}: the text contains a NUL; remove it")
         elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            raise InputError(f"{origin}: {_place(path.split('.'))}: an integer above 2^63 - 1; give a smaller number")
+            raise InputError(f"{origin}: {_place(path.split('.'))}: more than 64 bits; give an integer closer to 0")
         elif isinstance(value, float) and math.isfinite(value) and not _usual(value):
             fault = f"too large or too close to 0; give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
             raise InputError(f"{origin}: {_place(path.split('.'))}: {value:g} is {fault}")

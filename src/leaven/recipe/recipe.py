@@ -277,7 +277,7 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """The shape of the model at the base, which may also set other sizes than width and depth."""
+        """The shape of the model at the base. :meth:`ModelShape.scaled` chooses sizes that the base does not set."""
         base = self.scaling.base
         if base is None:
             return self.model

@@ -94,7 +94,7 @@ class ModelShape(Part):
     n_heads: Width
     n_kv_heads: Width
     d_head: Width
-    d_attention: Width | None = None  # n_heads x d_head, if not d_model (most Qwen3 models)
+    d_attention: Width | None = None  # n_heads x d_head; None: it equals d_model (unlike most Qwen3 models)
     d_ff: Width
     vocab_size: int = Field(gt=1, le=2**22)
     seq_len: int = Field(gt=0, le=2**30)

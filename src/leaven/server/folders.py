@@ -21,7 +21,7 @@ from leaven.views.folders import KINDS, RunView, StudyView, read_folder
 DEEPEST = 6  # levels of subfolders that are searched
 SKIPPED = {"checkpoints", "node_modules", "__pycache__", "site-packages"}
 SHOWN = {".json", ".jsonl", ".toml"}  # suffixes of the files whose content a page shows
-YEAR_9999 = 253_370_764_800.0  # Unix time of the first second; the time of a file may be later
+YEAR_9999 = 253_370_764_800.0  # Unix time when this year begins; the time of a file may be later
 SILENT = 120.0  # seconds; a run is called running if a file has changed within this time
 
 

@@ -318,7 +318,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
     """Raise ValueError unless ``model`` has exactly the parameters of a recipe. ``optimizer`` must have the moments
-    of all of them or of none, and likewise the averages."""
+    of all parameters or of none, and the averages of all or of none."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):

@@ -141,7 +141,7 @@ class Tensors(Mapping[str, Tensor]):
                         raise ValueError(f"{name}: {block.file} holds another dtype or shape of this tensor")
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless all tensors named in ``shapes`` are here, in fp32 or fp64, with these shapes."""
+        """Raise ValueError unless all tensors named in ``shapes`` exist, in fp32 or fp64, with these shapes."""
         for name, shape in shapes.items():
             saved = self._saved.get(name)
             if saved is None or saved.dtype not in {"float32", "float64"} or saved.shape != shape:

@@ -61,8 +61,8 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet, or None if it is unknown. The peak in
-    fp32 counts as unknown, because a GPU may run fp32 as TF32, which has another peak."""
+    """Return the dense peak speed of a device from its data sheet, or None if it is unknown. The peak in fp32 counts
+    as unknown, because a GPU may run fp32 as TF32, which has another peak."""
     name = device_name(device)
     known = known_device(name)
     tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
@@ -124,8 +124,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device: from its data sheet if that is known, or measured. A measured
-    peak is the higher of the speeds with ``compute`` and with fp32: a device may only emulate ``compute``."""
+    """Return the peak speed of a device: from its data sheet if that is known, or measured. A measured peak is the
+    higher of the speeds with ``compute`` and with fp32: a device may only emulate ``compute``."""
     known = known_peak(device, compute)
     if known is not None:
         return known

@@ -132,7 +132,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 def _has_other_rewinds(run: RunFolder) -> bool:
     """Return whether a rewind in events.jsonl differs from the rewind with the same number in the newest checkpoint.
-    One of them may have more rewinds: no checkpoint was saved since, or events are lost."""
+    One of the two may have more rewinds: the checkpoint is older, or events are lost."""
     saved = newest_document(run).get("rewinds")
     for event in run.read_events():
         earlier = event.get("earlier_rewinds")
@@ -189,7 +189,7 @@ def tokenizer_digest(run: RunFolder) -> str | None:
 
 
 def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digests of tokenizer.json without its formatting and of its bytes, which older versions saved."""
+    """Return the digest of tokenizer.json without formatting, and of its bytes (saved by older versions), or []."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
@@ -230,9 +230,9 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe in the checkpoint or, if it is newer, in the last event that
-    changed the recipe. Values from before this event do not count as changes: a process may have been killed before
-    it wrote recipe.toml."""
+    """Return how recipe.toml differs from the recipe of the run: that of the last event that changed the recipe, or
+    that of the checkpoint if the checkpoint is newer. Values from before the event do not count as changes: a process
+    may have been killed before it wrote recipe.toml."""
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -275,11 +275,11 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 
 
 def progress(run: RunFolder, recipe: Recipe) -> str | None:
-    """Return evidence that a run has trained, such as "events.jsonl says that it has trained 64 tokens", or None."""
+    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None."""
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
     if saved:
-        return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
+        return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
     if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
@@ -294,10 +294,10 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     second_save = recipe.batches.tokens_at_step(recipe.batches.first_step_at(checkpoint_interval(recipe)))
     few = unsaved and isinstance(trained, int) and trained <= second_save
     if lines and not few:
-        return f"{run.metrics_file.name} says that it has trained {lines[-1]['step']:,} steps"
+        return f"{run.metrics_file.name} says that the run has trained {lines[-1]['step']:,} steps"
     if not few and (file := _trained_file(run, begun=bool(events))) is not None:
-        return f"{file.relative_to(run.path)} says that it has been trained"
-    return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
+        return f"{file.relative_to(run.path)} says that the run has been trained"
+    return "the run had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
 
 
 def is_other_text(file: Path, *keys: str) -> bool:

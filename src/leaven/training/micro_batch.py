@@ -44,7 +44,7 @@ ROUNDS = 3
 """A candidate is timed with this many passes, after one that is not counted."""
 
 LIMIT_SECONDS = 60.0
-"""A candidate is not timed if its passes would end later than this, counted from the first pass."""
+"""A candidate is not timed if its passes would probably end later than this many seconds after the first began."""
 
 WORTH = 0.02
 """The smallest micro-batch whose speed is within this share of the highest is chosen. A smaller difference is noise,

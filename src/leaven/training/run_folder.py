@@ -24,7 +24,7 @@ LOCK = ".lock"
 OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it
 UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
-WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # errors in reading a changed JSON document
+WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # errors that reading a damaged JSON document raises
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in events, metrics, plan.json and the state of a checkpoint
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
@@ -51,7 +51,7 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
-    "earlier_rewinds": (list, int),  # a number of an older version is ignored
+    "earlier_rewinds": (list, int),  # older versions wrote an int, which is ignored
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -118,7 +118,7 @@ class LockedFolder:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the paths of the checkpoints in a folder, fewest tokens first, also of damaged ones."""
+    """Return the paths of all checkpoints in a folder, also of damaged ones, fewest tokens first."""
     return sorted((path for path in folder.glob("tokens-*") if _CHECKPOINT.fullmatch(path.name)), key=tokens_of)
 
 
@@ -154,7 +154,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """Return the digest of ``state`` that state.json contains, too."""
+    """Return the digest of ``state``. A state.json contains both."""
     return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -163,7 +163,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.writes = True  # False in all processes of a run but one: they write no lines and no recipe
+        self.writes = True  # True in one process of a run; the others write no lines and no recipe
         self.checkpoints = path / "checkpoints"
         self.recipe_file = path / "recipe.toml"
         self.tokenizer_file = path / "tokenizer.json"
@@ -205,7 +205,7 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the newest checkpoint has more rewinds than ``events``, for example an older copy."""
+        """Return whether the newest checkpoint has more rewinds than ``events``, which may be an older copy."""
         return self.rewinds_ahead(events) > 0
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
@@ -247,12 +247,12 @@ class RunFolder:
             self._claimed = self.checkpoints.stat().st_dev
 
     def _inode(self) -> int:
-        """Return the inode of the run folder. It stays when the folder is moved on its disk. A copy has another."""
+        """Return the inode of the run folder. A folder that is moved on its disk keeps it, and a copy has another."""
         return self.path.stat().st_ino
 
     def require_claimed(self) -> None:
-        """Raise OSError if the disk with the folder that :meth:`claim_checkpoints` has claimed is away. A new folder
-        on the same disk is allowed: the user has removed or moved the checkpoints."""
+        """Raise OSError if the disk with the claimed folder of checkpoints (:meth:`claim_checkpoints`) is away. A new
+        folder on the same disk is allowed: the user has removed or moved the checkpoints."""
         if self._claimed is None or (self.checkpoints / OWNER).exists():
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
@@ -269,7 +269,7 @@ class RunFolder:
         except (OSError, ValueError):  # older versions did not write this file
             return
         other, own = Path(os.fsdecode(path)), False
-        # Refuse a link in any case: the run folder may be a copy, a restored backup, or in another container.
+        # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
         if self._claimed is None and not self.checkpoints.is_symlink():
             try:
                 own = other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints)
@@ -502,7 +502,7 @@ def _content(path: Path) -> bytes:
 
 
 def _rewinds_known(events: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of rewinds. An event also has the rewinds before it, because lines may be lost."""
+    """Return the number of rewinds in the events, including rewinds whose own lines are lost."""
     returns = [event.get("earlier_rewinds") for event in events if event["event"] in RETURNS]
     return max((len(each) if isinstance(each, list) else at for at, each in enumerate(returns)), default=-1) + 1
 
