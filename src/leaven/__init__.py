@@ -1,8 +1,8 @@
 """leaven: tune a small model, train the big one.
 
 ``read_recipe`` reads a recipe, ``train`` trains it and ``load`` returns the model and tokenizer of a run.
-``parametrize`` applies a scaling rule to any torch model; ``fold`` and ``save_folded`` fold its multipliers into the
-weights, so that the model works without leaven.
+``parametrize`` applies a scaling rule to any torch model. ``fold`` and ``save_folded`` fold the rule's multipliers
+into the weights, so that the model works without leaven.
 """
 
 import sys
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from leaven.training.muon import MuonWithAdamW
     from leaven.training.trainer import train
 
-if sys.version_info < (3, 11):  # noqa: UP036 - pip refuses, but a checkout or a copied folder has no pip
+if sys.version_info < (3, 11):  # noqa: UP036 - pip checks this, but a checkout works without pip
     sys.stderr.write("error: leaven needs Python 3.11 or newer; this is {}.{}\n".format(*sys.version_info[:2]))
     sys.exit(2)
 

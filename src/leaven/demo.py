@@ -34,9 +34,9 @@ from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.live import LiveScreen
 
-COPIED, MOVED = RULES  # the scaling rules that copy and that move hyperparameters
+COPIED, MOVED = RULES  # scaling rules: COPIED keeps the hyperparameters of the base, MOVED scales them by width
 START_SECONDS = 8.0  # estimated time to start the worker processes and write the page
-MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estimated to take longer
+MOST_SECONDS = 600.0  # the default size is quick if the full size is estimated to take longer
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Size:
     """The widths, learning rates and seeds of a demo, for one value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
-    lrs: tuple[float, ...]  # at the base
+    lrs: tuple[float, ...]  # learning rates at the base
     seeds: int  # number of seeds at the smallest width, and of the final runs at the largest width
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of the grid: every lr with all seeds at the smallest width, and with one seed at larger widths."""
+        """The runs of the grid: at the base every lr with all seeds, at larger widths every lr with both rules."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -57,7 +57,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules. The first seed is in the grid."""
+        """Return the final runs: ``lr`` at the largest width with both rules, without seed 0 (in the grid)."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -72,7 +72,7 @@ class Size:
 class DemoPoint:
     """One training run of a demo."""
 
-    rule: str  # scaling rule: COPIED keeps the hyperparameters of the base width, MOVED scales them
+    rule: str  # scaling rule: COPIED or MOVED
     width: int
     lr: float  # lr at the base width
     seed: int
@@ -110,7 +110,7 @@ def run_demo(
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with LockedFolder(folder, "demo folder") as locked:
-            # Before any run, so that an interrupted demo can be resumed. Without this folder, it has lost its runs.
+            # Made before any run: :func:`_earlier` takes a demo without this folder for one that has lost its runs.
             make_folder(folder / "runs")
             _save(document, folder)
             try:
@@ -230,7 +230,6 @@ def result_of(demo: DemoDocument) -> DemoResult:
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
-    """Write demo.json."""
     write_text(folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
 
 

@@ -37,7 +37,7 @@ class Settled(InputError):
 
 
 class TextUnreadable(InputError):
-    """Raised if a batch cannot be read while a run trains. The state of the run before this step is sound."""
+    """Raised if the batch of a training step cannot be read. The run still has the state from before the step."""
 
 
 def out_of_memory(error: BaseException) -> bool:

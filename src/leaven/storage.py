@@ -67,7 +67,7 @@ def open_file(path: Path | str) -> BinaryIO:
     """Open a regular file for reading. Raise OSError if the file cannot be opened, or is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except ValueError:  # it contains NUL or half of a surrogate pair
+    except ValueError:  # the path contains NUL or half of a surrogate pair
         raise FileNotFoundError(errno.ENOENT, "no file can have this name", str(path)) from None
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -136,7 +136,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename the folder ``temporary``, whose files are synced, to ``final``, which must be new or empty."""
+    """Rename the folder ``temporary`` to ``final``. Its files must be synced, and ``final`` must be new or empty."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()
@@ -203,8 +203,8 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def require_page(path: Path) -> None:
-    """Raise InputError if an HTML page may not be written to ``path``. It may overwrite a page or an empty file, but
-    no other file. In the folder of a run, study, check or demo, its name must end in .html."""
+    """Raise InputError if an HTML page may not be written to ``path``. A page may overwrite a page or an empty file,
+    but no other file. In the folder of a run, study, check or demo, the name of a page must end in .html."""
     if _is_device(path):
         return
     if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
@@ -227,12 +227,12 @@ def write_page(path: Path, html: str) -> None:
     """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
     be written, or :func:`require_page` refuses the path."""
     require_page(path)
-    write_text(path, html.encode(errors="backslashreplace").decode())  # text of others may have half a surrogate pair
+    write_text(path, html.encode(errors="backslashreplace").decode())  # half a surrogate pair is not UTF-8
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a folder is a URL or a database login, because it may contain a password, or
-    is not UTF-8, because some libraries cannot open it."""
+    """Raise InputError if the path of a folder is a URL or a database login (it may contain a password), or is not
+    UTF-8 (some libraries cannot open it)."""
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
@@ -256,8 +256,8 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def may_pass(error: str) -> bool:
-    """Return whether the text of an error says that a disk is full, away or may not be written, which a user can
-    correct while a command waits."""
+    """Return whether an error message says that a disk is full, away or may not be written. A user can correct this
+    while a command waits."""
     return any(os.strerror(number) in error for number in FULL | AWAY | DENIED)
 
 
@@ -412,8 +412,8 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether a file ends with the line that :func:`append_json` writes for ``document``. If that function
-    raises OSError, the line may be in the file all the same."""
+    """Return whether a file ends with the line that :func:`append_json` writes for ``document``. The line may be
+    in the file even if :func:`append_json` has raised OSError."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -485,8 +485,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, a process that is gone
-            may have left the lock: then also if the lock is not free, and ``seconds`` is 0 or its file is empty.
+        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is
+            taken, and ``seconds`` is 0 or its file is empty: a process that is gone may have left the file.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 
@@ -497,8 +497,8 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
         try:
             held.acquire(timeout=EMPTY_LOCK_SECONDS if seconds < 0 else seconds)
         except TimeoutError:
-            # Without flock, filelock takes any file for a lock: its own, which names the process, and an empty one,
-            # which a flock has left here or another machine holds.
+            # Without flock, filelock takes any lock file for a lock. Its own files name their process. An empty file
+            # is one that flock has left here, or that another machine holds.
             with suppress(FileNotFoundError):  # released just now
                 empty = path.stat().st_size == 0
             if isinstance(held, SoftFileLock) and (seconds >= 0 or empty):

@@ -71,7 +71,7 @@ def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:
     with pytest.raises(InputError, match=r"tokenizer.json is missing; bring it back, or repeat the leaven train"):
         leaven.load(run)
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(InputError, match=r"no checkpoint, but events.jsonl says that it has trained 10,240 tokens"):
+    with pytest.raises(InputError, match=r"but events.jsonl says that the run has trained 10,240 tokens"):
         leaven.load(run)
     for name in ("events.jsonl", "metrics.jsonl", "plan.json"):
         (run / name).unlink()

@@ -116,7 +116,7 @@ def test_a_run_of_which_little_is_left_does_not_start_again(
         if path.name not in {"recipe.toml", "tokenizer.json", left}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = files(folder)
-    with pytest.raises(InputError, match=rf"has no checkpoints, but {left}.* says that it has been trained; bring"):
+    with pytest.raises(InputError, match=rf"no checkpoints, but {left}.* says that the run has been trained; bring"):
         train(recipe.replace({"data.tokens": 1_024}), tokens, folder)
     assert files(folder) == before
 
@@ -132,7 +132,7 @@ def test_the_first_event_alone_does_not_start_a_run_again(
         if path.name not in {"recipe.toml", "tokenizer.json", "events.jsonl", left}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = files(folder)
-    with pytest.raises(InputError, match=rf"has no checkpoints, but {left}.* says that it has .*trained"):
+    with pytest.raises(InputError, match=rf"has no checkpoints, but {left}.* says that the run has .*trained"):
         train(short, tokens, folder)
     assert files(folder) == before
 
@@ -155,7 +155,7 @@ def test_a_restart_by_torchrun_does_not_start_again_if_the_folder_is_gone(
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     write_recipe(short, tmp_path / "run" / "recipe.toml")
-    with pytest.raises(InputError, match="no checkpoints, but it had saved one before torchrun restarted it; bring"):
+    with pytest.raises(InputError, match="no checkpoints, but the run had saved one before torchrun restarted it"):
         train(short, tokens, tmp_path / "run")
     attempt("second", 0)
     assert train(short, tokens, tmp_path / "run").finished
@@ -220,7 +220,7 @@ def test_a_kill_during_the_first_save_costs_at_most_the_steps_to_the_second(
     if again:
         assert train(short, tokens, run.path).finished
     else:
-        with pytest.raises(InputError, match="no checkpoints, but metrics.jsonl says that it has trained 5 steps"):
+        with pytest.raises(InputError, match="but metrics.jsonl says that the run has trained 5 steps"):
             train(short, tokens, run.path)
 
 
@@ -241,7 +241,7 @@ def test_a_failed_save_does_not_let_a_run_start_again_that_has_trained_longer(
     shutil.rmtree(run.checkpoints, ignore_errors=True)
     rewrite(run.path / "events.jsonl", lambda lines: [each for each in lines if each["event"] != "checkpoint"])
     before = files(run.path)
-    with pytest.raises(InputError, match=r"has no checkpoints, but metrics.jsonl says that it has trained 2\d steps"):
+    with pytest.raises(InputError, match=r"but metrics.jsonl says that the run has trained 2\d steps"):
         train(recipe, tokens, run.path)
     assert files(run.path) == before
 

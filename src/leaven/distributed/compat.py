@@ -96,10 +96,8 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Make DTensor run every shape inference inside the context ``apart()``.
-
-    DTensor infers a shape with fake tensors of the unsharded shapes, which a measurement of memory must not count.
-    """
+    """Make DTensor infer all shapes inside the context ``apart()``. For this, DTensor creates fake tensors of the
+    unsharded shapes, which a measurement of memory must not count."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

@@ -13,15 +13,15 @@ from leaven.errors import InputError, ProcessLost, Settled
 
 T = TypeVar("T")
 
-_LONGEST_PAUSE = 0.5  # s between two polls of the store
+_LONGEST_PAUSE = 0.5  # seconds between two polls of the store
 
 
 class Exchange:
     """Exchanges values in rounds: every process sends a value to the first process, which sends one answer to all
     processes.
 
-    All processes must construct it at the same point of the program, in their main threads. In each round, all of
-    them call :meth:`gather` and then :meth:`broadcast`. A round may leave out :meth:`gather`.
+    All processes must construct an exchange at the same point of the program, in their main threads. In each round,
+    all of them call :meth:`gather` and then :meth:`broadcast`. A round may leave out :meth:`gather`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -37,8 +37,8 @@ class Exchange:
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process. There, return the values of all processes by rank, with None for
-        one that did not arrive in time. On other processes, return []."""
+        """Send a JSON value to the first process. There, return the values of all processes by rank, with None in
+        place of a value that did not arrive in time. On other processes, return []."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -71,8 +71,8 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until the store has all keys. Return False after ``timeouts`` timeouts of this exchange. Polls the
-        store, because :meth:`shorten_timeout` could not interrupt a waiting call."""
+        """Wait until the store has all keys. Return False after ``timeouts`` x the timeout. Polls the store,
+        because :meth:`shorten_timeout` could not interrupt a waiting call."""
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):

@@ -145,9 +145,6 @@ class LeanStage(PipelineStage):
     Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2, gradients are
     reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded. The cost is a
     reduce-scatter for each micro-batch, and with ``zero`` 3 also an all-gather.
-
-    The zero-bubble schedule is refused with ``zero`` 2 or 3: the second half of its backward pass needs memory that
-    is freed in the first half.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
@@ -187,7 +184,7 @@ class LeanStage(PipelineStage):
         stage = self.submod
         if self.zero < 2 or not isinstance(stage, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        assert backward_type == "full"
+        assert backward_type == "full"  # Layout refuses zero-bubble with ZeRO 2 and 3
         reduce_with_backward(stage, True)
         stage.set_reshard_after_backward(self.zero == 3)
         stage.set_requires_gradient_sync(True)

@@ -47,7 +47,7 @@ class StoredParameter:
     row: ParameterRow  # row of the parameter table: name, lr, init and so on
     piece: Piece  # the block of the parameter, with its position
     parameter: nn.Parameter  # the parameter of the model; a DTensor if it is sharded
-    local: nn.Parameter  # what the optimizer updates: ``parameter``, or if that is a DTensor, its local block
+    local: nn.Parameter  # the tensor that the optimizer updates: ``parameter`` or, if sharded, its local block
 
 
 class ShardedModel:

@@ -4,7 +4,8 @@ This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv
 arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by
 their inputs. Both vocabulary matrices are split by the vocabulary. Outside attention and MLP, every rank has a part
 of the sequence. The forward pass of a layer has two all-gathers (into attention and into the MLP) and two
-reduce-scatters (out of them). In the backward pass, each is replaced by the other.
+reduce-scatters (out of them). The backward pass has a reduce-scatter for each all-gather, and an all-gather for each
+reduce-scatter.
 """
 
 from collections.abc import Mapping, Sequence

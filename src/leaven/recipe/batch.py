@@ -19,10 +19,8 @@ RampRule = Literal["fixed", "scaled"]
 
 
 class Ramp(Part):
-    """A batch that grows in equal increments, spread evenly over the first ``over_tokens`` tokens of the run.
-
-    This is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, with all three numbers in tokens.
-    """
+    """A batch that grows in equal increments, spread evenly over the first ``over_tokens`` tokens of the run. This is
+    Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, with all three numbers in tokens."""
 
     start_tokens: Count  # size of the first batch
     increment_tokens: Count  # number of tokens by which each increment enlarges the batch

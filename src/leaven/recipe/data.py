@@ -23,9 +23,9 @@ class DataSource(Part):
     source: str  # where the text is: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
     weight: float = Field(default=1.0, gt=0)  # the source provides weight / (sum of all weights) of the samples
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text, or column of token ids
-    # dtype of .bin files of token ids that do not state it themselves; None: uint16.
+    # dtype of .bin files of token ids that do not state their dtype; None: uint16.
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    # Where the token ids to validate on are, written like ``source``. None: a twentieth of ``source``.
+    # Token ids for validation, written like ``source``. None: a twentieth of ``source``.
     validation: str | None = None
 
     added: ClassVar = ("dtype", "validation")
@@ -57,7 +57,7 @@ class Data(Part):
     # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;
     # isolated: attention, positions and loss do not cross the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
-    # Reading a source ends with an error if a larger share of its lines or of its files is unreadable.
+    # Largest share of unreadable lines, or of unreadable files, in a source. Above it, reading ends with an error.
     corrupt_share: float = Field(default=0.001, ge=0, le=1)
 
     added: ClassVar = ("end_of_text",)
@@ -82,6 +82,6 @@ class Data(Part):
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
-        """Return the share of samples from each source: its weight / the sum of all weights; 0.1 is exactly 1/10."""
+        """Return the share of samples from each source: weight / sum of all weights. 0.1 counts as 1/10 exactly."""
         weights = [Fraction(repr(source.weight)) for source in self.sources]
         return tuple(weight / sum(weights) for weight in weights)

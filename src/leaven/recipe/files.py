@@ -94,7 +94,7 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
         elif isinstance(value, str) and "\0" in value:
             raise InputError(f"{origin}: {_place(path.split('.'))}: the text contains a NUL; remove it")
         elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            raise InputError(f"{origin}: {_place(path.split('.'))}: an integer above 2^63 - 1; give a smaller number")
+            raise InputError(f"{origin}: {_place(path.split('.'))}: more than 64 bits; give an integer closer to 0")
         elif isinstance(value, float) and math.isfinite(value) and not _usual(value):
             fault = f"too large or too close to 0; give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
             raise InputError(f"{origin}: {_place(path.split('.'))}: {value:g} is {fault}")
@@ -218,11 +218,8 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return ``rows``, a list of tables, without the default values that the template does not contain.
-
-    ``own`` has the same tables without defaults, and ``stated`` is the list in the template. Other ``rows`` than
-    a list of tables are returned unchanged.
-    """
+    """Return ``rows``, if it is a list of tables, without the default values that the template does not contain.
+    ``own`` has the same tables without defaults, and ``stated`` is the list in the template."""
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)
@@ -233,10 +230,8 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container. Values that do not change keep their spelling.
-
-    With ``prune``, keys that are not in ``values`` are removed.
-    """
+    """Write nested values into a TOML container. Values that do not change keep their spelling. With ``prune``, keys
+    that are not in ``values`` are removed."""
     if prune:
         for key in [key for key in target if key not in values]:
             del target[key]

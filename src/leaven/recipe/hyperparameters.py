@@ -154,10 +154,7 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of the matrices that Muon updates.
-
-        It is that of the table ``muon`` or, if it is not set there, that of all parameters.
-        """
+        """Return the lr or weight decay of the matrices that Muon updates: from ``muon``, or else the shared one."""
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own
@@ -211,10 +208,7 @@ class Hyperparameters(Part):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Return why a multiplier of a module is refused, or None if it is accepted.
-
-        ``known`` has the role of each module of the model.
-        """
+        """Return why a multiplier of a module is refused, or None. ``known`` has the role of each module."""
         where = "hyperparameters.modules"
         if module not in known:
             close = get_close_matches(module, known, n=1)

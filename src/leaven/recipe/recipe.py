@@ -52,10 +52,8 @@ class Base(Part):
 
 
 class Scaling(Part):
-    """How hyperparameters change from the base to the recipe's own size, batch and run length.
-
-    Without a base, the hyperparameters are used as written.
-    """
+    """How hyperparameters change from the base to the recipe's own size, batch and run length. Without a base, they
+    are used as written."""
 
     rule: RuleName = "complete-d-p"
     # completep and complete-d-p multiply each residual branch by r^-alpha, and the lr inside the blocks by
@@ -87,7 +85,7 @@ class Stability(Part):
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens in which the lr returns to its full value
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr returns to its full value
     # Tokens between checkpoints; None: 1/10 of the run.
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
@@ -135,10 +133,8 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share of the current weights in the average after a step, 0 until the average begins.
-
-        The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens.
-        """
+        """Return the share of the current weights in the average after a step, 0 until the average begins. The step
+        goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens."""
         start = (1 - self.last) * horizon
         if tokens <= start:
             return 0.0
@@ -200,11 +196,8 @@ NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 
 
 class Recipe(Part):
-    """The complete description of a training run.
-
-    Hyperparameters are written for the base (:class:`Base`). :mod:`leaven.scaling.table` computes from them the
-    values that each parameter of this model gets.
-    """
+    """The complete description of a training run. Its hyperparameters are those of the base (:class:`Base`), from
+    which :mod:`leaven.scaling.table` computes the values for each parameter of this model."""
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
     model: ModelShape
@@ -284,10 +277,7 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """The shape of the model at the width and depth of the base.
-
-        ``d_ff / d_model``, ``d_head`` and ``n_heads / n_kv_heads`` stay, unless ``scaling.base`` sets other sizes.
-        """
+        """The shape of the model at the base. :meth:`ModelShape.scaled` chooses sizes that the base does not set."""
         base = self.scaling.base
         if base is None:
             return self.model
@@ -297,7 +287,7 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """The recipe with AdamW in place of Muon, to compare it with values for Adam; itself if it has no Muon."""
+        """The recipe with AdamW in place of Muon, to compare it with values for Adam. Unchanged without Muon."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})

@@ -1,8 +1,4 @@
-"""The shape of the model and the list of its parameters.
-
-The torch model, the parameter table and the planner use :meth:`ModelShape.parameters`; a test compares the names in
-the torch model with this list.
-"""
+"""The shape of the model and the list of its parameters, for the torch model, the parameter table and the planner."""
 
 import math
 from collections.abc import Iterator
@@ -98,7 +94,7 @@ class ModelShape(Part):
     n_heads: Width
     n_kv_heads: Width
     d_head: Width
-    d_attention: Width | None = None  # n_heads x d_head, if not d_model (most Qwen3 models)
+    d_attention: Width | None = None  # n_heads x d_head; None: it equals d_model (unlike most Qwen3 models)
     d_ff: Width
     vocab_size: int = Field(gt=1, le=2**22)
     seq_len: int = Field(gt=0, le=2**30)
@@ -229,10 +225,8 @@ class ModelShape(Part):
 
     @property
     def block_norms(self) -> tuple[str, ...]:
-        """Return the names of the norms over the width in a block, in the order of the forward pass.
-
-        ``attention`` and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them.
-        """
+        """Return the names of the norms over the width in a block, in the order of the forward pass. ``attention``
+        and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them."""
         found = []
         for branch in _BRANCHES:
             shared = self.parallel_branches and branch == "mlp"
@@ -401,7 +395,6 @@ class ModelShape(Part):
 
 
 def _role(module: str) -> Role:
-    """Return the role of a matrix inside a block."""
     if module.startswith("mlp.experts."):
         return Role.EXPERT_WEIGHT
     return Role.ROUTER if module == "mlp.router" else Role.HIDDEN_WEIGHT

@@ -99,10 +99,8 @@ class TokenRequired:
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises.
-
-    A page of the folders ``found`` updates itself: the browser asks every two seconds whether they have changed.
-    """
+    """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises. A page of the
+    folders ``found`` updates itself: the browser asks every two seconds whether they have changed."""
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
         return Response(status_code=304, headers=HEADERS | {"ETag": mark})
@@ -184,11 +182,8 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return the plan that the user requested in the planner's form, and the title of the plan's page.
-
-    ``given`` has the texts of the form by the names in ``FIELDS``. Its ``size`` is a number of parameters, such as
-    7B, or the id of a published run.
-    """
+    """Return the plan that the form of the planner requests, and the title of its page. ``given`` has the texts of
+    the form by field. The size is a number of parameters, such as 7B, or the id of a published run."""
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
         return plan_run(size, gpus, layout), size

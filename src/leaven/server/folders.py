@@ -21,7 +21,7 @@ from leaven.views.folders import KINDS, RunView, StudyView, read_folder
 DEEPEST = 6  # levels of subfolders that are searched
 SKIPPED = {"checkpoints", "node_modules", "__pycache__", "site-packages"}
 SHOWN = {".json", ".jsonl", ".toml"}  # suffixes of the files whose content a page shows
-YEAR_9999 = 253_370_764_800.0  # its first second as a Unix time; a file may have a later one
+YEAR_9999 = 253_370_764_800.0  # Unix time when this year begins; the time of a file may be later
 SILENT = 120.0  # seconds; a run is called running if a file has changed within this time
 
 
@@ -54,7 +54,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run; the best recipe of a study, or the one from which it started; otherwise None."""
+        """The recipe of a run. Of a study, the best recipe or else the first one. Otherwise None."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -75,9 +75,7 @@ class FolderRow:
 
 def find(roots: list[Path]) -> Iterator[Found]:
     """Yield the folders of runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep.
-
-    Folders inside a found folder, hidden ones and those in `SKIPPED` are not searched.
-    """
+    Folders inside a found folder, hidden ones and those in `SKIPPED` are not searched."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)

@@ -57,7 +57,7 @@ def bench(
         micro_batches: in sequences, like ``global_batches``.
         limit_seconds: once this time is over and a pair is measured, no further pair is measured.
         share: the suggested ramp starts at the smallest batch that reaches this fraction of the highest speed.
-        on_row: called before each pair and at the end, with the number of pairs done and of all pairs.
+        on_row: called with (pairs done, all pairs), before each pair and at the end.
         stop: polled before each pair. No further pair is measured once it returns True.
 
     Raises:

@@ -73,8 +73,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run between steps. Each process saves its own share of the tensors, and the first process the
-    rest. After reading, ``model`` and ``optimizer`` are :class:`Tensors`, which read tensors on demand."""
+    """The state of a run between steps. Each process saves its own share of the tensors, and the first process
+    everything else. :func:`read_checkpoint` sets ``model`` and ``optimizer`` to :class:`Tensors`."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
@@ -237,7 +237,7 @@ def read_checkpoint(
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
         wanted = group.broadcast(_seen(candidate)) if group.size > 1 else UNREADABLE
-        if wanted != UNREADABLE:  # reading gives the error
+        if wanted != UNREADABLE:  # otherwise, _read raises the error
             require_seen(candidate, partial(_differs, candidate, wanted), group)
         try:
             found, unreadable = _read(candidate, group, recipe), None
@@ -257,8 +257,8 @@ def read_checkpoint(
 
 
 def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait up to `SEEN_AFTER` seconds until ``differs`` returns False on every process, because a network disk may
-    show new files late. Then raise InputError on all processes. With a single process, do nothing."""
+    """Wait until ``differs`` returns False on every process, because a network disk may show new files late. Raise
+    InputError on all processes after `SEEN_AFTER` seconds. With a single process, do nothing."""
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):
@@ -318,7 +318,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
     """Raise ValueError unless ``model`` has exactly the parameters of a recipe. ``optimizer`` must have the moments
-    of all of them or of none, and likewise the averages."""
+    of all parameters or of none, and the averages of all or of none."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -346,7 +346,7 @@ def _require_types(progress: Progress, state: Any) -> None:
 
 
 def _undone(checkpoint: Path, rewinds: Sequence[Rewind]) -> bool:
-    """Return whether a rewind has undone a checkpoint. If it cannot be read, return False."""
+    """Return whether a rewind has undone a checkpoint. Return False if the checkpoint cannot be read."""
     try:
         known = len(read_state(checkpoint)["rewinds"])
     except (OSError, InputError, *WRONG_TYPES):
@@ -385,16 +385,16 @@ class Saved:
     """The result of writing a checkpoint, or why it failed."""
 
     progress: Progress  # the saved position of the run
-    path: Path | None = None  # its folder, if it was written
+    path: Path | None = None  # folder of the checkpoint, if it was written
     error: str | None = None  # why it was not written
 
 
 class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
-    The first checkpoint in each interval of ``every_tokens`` is scheduled. The newest ``keep`` scheduled checkpoints
-    are kept, and some others (:func:`checkpoints_to_keep`). A second one in an interval, such as the one that a stop
-    saves, is kept only while it is the newest. So stops do not push out the checkpoints to which a run may roll back.
+    The first checkpoint in each interval of ``every_tokens`` counts as scheduled. :func:`checkpoints_to_keep` chooses
+    the scheduled checkpoints to keep. A later checkpoint in an interval, for example after a stop, is kept only while
+    it is the newest. So stops do not push out the checkpoints to which a run may roll back.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
@@ -424,8 +424,8 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, only once. Return None if there is none, or if it is not done and
-        ``wait`` is False. With ``wait``, all processes get it in the same call.
+        """Return the result of the last save. Return None if an earlier call returned it, if nothing was saved, or if
+        the save is not done and ``wait`` is False. With ``wait``, all processes get the result in the same call.
 
         Raises:
             ProcessLost: if the first process does not report the result.
@@ -467,7 +467,7 @@ class CheckpointManager:
             for path in later:
                 if path not in damaged:
                     _remove(path)
-            # What was kept for good stays so, even if a rewind has changed the interval of checkpoints.
+            # These stay, even if a rewind has changed checkpoint_every_tokens.
             self._for_good = kept_for_good(list(map(tokens_of, checkpoints(self._folder))), self._keep_every)
         self._group.barrier()
 
@@ -481,7 +481,7 @@ class CheckpointManager:
                 if tokens_of(path) not in stay:
                     _remove(path)
 
-        self._sync()  # its steps are not trained again, so their lines must survive a power cut as well
+        self._sync()  # a resumed run does not repeat these steps, so a power cut must not lose their lines
         try:
             path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy, self._require)
         except NotSaved as error:
@@ -554,7 +554,7 @@ class Checkpoints(Callback):
         state[RECIPE] = saved_recipe(training.recipe)
         if self._tokenizer is not None:
             state[TOKENIZER] = self._tokenizer
-        with suppress(InputError):  # the disk is away for a moment: the save itself says so
+        with suppress(InputError):  # if the disk is away, the save reports that
             state[EVENTS] = asdict(self.trainer.run.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step

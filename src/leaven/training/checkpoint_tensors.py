@@ -22,7 +22,7 @@ Span = tuple[int, int]
 class SavedBlock:
     """A block of a tensor, stored in a file under the tensor's name."""
 
-    file: str  # its name in the folder of the checkpoint
+    file: str  # name of the file in the folder of the checkpoint
     offset: tuple[int, ...]  # of the block's first element in the whole tensor
     shape: tuple[int, ...]  # of the block
 
@@ -35,7 +35,7 @@ class SavedBlock:
 class SavedTensor:
     """The location of a tensor in the files of a checkpoint."""
 
-    dtype: str  # its name in torch, such as "float32"
+    dtype: str  # name of the dtype in torch, such as "float32"
     shape: tuple[int, ...]  # of the whole tensor
     blocks: tuple[SavedBlock, ...]  # the parts of the tensor, each with its file
 
@@ -54,8 +54,8 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
     written.
 
     Raises:
-        ValueError: if an element is missing, stored twice or outside its tensor, or if blocks differ in dtype or
-            shape.
+        ValueError: if an element is missing, stored twice or outside its tensor, or if two blocks name different
+            dtypes or shapes of their whole tensor.
     """
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
@@ -141,7 +141,7 @@ class Tensors(Mapping[str, Tensor]):
                         raise ValueError(f"{name}: {block.file} holds another dtype or shape of this tensor")
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless these tensors are here, in fp32 or fp64, with these shapes."""
+        """Raise ValueError unless all tensors named in ``shapes`` exist, in fp32 or fp64, with these shapes."""
         for name, shape in shapes.items():
             saved = self._saved.get(name)
             if saved is None or saved.dtype not in {"float32", "float64"} or saved.shape != shape:

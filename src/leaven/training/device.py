@@ -1,8 +1,6 @@
 """Describes the device and the machine: names, peak speed (for the MFU), used and free memory, cores and versions.
 
-The MFU is the model FLOPs per second divided by the device's peak (:func:`device_peak`). A token costs 6 FLOPs for
-each weight in a matmul (also of the unembedding, but not of the embedding), plus 12 x layers x heads x d_head x
-seq_len for full attention (:mod:`leaven.planning.flops`).
+The MFU is the model FLOPs per second (:mod:`leaven.planning.flops`) divided by the device's peak.
 """
 
 import ctypes
@@ -36,7 +34,7 @@ T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
-TIMES_FP32 = "times_fp32.json"  # a file of the cache folder: what `times_fp32` has measured
+TIMES_FP32 = "times_fp32.json"  # file in the cache folder with the results of `times_fp32`
 EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than this many times its time in fp32
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
@@ -63,11 +61,8 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet, or None if it is unknown.
-
-    It counts as unknown for fp32, because a GPU may run fp32 as TF32, which has another peak. A wrong peak is worse
-    than none: a trainer that treated unknown devices as an A100 printed an MFU three times too high.
-    """
+    """Return the dense peak speed of a device from its data sheet, or None if it is unknown. The peak in fp32 counts
+    as unknown, because a GPU may run fp32 as TF32, which has another peak."""
     name = device_name(device)
     known = known_device(name)
     tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
@@ -129,11 +124,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device: from its data sheet if that is known, or measured.
-
-    A measured peak is the higher of the speeds with ``compute`` and with fp32, because a device may only emulate
-    ``compute``. When only ``compute`` was measured, a CPU without fp16 showed MFUs of up to 227%.
-    """
+    """Return the peak speed of a device: from its data sheet if that is known, or measured. A measured peak is the
+    higher of the speeds with ``compute`` and with fp32: a device may only emulate ``compute``."""
     known = known_peak(device, compute)
     if known is not None:
         return known
@@ -148,8 +140,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
     """Return the time of a matmul in ``compute`` divided by its time in fp32.
 
-    A ratio below 0.8 or above 2 is stored in leaven's cache folder, and not measured again. A ratio in between may be
-    an effect of other work on the machine.
+    A ratio below 0.8 or above 2 is stored in leaven's cache folder, and not measured again. A ratio in between may
+    come from other work on the machine.
     """
     if compute == "fp32":
         return 1.0
@@ -262,7 +254,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a run can still allocate on this device. A container may limit them on a CPU."""
+    """Return the bytes that a run can still allocate on this device. On a CPU, limits of a container count, too."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

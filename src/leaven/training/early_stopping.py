@@ -2,9 +2,9 @@
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
 trial with a high learning rate starts behind and may still win. So a trial may be behind by a margin: the amount by
-which the baseline's own loss still falls, and at least :data:`LEAST` standard deviations between seeds. The margin
-narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and tested on
-another set (benchmarks/early_stopping.py, docs/log.md).
+which the baseline's own loss still falls, but at least :data:`LEAST` standard deviations of the loss between seeds.
+The margin narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and
+tested on another set (benchmarks/early_stopping.py, docs/log.md).
 """
 
 import math
@@ -19,7 +19,7 @@ from leaven.training.loop import Callback, Diverged, StepResult
 from leaven.training.outcome import Baseline, Curve, curve_of
 
 POINTS = 32
-"""A run is divided into this many intervals of equal token counts, each with at most one point of its curve."""
+"""A run is divided into this many intervals of equal token counts, each with at most one point of the loss curve."""
 
 
 LEARNT = 0.01

@@ -126,7 +126,7 @@ class Training:
 
     @property
     def model(self) -> Transformer:
-        """The model of a run on one device."""
+        """The model of a run in a single process."""
         return self.sharded.stages[0].model
 
     @property
@@ -172,7 +172,7 @@ class Training:
         """Start one optimizer step on the device. Return a function that waits for the step and returns its metrics.
 
         Call these functions in the order of the steps. The device applies a step only if its loss and gradient norm
-        are below :attr:`limits`, and so finite.
+        are finite and below :attr:`limits`.
         """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
@@ -225,7 +225,7 @@ class Training:
         return loss if scale is None else loss / scale
 
     def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
-        """Return the measurement of the noise scale, prepared for this step, or None if none is due."""
+        """Return :attr:`noise`, prepared to measure this step, or None if no measurement is due."""
         if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):
             return None
         self.noise.first_targets = self._first_targets(batch)

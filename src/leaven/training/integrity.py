@@ -44,8 +44,8 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run of this recipe can start or resume in a run folder: it is new or empty, or has
-    this run and all its files."""
+    """Raise InputError unless a run of this recipe can start or resume in a run folder. The folder must be new or
+    empty, or have this run and all its files."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -131,14 +131,14 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether a rewind in events.jsonl differs from the one at its position in the newest checkpoint. Either
-    may know of later ones: a rewind is no part of a checkpoint yet, or its event is lost."""
+    """Return whether a rewind in events.jsonl differs from the rewind with the same number in the newest checkpoint.
+    One of the two may have more rewinds: the checkpoint is older, or events are lost."""
     saved = newest_document(run).get("rewinds")
     for event in run.read_events():
         earlier = event.get("earlier_rewinds")
         if event["event"] in RETURNS and isinstance(earlier, list) and isinstance(saved, list):
             pairs = zip([*earlier, event], saved, strict=False)
-            with suppress(*WRONG_TYPES):  # damage is named when the rewinds are read
+            with suppress(*WRONG_TYPES):  # damage is reported when the rewinds are read
                 if any(one[key] != other[key] for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
                     return True
     return False
@@ -146,7 +146,7 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
     """Return a sentence that names the values of recipe.toml that were changed after the checkpoint and do not affect
-    its weights, or None."""
+    the weights, or None."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -189,7 +189,7 @@ def tokenizer_digest(run: RunFolder) -> str | None:
 
 
 def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digests of tokenizer.json without its formatting, and as it is (older versions saved this one)."""
+    """Return the digest of tokenizer.json without formatting, and of its bytes (saved by older versions), or []."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
@@ -230,10 +230,9 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe in the last event that changed it. Without such an event, or if
-    the newest checkpoint was saved after it, compare with the recipe in the checkpoint. If a process was killed after
-    that event, recipe.toml may still have the values of before the event. These do not count as changes.
-    """
+    """Return how recipe.toml differs from the recipe of the run: that of the last event that changed the recipe, or
+    that of the checkpoint if the checkpoint is newer. Values from before the event do not count as changes: a process
+    may have been killed before it wrote recipe.toml."""
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -252,7 +251,7 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
     """Return the values of a recipe that stay the same during a run. The text may be moved: :func:`require_text`
     compares its content."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
-    names = [source.source for source in recipe.data.sources]  # of several, they decide the order of the samples
+    names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
     values["data"]["weights"] = recipe.data.proportions
     values["batch"]["micro_batch"] = None
@@ -276,21 +275,18 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 
 
 def progress(run: RunFolder, recipe: Recipe) -> str | None:
-    """Return evidence that a run has trained, such as "events.jsonl says that it has trained 1,024 tokens", or None.
-
-    If the first save was interrupted or failed, training before the second save does not count, because there is
-    nothing to resume from.
-    """
+    """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None."""
     events = run.events()
     saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
     if saved:
-        return f"{run.events_file.name} says that it has trained {saved[-1]:,} tokens"
+        return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
     if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
         return f"{run.metrics_file.name} has lines that are no metrics"
     if is_other_text(run.events_file, "event"):
         return f"{run.events_file.name} has lines that are no events"
+    # If the first save failed, training before the second save does not count: there is nothing to resume from.
     unsaved = any(event["event"] == "checkpoint_failed" for event in events) or any(
         run.checkpoints.glob(f".{checkpoint_name(0)}.*.tmp")
     )
@@ -298,10 +294,10 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
     second_save = recipe.batches.tokens_at_step(recipe.batches.first_step_at(checkpoint_interval(recipe)))
     few = unsaved and isinstance(trained, int) and trained <= second_save
     if lines and not few:
-        return f"{run.metrics_file.name} says that it has trained {lines[-1]['step']:,} steps"
+        return f"{run.metrics_file.name} says that the run has trained {lines[-1]['step']:,} steps"
     if not few and (file := _trained_file(run, begun=bool(events))) is not None:
-        return f"{file.relative_to(run.path)} says that it has been trained"
-    return "it had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
+        return f"{file.relative_to(run.path)} says that the run has been trained"
+    return "the run had saved one before torchrun restarted it" if _torchrun_has_trained(run) else None
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
@@ -316,7 +312,7 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
     """Return plan.json or a TensorBoard file that shows that the run has trained, or None. If the run has ``begun``
-    (has events), plan.json needs measured steps, because the first one is written before the first step."""
+    (has events), plan.json needs measured steps, because the first plan is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -342,7 +338,7 @@ def newest_saved(run: RunFolder) -> int | None:
     for event in reversed(run.events()):
         if (tokens := _saved_tokens(event)) is not None:
             return tokens
-        if event["event"] in RETURNS:  # an automatic one of an older version
+        if event["event"] in RETURNS:  # a rollback by an older version, without from_tokens
             break
     return None
 
@@ -368,8 +364,8 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why no checkpoint can be used, or None if there are none. With ``tokens``, consider
-    only the checkpoint at that token count."""
+    """Return a sentence that says why no checkpoint can be used, or None if there are no checkpoints. With
+    ``tokens``, consider only the checkpoint at that token count."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -381,12 +377,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens if the one that was read, at ``found`` tokens, is older.
-    Otherwise return None.
-
-    ``saved`` is the result of :func:`newest_saved`. Call that first, because the run may be writing a newer
-    checkpoint.
-    """
+    """Return the name of the newest saved checkpoint (at ``saved`` tokens) if an older one, at ``found`` tokens, was
+    read. Otherwise return None. Call :func:`newest_saved` before reading, because the run may be saving another."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -424,8 +416,8 @@ def events_before_torchrun(run: RunFolder) -> int:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of the file that :func:`mark_trained` writes, or None without torchrun. It is in a log folder
-    that torchrun keeps when it restarts its processes."""
+    """Return the path of the file that :func:`mark_trained` writes, or None without torchrun. The file is in a log
+    folder that torchrun keeps when it restarts its processes."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
@@ -434,10 +426,7 @@ def _torchrun_mark() -> Path | None:
 
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence that says how.
-
-    If all checkpoints are gone, they count as removed on purpose.
-    """
+    """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence about this."""
     metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):
@@ -447,6 +436,7 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     if events is not None:
         found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, events))
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
+    # If all checkpoints are gone, the user has probably removed them.
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
         found[run.checkpoints.name] = f"{checkpoint_name(finish['tokens'])} is missing"
     return {file: why for file, why in found.items() if why is not None}

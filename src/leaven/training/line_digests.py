@@ -9,7 +9,7 @@ from typing import Any
 
 from leaven import storage
 
-MOST_RANGES = 3  # ranges of missing steps that a message lists
+MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
         return written.lines, None
     documents = [storage.json_object(line) or {} for line in lines]
     steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
-    # A cut keeps the lines above it. A line contradicts the cut if it is kept but its step is after ``step``, or if
-    # it is not kept but its step is not after ``step``. Take the cut with the fewest contradictions: then one damaged
-    # step number removes no other lines.
+    # Keep the first n lines. A kept line of a step after ``step`` is a contradiction, and so is a removed line of a
+    # step up to ``step``. Choose the n with the fewest: then a damaged step number removes no other lines.
     contradictions = [sum(found is not None and found <= step for found in steps)]
     for found in steps:
         contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))

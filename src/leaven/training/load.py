@@ -128,7 +128,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         raise InputError(f"{run}: {problem}; give the folder that leaven train --run has written")
     recipe = folder.recipe()
     require_own_files(folder, newest_state(folder), to_use=True)
-    saved = newest_saved(folder) if tokens is None else None  # first, because a run may be writing another one
+    saved = newest_saved(folder) if tokens is None else None  # first: the run may be saving another checkpoint
     checkpoint, damaged = read_checkpoint(folder.checkpoints, rewinds_of(folder), tokens, recipe=recipe)
     if checkpoint is None:
         there = [tokens_of(path) for path in checkpoints(folder.checkpoints)]
@@ -215,7 +215,7 @@ def sample(
     ):
         drawn.append(token)
         text = tokenizer.decode([*given, *drawn])
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # ends in an incomplete character
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # stands for an incomplete character
             on_text(text[shown:])
             shown = len(text)
     text = tokenizer.decode([*given, *drawn])
@@ -245,7 +245,7 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         architecture=architecture.name,
         tokens=run.tokens,
         dtype=dtype,
-        events=() if run.folder.lost_rewinds(events) else events,  # their losses may be those of another branch
+        events=() if run.folder.lost_rewinds(events) else events,  # after a lost rewind, their losses do not count
         averaged=run.averaged,
         licence=licence,
     )

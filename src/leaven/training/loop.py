@@ -41,7 +41,7 @@ class Callback:
     """The base class of callbacks. The loop calls them in the order of its list. To end the run, raise an
     exception."""
 
-    every_tokens: int | None = None  # how often to call :meth:`on_due`; None for never
+    every_tokens: int | None = None  # number of tokens between two calls of :meth:`on_due`; None: no calls
 
     def before_step(self) -> None:
         """Called before each step. The result of the previous step may not have been read yet."""

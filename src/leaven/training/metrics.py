@@ -37,21 +37,20 @@ class Step(StepResult):
     """The metrics of a step: a line of metrics.jsonl. The norms cover all parameters."""
 
     lr: float  # lr of the hidden weights (attention.out of the first block)
-    grad_norm: float  # before clipping
-    update_norm: float  # of the change of the parameters in this step
+    grad_norm: float  # norm of the gradient before clipping
+    update_norm: float  # norm of the change of the parameters in this step
     tokens_per_second: float  # of all processes together
     tflops: float  # model FLOPs per second of one device, in 10^12
     mfu: float | None  # tflops divided by the device's peak; None if the peak is unknown
     memory_gib: float  # peak memory use so far
-    skipped: bool  # not applied, because the loss or gradient norm was not finite or too high
+    skipped: bool  # whether the update was left out: the loss or gradient norm was not finite or too high
     loss_scale: float | None  # None except in fp16
     modules: dict[str, tuple[float, float]]  # by module: norms of (update, parameters) over all blocks
-    noise_scale: float | None = None  # gradient noise scale, tokens; None if not measured or not positive
+    noise_scale: float | None = None  # gradient noise scale in tokens; None if not measured or not positive
     z_loss: float | None = None  # z-loss in nats per token, which is not part of ``loss``; None without a z-loss
-    # None without experts: the balance loss without its coefficient (mean over layers; 1 at an even load), and the
-    # highest load of an expert divided by the mean load of its layer.
+    # The balance loss without its coefficient: mean over layers, 1 at an even load; None without experts.
     balance_loss: float | None = None
-    max_load: float | None = None
+    max_load: float | None = None  # highest load of an expert / mean load of its layer; None without experts
 
     @property
     def seconds(self) -> float:
@@ -151,8 +150,8 @@ class Telemetry:
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event after it. A wait for this
-        event does not include later steps."""
+        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event after it. Waiting for
+        this event does not wait for later steps."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -353,7 +352,7 @@ class Tracker:
         name = run.path.resolve().name
         known: dict[str, Any] = {"project": recipe.name, "name": name, "config": recipe.model_dump(mode="json")}
         if module.__name__ == "wandb":
-            # A run that an older version began keeps its id, which runs in other folders of this name have, too.
+            # A run that an older version began keeps its id, although runs in other folders may have the same id.
             older = f"{recipe.name}-{name}"
             begun = any(path.name.endswith(f"-{older}") for path in run.path.glob("wandb/*run-*"))
             known |= {"id": older if begun else f"{older}-{run.identity}", "dir": str(run.path)}

@@ -44,16 +44,16 @@ ROUNDS = 3
 """A candidate is timed with this many passes, after one that is not counted."""
 
 LIMIT_SECONDS = 60.0
-"""No further candidate is timed if its passes are expected to end later than this."""
+"""A candidate is not timed if its passes would probably end later than this many seconds after the first began."""
 
 WORTH = 0.02
 """The smallest micro-batch whose speed is within this share of the highest is chosen. A smaller difference is noise,
 and a smaller micro-batch saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
-"""The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts: also copies
-and, with autocast, a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded
-up."""
+"""The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts. They include
+copies and, with autocast, a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md),
+rounded up."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
 """A micro-batch may need this share of the free memory by the planner's formula. On a CPU the system kills a process
@@ -104,7 +104,7 @@ def _largest_micro_batch(recipe: Recipe) -> int:
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
-    if recipe.stability.noise_scale_every_tokens is not None:  # needs two micro-batches
+    if recipe.stability.noise_scale_every_tokens is not None:
         batch //= 2
     return max(1, batch // layout.dp // recipe.model.seq_len)
 
@@ -184,7 +184,7 @@ def choose_micro_batch(training: "Training") -> Choice:
     """
     began, recipe, device = time.perf_counter(), training.recipe, training.device
     sequences = recipe.batch.tokens // recipe.model.seq_len
-    powers = {even(sequences, 2**n) for n in range(sequences.bit_length() + 1)}  # and the whole batch
+    powers = {even(sequences, 2**n) for n in range(sequences.bit_length() + 1)}  # the largest is the whole batch
     everything = sorted(size for size in powers if size <= _largest_micro_batch(recipe))
     candidates = fitting(recipe, device, everything)
     choice = (_largest_that_runs if recipe.steps < TIMED_STEPS else _fastest)(training, candidates)

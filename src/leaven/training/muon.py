@@ -105,7 +105,7 @@ class MuonWithAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = None
-        if closure is not None:  # while all groups are here, because it calls zero_grad
+        if closure is not None:  # before groups are taken out, because it calls zero_grad
             with torch.enable_grad():
                 loss = closure()
         everything, of_adam = self.param_groups, torch.optim.AdamW.step

@@ -132,7 +132,7 @@ class Clipper:
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
     model: ShardedModel
-    # In mode ``per-module``: a number for each table row, (rows,), equal for the rows of one module in one block.
+    # In mode ``per-module``: for each table row the number of its part (a module in a block), (rows,).
     parts: Tensor | None = None
     running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
     beta: float = 0.0  # beta of the exponential average of the running norm, at the full batch
@@ -170,7 +170,7 @@ class Clipper:
             factors = factors[self.model.row_numbers]
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
-            # The clipped norm: a spike must not raise the limit for the next one. If it is not finite, ignore it.
+            # Add the clipped norm: a spike must not raise the next limits. Ignore a norm that is not finite.
             clipped, beta = torch.minimum(widened(norm), limit), ramp.beta(self.beta)
             mean_square, steps = self.running.unbind()
             added = torch.stack((beta * mean_square + (1 - beta) * clipped**2, steps + 1))

@@ -84,9 +84,8 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of this and earlier starts to ``plan.json``. Return those of this start, one for each batch
-        size. Only the first process does so; others return []. If the file cannot be written, the run continues
-        without it."""
+        """Write the rows of this and earlier starts to ``plan.json``. Return the rows of this start, one for each
+        batch size. Processes other than the first only return []. An error in writing the file is ignored."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))

@@ -71,7 +71,7 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     """Return the automatic and manual rewinds of a run, in order: those in the newest checkpoint, and later ones in
     events.jsonl. An event also has the rewinds before it, because lines of the file may be lost."""
     rewinds: list[Rewind] = []
-    with suppress(*WRONG_TYPES):  # such a checkpoint is damaged, and is named when it is loaded
+    with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
     for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
         earlier = event.get("earlier_rewinds")
@@ -132,7 +132,7 @@ class ManualRewind:
         """Return whether this rewind was done already: the run's last manual rewind had the same arguments, and
         ``recipe`` is still the recipe of the run."""
         asked = [event["asked"] for event in run.events() if event["event"] == "rewind"]
-        # Checkpoints know the arguments, too, because the event may be lost.
+        # Checkpoints have the arguments, too, in case the event is lost.
         asked += [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
@@ -151,9 +151,9 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder, with ``recipe`` if it differs. Do nothing if this was just done."""
+        """Record the rewind in the run folder, and ``recipe`` if it differs, unless another command has done so."""
         with LockedFolder(run.path, "run folder"):
-            if self.done(run, recipe):  # by another command, since this one has checked
+            if self.done(run, recipe):
                 return
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), rewinds_of(run)

@@ -24,7 +24,7 @@ LOCK = ".lock"
 OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it
 UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
-WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # raised by a JSON document that was changed
+WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # errors that reading a damaged JSON document raises
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 IDENTITY = "run"  # key of the run's identifier in events, metrics, plan.json and the state of a checkpoint
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
@@ -51,7 +51,7 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
-    "earlier_rewinds": (list, int),  # a number in some commits of November 2026, which is not used
+    "earlier_rewinds": (list, int),  # older versions wrote an int, which is ignored
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -63,8 +63,8 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 class LockedFolder:
     """A context manager that creates a folder if necessary, and locks it for this process. A kill releases the lock.
 
-    Entering it, and :meth:`lock_again`, raise InputError if another process has locked the folder, or it cannot be
-    created. ``kind`` is the name of the folder in messages, such as "run folder".
+    Raises InputError if another process has locked the folder, or if the folder cannot be created. ``kind`` is the
+    name of the folder in messages, such as "run folder".
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -118,7 +118,7 @@ class LockedFolder:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the paths of the checkpoints in a folder, fewest tokens first. Damaged ones are included."""
+    """Return the paths of all checkpoints in a folder, also of damaged ones, fewest tokens first."""
     return sorted((path for path in folder.glob("tokens-*") if _CHECKPOINT.fullmatch(path.name)), key=tokens_of)
 
 
@@ -154,38 +154,32 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
-    """Return the digest of ``state``, which state.json contains beside it."""
+    """Return the digest of ``state``. A state.json contains both."""
     return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class RunFolder:
-    """The folder of a run on disk.
-
-    A line that cannot be written, for example to a full disk, is kept in memory and written later. Meanwhile
-    ``unwritten`` is the error message, and ``no_room`` whether this may pass: a disk or a quota is full, or a disk is
-    away or may not be written. ``writes`` is true in only one process of a run; the others write no lines and no
-    recipe.
-    """
+    """The folder of a run on disk. A line that cannot be written is kept in memory and written later."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.writes = True
+        self.writes = True  # True in one process of a run; the others write no lines and no recipe
         self.checkpoints = path / "checkpoints"
         self.recipe_file = path / "recipe.toml"
         self.tokenizer_file = path / "tokenizer.json"
         self.plan_file = path / "plan.json"
-        self.unwritten: str | None = None
-        self.no_room = False
+        self.unwritten: str | None = None  # why lines are kept in memory; None if all are written
+        self.no_room = False  # whether lines are kept because a disk is full, away or may not be written
         self.metrics_file = path / "metrics.jsonl"
         self.events_file = path / "events.jsonl"
-        self.identity = ""  # the random identifier of the run, which is known once it has started
-        self._waiting: deque[tuple[Path, bytes]] = deque()
-        self._locked: LockedFolder | None = None  # once this process has locked the folder
-        self._claimed: int | None = None  # the device of the folder of checkpoints, once it is claimed
+        self.identity = ""  # random identifier of the run; empty before the run starts
+        self._waiting: deque[tuple[Path, bytes]] = deque()  # (file, line) of the lines that are kept in memory
+        self._locked: LockedFolder | None = None  # None until this process locks the folder
+        self._claimed: int | None = None  # st_dev of the folder of checkpoints; None until it is claimed
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
-        """Return the run's current recipe. It is right even if recipe.toml was not written after a manual rewind."""
+        """Return the run's current recipe, even if recipe.toml was not written after a manual rewind."""
         change = self.last_change()
         if change is None:
             return read_recipe(self.recipe_file)
@@ -202,9 +196,7 @@ class RunFolder:
         """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
-        if not changes:
-            return None
-        if self.lost_rewinds(events):
+        if not changes or self.lost_rewinds(events):
             return None
         try:
             recipe = Recipe.model_validate(changes[-1]["recipe"])
@@ -213,13 +205,13 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the newest checkpoint knows of more rewinds than the events, for example an older copy."""
+        """Return whether the newest checkpoint has more rewinds than ``events``, which may be an older copy."""
         return self.rewinds_ahead(events) > 0
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return how many rewinds the newest checkpoint has more than the events. It has fewer, and the number is
-        below 0, until a checkpoint is saved after a rewind, or if it is damaged."""
-        with suppress(*WRONG_TYPES):  # a damaged checkpoint is named when it is loaded
+        """Return the number of rewinds in the newest checkpoint minus the number in ``events``. It is below 0 between
+        a rewind and the next checkpoint, and if all checkpoints are damaged."""
+        with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             return len(newest_document(self)["rewinds"]) - _rewinds_known(events)
         return -1
 
@@ -230,7 +222,7 @@ class RunFolder:
             yield
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove what an interrupted write has left, and write the recipe file if it is missing or out of date."""
+        """Remove files of interrupted writes, and write the recipe file if it is missing or out of date."""
         for file in (self.recipe_file, self.plan_file):
             for torn in self.path.glob(f".{file.name}.*.tmp"):
                 if torn.is_file():
@@ -241,27 +233,26 @@ class RunFolder:
             self._write_recipe(current, also_in_events=True)
 
     def claim_checkpoints(self) -> None:
-        """Write into the folder of checkpoints to which run it belongs. Raise InputError if another run does so at
-        the same time."""
+        """Mark the folder of checkpoints as used by this run. Raise InputError if another run uses it."""
         if self._claimed is not None or not self.writes:
             return
         file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), self._inode())
-        with suppress(OSError):  # without it, a later command only knows less
+        with suppress(OSError):  # the file is needed only to detect that another run uses the folder
             self.checkpoints.mkdir(exist_ok=True)
             with suppress(FileExistsError), storage.open_to_write(file, os.O_CREAT | os.O_EXCL) as new:
                 new.write(content)
             self.require_own_checkpoints()
-            if storage.read(file) != content:  # the run, or the one that was here, has moved
+            if storage.read(file) != content:  # this run, or an earlier owner, has moved
                 storage.write(file, content)
             self._claimed = self.checkpoints.stat().st_dev
 
     def _inode(self) -> int:
-        """Return the number that a folder keeps when it is moved on its disk, and that a copy does not have."""
+        """Return the inode of the run folder. A folder that is moved on its disk keeps it, and a copy has another."""
         return self.path.stat().st_ino
 
     def require_claimed(self) -> None:
-        """Raise OSError if the disk is away on which :meth:`claim_checkpoints` has claimed the folder of checkpoints.
-        A folder on the same disk may be a new one: the user has removed or moved the checkpoints."""
+        """Raise OSError if the disk with the claimed folder of checkpoints (:meth:`claim_checkpoints`) is away. A new
+        folder on the same disk is allowed: the user has removed or moved the checkpoints."""
         if self._claimed is None or (self.checkpoints / OWNER).exists():
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
@@ -269,16 +260,16 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self) -> None:
-        """Raise InputError if the folder of checkpoints is a link, and another run uses it, as after ``cp -r`` of a
-        run, which copies only the link."""
+        """Raise InputError if another run uses the same folder of checkpoints through a link, for example a copy by
+        ``cp -r``, which copies only the link."""
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             if int(inode) == self._inode():
                 return
-        except (OSError, ValueError):  # of an older version
+        except (OSError, ValueError):  # older versions did not write this file
             return
         other, own = Path(os.fsdecode(path)), False
-        # A link to checkpoints of a folder with another inode: a copy, another container, or a restored backup.
+        # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
         if self._claimed is None and not self.checkpoints.is_symlink():
             try:
                 own = other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints)
@@ -286,15 +277,15 @@ class RunFolder:
                 own = True
         if not own:
             raise InputError(
-                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which may have "
-                "changed since; replace the link by an empty folder, or by a copy if this run is one: cp -r "
-                f"{shlex.quote(str(self.checkpoints.resolve()))}/. FOLDER; or remove {OWNER} in it if no other run "
-                "uses it"
+                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which may have changed "
+                f"since; if no other run uses them, remove {OWNER} there; if this run is a copy, replace the link by "
+                f"a copy of them: cp -r {shlex.quote(str(self.checkpoints.resolve()))}/. FOLDER; otherwise, replace "
+                "the link by an empty folder"
             )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
         """Write the recipe file, and keep the comments of an existing one, which the user may have written. Raise
-        InputError if this fails, but not because of a full disk if the recipe is ``also_in_events``."""
+        InputError if this fails. If the recipe is ``also_in_events``, ignore a full disk."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -302,12 +293,10 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Raise InputError if the locked folder was deleted, moved or replaced by another one of the same name.
-
-        If only the lock file was removed, lock the folder again.
-        """
+        """Raise InputError if the locked folder was deleted, moved or replaced. If only the lock file was
+        removed, lock the folder again."""
         if self._locked is not None and not self._locked.is_locked():
-            self.writes = False  # until it has the lock
+            self.writes = False  # until the folder is locked again
             self._locked.lock_again()
             self.writes = True
 
@@ -327,11 +316,8 @@ class RunFolder:
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and an incomplete last
-        line.
-
-        The file is truncated in place, which works even on a full disk. ``written`` is the :meth:`metrics_digest` at
-        this step. Return a sentence that says how the remaining lines differ from it, or None.
-        """
+        line. ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining
+        lines differ from ``written``, or None."""
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
         if not self.writes:
@@ -342,7 +328,7 @@ class RunFolder:
         size = sum(map(len, lines[: min(kept, len(on_disk))]))
         if self.metrics_file.exists() and size < self.metrics_file.stat().st_size:
             with storage.open_to_write(self.metrics_file) as file:
-                file.truncate(size)
+                file.truncate(size)  # in place, which works even on a full disk
         self._waiting.extend((self.metrics_file, line) for line in lines[len(on_disk) : kept])
         self._lines, self._digest = kept, digest(lines[:kept])
         return difference
@@ -516,7 +502,7 @@ def _content(path: Path) -> bytes:
 
 
 def _rewinds_known(events: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many rewinds the events know. The lines of earlier ones may be lost."""
+    """Return the number of rewinds in the events, including rewinds whose own lines are lost."""
     returns = [event.get("earlier_rewinds") for event in events if event["event"] in RETURNS]
     return max((len(each) if isinstance(each, list) else at for at, each in enumerate(returns)), default=-1) + 1
 

@@ -63,7 +63,8 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
     """Yield (first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes. A crash may leave zeros at the end of a file. Such a record is incomplete, not damaged.
+    checksum in 4 bytes. Zeros, which a crash may leave at the end of a file, make a record
+    incomplete, not damaged.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 

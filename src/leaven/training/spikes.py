@@ -232,9 +232,7 @@ def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
     """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found.
-
-    It follows from the schedule, not from the disk, which may have damaged and unscheduled checkpoints.
-    """
+    The count follows from the schedule, not from the disk, which may have damaged and unscheduled checkpoints."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
         """Return the checkpoints that exist when the metrics of ``step`` are read. ``there`` are those that existed

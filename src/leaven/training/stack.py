@@ -111,7 +111,7 @@ def train_stack(
         saving.resume()
     at_once = first.stability.on_spike != "off"
     monitors = [DivergenceMonitor(first.model.vocab_size, first.data.tokens, at_once) for _ in recipes]
-    diverged, seen = dict[int, int](), 0  # the tokens after which a trial diverged
+    diverged, seen = dict[int, int](), 0  # by index of a trial: the tokens after which it diverged
     while True:
         for losses in stack.losses_from(seen):
             seen += 1
@@ -198,7 +198,7 @@ class TrialStack:
         if self.device.type == "cuda":
             self.losses, self.update = torch.compile(self._losses), torch.compile(self._update)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.progress = Progress()  # its tokens are those of one recipe; its seconds exclude the filling of buffers
+        self.progress = Progress()  # tokens of one recipe; seconds without filling the buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
         """Train the recipes, and return the validation loss of each in nats per token, not finite if it diverged."""
@@ -304,7 +304,7 @@ class TrialStack:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._one_step()
-        self.graph = graph  # not before: a capture may run out of memory
+        self.graph = graph  # only after the capture, which may run out of memory
 
     def _one_step(self) -> None:
         windows = self.windows.index_select(1, self.step)[:, 0].long()

@@ -26,7 +26,7 @@ answers the question beside it.
    the gradient norm is not finite, or with ``on_spike = "skip"`` above the limits of the spike guard.
 6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time: loss,
    ``backward()``, and in a run of several processes the exchange between them (Where are the model and its loss?
-   ``model/transformer.py`` and ``model/loss.py``. Which layers has a process? ``distributed/pipeline.py``).
+   ``model/transformer.py`` and ``model/loss.py``. Which layers does a process have? ``distributed/pipeline.py``).
 7. ``optimizer.py`` clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr
    x multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each
    step multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.
@@ -211,7 +211,7 @@ def _require_one_recipe(
     the samples.
 
     Raises:
-        InputError: on all processes, if one has others, or does not see the events.
+        InputError: on all processes, if one of them differs or does not see the events.
     """
     if group is SINGLE_PROCESS:
         return
@@ -243,7 +243,7 @@ def _require_one_recipe(
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
-    """Return the initial state of a run, and the choice of its micro-batch, if trial passes made it. Raise
+    """Return the initial state of a run, and the choice of its micro-batch (None if no pass was timed). Raise
     StopRequested if ``stop`` returns True while micro-batches are timed."""
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
@@ -276,7 +276,7 @@ class RunTrainer:
         self._on_event = on_event
         self.group = training.group
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
-        self._unwritten: str | None = None  # why lines could not be written to the disk
+        self._unwritten: str | None = None  # the value of ``run.unwritten`` that was last reported
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
         self.checkpoints = Checkpoints(self)
@@ -360,9 +360,9 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """While the last checkpoint cannot be saved because a disk is full, away or may not be written, try it again,
-        more and more rarely, until ``stop`` returns True. Return the error that is left, or None."""
-        pauses = left = 1  # short pauses from one attempt to the next: a stop is noticed after each of them
+        """Save the last checkpoint again while ``error`` says that a disk is full, away or may not be written. The
+        pauses get longer. Stop once ``stop`` returns True. Return the error of the last attempt, or None."""
+        pauses = left = 1  # short pauses until the next attempt, in all and left; ``stop`` is polled after each
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell("waits", str(error))
         while waits and not stop():
@@ -400,7 +400,7 @@ class RunTrainer:
         self._on_event("rollback", values | {"damaged_checkpoints": names})
 
     def fail(self, values: dict[str, Any]) -> NoReturn:
-        """Log why the run failed, and end it by raising Diverged."""
+        """Log why the run failed, and raise Diverged."""
         self.event("stop", **values)
         self._tell_unwritten("lines_lost")
         raise Diverged(values["why"])
@@ -415,7 +415,7 @@ class RunTrainer:
             self._tell_unwritten("unwritten")
 
     def _tell_unwritten(self, event: str) -> None:
-        """Pass an event to ``on_event`` if lines wait for room on the disk, where it cannot be written."""
+        """If lines cannot be written to the disk, pass an event with the reason to ``on_event``."""
         if self.run.unwritten is not None:
             self._tell(event, self.run.unwritten)
 
@@ -443,7 +443,7 @@ class RunTrainer:
         if found is not None:
             self.training.restore(found)
         self.training.follow(rewinds)
-        # The checkpoints first: if another process shows a newer one just now, nothing may be changed.
+        # The checkpoints first: they raise InputError if there is a newer one, and nothing must have changed then.
         for callback in sorted(self.callbacks, key=lambda each: each is not self.checkpoints):
             callback.restore(found.state if found is not None else {})
 

@@ -64,7 +64,7 @@ def train_trial(
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
             bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
-        inputs: what :func:`fingerprint_of` text and start weights must be, if it is known.
+        inputs: the expected :func:`fingerprint_of` the text and the start weights, if known.
 
     Raises:
         InputError: if the recipe or the durations cannot be trained, or the text or the start weights have changed.
@@ -106,8 +106,8 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe. Raise InputError if ``inputs`` is given and is not :func:`fingerprint_of` them
-    and the start weights."""
+    """Return the tokens of a recipe. Raise InputError if ``inputs`` is given, and :func:`fingerprint_of` returns
+    another value."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -210,8 +210,8 @@ class Cooldowns(Callback):
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, the trial continues.
 
-    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. One with another name belongs to
-    another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
+    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another
+    name belongs to another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class WorkerPool:
             try:
                 return self._executor.submit(function, *arguments, **named)
             except BrokenProcessPool:
-                self._end()  # the executor sends SIGTERM to the workers that are left, which they never receive
+                self._end()  # the executor sends SIGTERM to the other workers, but they block it
                 self._executor = self._new()
                 return self._executor.submit(function, *arguments, **named)
 
