@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 VALIDATION_SHARE = 0.05
 
-FORMAT = 3
+FORMAT = 4
 """Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
 
 NAMED_FAULTS = 3
