@@ -898,7 +898,7 @@ def test_files_that_were_changed_after_the_end_of_a_run_are_reported(
     assert (event, values["file"]) == ("finished_file_changed", name)
     assert re.fullmatch(why, values["why"])
     if name == "events.jsonl" or len(losses(run.path)) > 0:  # a report needs a step
-        assert read_run(run.path).gaps == f"{name} is not as it was when the run finished: {values['why']}"
+        assert read_run(run.path).gaps == f"{run.path / name} is not as it was when the run finished: {values['why']}"
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"ev', b'{"event": "odd"}'])

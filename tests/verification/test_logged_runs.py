@@ -387,6 +387,32 @@ def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path)
 
 
+@pytest.mark.parametrize("read", [transfer_of_runs, curves_of])
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        (
+            "recipe.toml",
+            lambda text: text.replace("residual = 0.7", "residual = 0.8"),
+            "residual was 0.7, is now 0.8",
+        ),
+        ("metrics.jsonl", lambda text: text[: text.index('{"step": 3')], "steps 3 to 40 are missing"),
+        (
+            "events.jsonl",
+            lambda text: text.replace('"loss": ', '"loss": 1', 1),
+            r"its first \d+ lines have been changed",
+        ),
+    ],
+)
+def test_runs_of_leaven_whose_files_were_changed_are_not_compared(
+    scaled_run: Path, tmp_path: Path, read: Callable[[Path], Any], name: str, change: Callable[[str], str], why: str
+) -> None:
+    folder = shutil.copytree(scaled_run, tmp_path / "run")
+    (folder / name).write_text(change((folder / name).read_text()))
+    with pytest.raises(InputError, match=rf"run/{name} .*{why}.*; to leave the run out, move it to another folder"):
+        read(tmp_path)
+
+
 def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> None:
     """The verdict is that on a CSV file with the final validation losses and the lrs in base coordinates."""
     written: list[Row] = []

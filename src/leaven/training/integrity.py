@@ -33,6 +33,7 @@ from leaven.training.run_folder import (
     checkpoint_name,
     checkpoints,
     describe_changes,
+    finish_of,
     newest_document,
     tokens_of,
 )
@@ -86,6 +87,14 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 
 # Files of other runs
+
+
+def faults(run: RunFolder) -> Iterator[str]:
+    """Yield a sentence about each file of a run that was changed, is missing, is unreadable, or is of another run."""
+    finish = finish_of(run.read_events())
+    for file, why in changed_since(run, finish).items() if finish is not None else ():
+        yield f"{run.path / file} is not as it was when the run finished: {why}"
+    yield from foreign_files(run, newest_state(run))
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:

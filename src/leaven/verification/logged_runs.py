@@ -19,6 +19,7 @@ from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten
+from leaven.training.integrity import faults
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.training.run_logs import tensorboard_rows, wandb_rows
 from leaven.verification.collapse import Points
@@ -408,13 +409,16 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
     """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens, not ratios.
 
     Raises:
-        InputError: if the recipes of two runs of the same size differ in a key that is not in ``free``.
+        InputError: if a file of a run was changed, is missing or is of another run, or if the recipes of two runs of
+            the same size differ in a key that is not in ``free``.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
     for folder in folders:
         run = RunFolder(folder)
         recipe = run.recipe()
+        if (fault := next(faults(run), None)) is not None:
+            raise InputError(f"{fault}; to leave the run out, move it to another folder")
         scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
         first, other = firsts.setdefault(scale, (folder, recipe))
         if changed := [change for change in changes_of(other, recipe) if change[0] not in free]:

@@ -18,7 +18,7 @@ from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.integrity import changed_since, foreign_files, newest_state
+from leaven.training.integrity import faults
 from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
@@ -69,10 +69,7 @@ class RunView:
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
             found.append(f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
-        finish = finish_of(self.folder.read_events())
-        for file, why in changed_since(self.folder, finish).items() if finish is not None else ():
-            found.append(f"{file} is not as it was when the run finished: {why}")
-        return "; ".join([*found, *foreign_files(self.folder, newest_state(self.folder))])
+        return "; ".join([*found, *faults(self.folder)])
 
 
 class StudyView(StudyDocument):
