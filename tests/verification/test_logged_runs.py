@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,53 @@ def test_runs_of_leaven_whose_files_were_changed_are_not_compared(
     (folder / name).write_text(change((folder / name).read_text()))
     with pytest.raises(InputError, match=rf"run/{name} .*{why}.*; to leave the run out, move it to another folder"):
         read(tmp_path)
+
+
+def a_run(folder: Path, width: int, lr: float) -> None:
+    base = proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr})
+    write_run(folder, transfer(base, width=width) if width > 64 else base, 2 + abs(math.log2(lr * width)))
+
+
+def moved(run: Path) -> Path:
+    run.rename(away := run.parents[1] / "away")
+    run.symlink_to(away)
+    return away
+
+
+def test_a_run_behind_a_link_is_read_once(tmp_path: Path) -> None:
+    for width, lr in product((64, 128), (0.001, 0.002, 0.004)):
+        a_run(tmp_path / "runs" / f"{width}-{lr}", width, lr)
+    expected = transfer_of_runs(tmp_path / "runs")
+    away = moved(run := tmp_path / "runs" / "128-0.001")
+    (run.parent / "latest").symlink_to("64-0.001")
+    (run.parent / "up").symlink_to(tmp_path)
+    (away / "data").symlink_to(tmp_path / "nothing")
+    (away / "tensorboard").mkdir()
+    assert transfer_of_runs(run.parent) == expected
+
+
+LOST: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder": (
+        lambda run: (shutil.rmtree(run), run.mkdir(), (run / ".lock").touch()),
+        "is empty; if a disk belongs there, mount it, or",
+    ),
+    "target of a link": (lambda run: shutil.rmtree(moved(run)), "is a link to .*away, which is missing .is its disk"),
+    "recipe": (lambda run: (run / "recipe.toml").unlink(), "/recipe.toml: no such file"),
+    "metrics": (
+        lambda run: (run / "metrics.jsonl").unlink(),
+        "/metrics.jsonl is not as it was .* 1 to 40 are missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_run_that_has_lost_files_is_not_left_out(scaled_run: Path, tmp_path: Path, what: str) -> None:
+    for name in "ab":
+        shutil.copytree(scaled_run, tmp_path / "runs" / name)
+    lose, why = LOST[what]
+    lose(tmp_path / "runs" / "b")
+    with pytest.raises(InputError, match=f"runs/b ?{why}"):
+        transfer_of_runs(tmp_path / "runs")
 
 
 def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _KEYS_OF_LEAVEN = {
     "metrics.jsonl": {"step", "tokens", "loss", "grad_norm"},
     "runs.jsonl": {"key", "loss", "flops"},
 }
-_OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # folders of disks that users cannot list
+OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # folders of disks that users cannot list
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
 """1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in
@@ -209,7 +209,7 @@ def _matches(
     with os.scandir(folder) as entries:
         for entry in entries:
             hidden = entry.name.startswith(".") and not name.startswith(".")
-            if hidden or entry.name in _OF_DISKS or not (recursive or fnmatch(entry.name, name)):
+            if hidden or entry.name in OF_DISKS or not (recursive or fnmatch(entry.name, name)):
                 continue
             path = folder / entry.name
             if not recursive:
@@ -231,7 +231,7 @@ def _is_of_leaven(path: Path) -> bool:
 
 def _is_empty(folder: Path) -> bool:
     with suppress(OSError), os.scandir(folder) as entries:
-        return all(entry.name in _OF_DISKS for entry in entries)
+        return all(entry.name in OF_DISKS for entry in entries)
     return False
 
 

@@ -9,13 +9,15 @@ path, such as width256-lr0.004. Run folders of leaven are read, too.
 import csv
 import io
 import math
+import os
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
+from leaven.data.sources import OF_DISKS
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten
@@ -87,6 +89,52 @@ class LoggedRow:
             return str(value)
 
 
+def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder below a folder once, with the names of its files. Hidden names are left out.
+
+    Links to folders are followed, except in the folder of a run.
+
+    Raises:
+        InputError: if a run may be missing: a folder cannot be read or is empty, or the target of a link is missing.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
+
+    seen = {str(above) for above in path.resolve().parents}
+    runs = set[Path]()
+    links = [path]
+    while links:  # after the folders, so that a folder has its own name rather than that of a link to it
+        tops, links = links, []
+        for folder, inner, files in (each for top in tops for each in os.walk(top, onerror=refuse)):
+            if (real := os.path.realpath(folder)) in seen:
+                inner.clear()
+                continue
+            seen.add(real)
+            here = Path(folder)
+            inner[:] = sorted(name for name in inner if name[0] != "." and name not in OF_DISKS)
+            names = sorted(name for name in files if name[0] != ".")
+            yield here, names
+            if _is_own_run(here, names) or any(EVENTS in name or name.lower().endswith(".wandb") for name in names):
+                runs.add(here)
+            if not runs.isdisjoint([here, *here.parents]):
+                continue
+            if here != path and not (inner or names):
+                raise InputError(f"{here} is empty; if a disk belongs there, mount it, or remove the folder")
+            for link in (here / name for name in (*inner, *names) if (here / name).is_symlink()):
+                if not link.exists():
+                    where = f"{link} is a link to {os.readlink(link)}, which is missing (is its disk mounted?)"
+                    raise InputError(f"{where}; bring it back, or remove the link")
+                if link.is_dir():
+                    links.append(link)
+
+
+def _is_own_run(folder: Path, names: Collection[str]) -> bool:
+    """Return whether a folder with files of these names is a run folder of leaven, which may have lost files."""
+    found = {"recipe.toml", "metrics.jsonl", "events.jsonl"}.intersection(names)
+    return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
+
+
 def data_files(path: Path) -> list[Path]:
     """Return ``path`` if it is a file, or else the files and TensorBoard folders in it, at any depth.
 
@@ -97,7 +145,7 @@ def data_files(path: Path) -> list[Path]:
         raise InputError(f"{path}: no such file or folder")
     if not path.is_dir():
         return [path]
-    every = [file for file in path.rglob("*") if file.is_file()]
+    every = [folder / name for folder, names in _folders(path) for name in names]
     files = {file for file in every if file.suffix.lower() in SUFFIXES}
     files |= {file.parent for file in every if EVENTS in file.name}
     if not files:
@@ -398,8 +446,8 @@ def _by_numbers(name: str) -> list[str | float]:
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
     """Return the run folders of leaven in a folder. Raise InputError if there are any and ``loss`` is not "loss"."""
-    recipes = path.rglob("recipe.toml") if path.is_dir() else ()
-    folders = sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
+    every = _folders(path) if path.is_dir() else ()
+    folders = sorted(folder for folder, names in every if _is_own_run(folder, names))
     if folders and loss != "loss":
         raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
     return folders
