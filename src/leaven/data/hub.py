@@ -141,8 +141,10 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
             empty = not json.loads((folder / "state.json").read_bytes())["_data_files"]
             found = None if empty else datasets.load_from_disk(str(folder))
         else:
-            revision = options.get("revision")
-            found = datasets.load_dataset(place, options.get("config"), split=name, revision=revision)
+            builder = datasets.load_dataset_builder(place, options.get("config"), revision=options.get("revision"))
+            again = {"download_mode": "reuse_cache_if_exists", "verification_mode": "no_checks"}
+            builder.download_and_prepare(**again if _is_outdated(builder) else {})
+            found = builder.as_dataset(split=name)
     except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
         if "corresponds to no data" not in str(error):  # the split has no rows
             raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
@@ -154,6 +156,17 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
     # Lists that are all empty have the type null.
     kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer", "is_null") else HubSplit
     return kind(name, f"{source}:{name}", found, text)
+
+
+def _is_outdated(builder: Any) -> bool:
+    """Return whether files on this machine have changed since the package ``datasets`` copied them to its cache.
+
+    The package compares their modification times, which are the same for different files of some archives.
+    """
+    files = [file for files in (builder.config.data_files or {}).values() for file in files]
+    changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
+    copied = Path(builder.cache_dir, "dataset_info.json")
+    return copied.exists() and max(changed, default=0) >= copied.stat().st_mtime_ns
 
 
 def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
