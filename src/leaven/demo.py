@@ -49,7 +49,7 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of the grid: every lr with all seeds at the smallest width, and with one seed at larger widths."""
+        """The runs of every lr: with all seeds at the smallest width, and with one seed and both rules at others."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -110,7 +110,7 @@ def run_demo(
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with LockedFolder(folder, "demo folder") as locked:
-            # Before any run, so that an interrupted demo can be resumed. Without this folder, it has lost its runs.
+            # Make the folder before any run: a demo without this folder is not resumed, because its runs are lost.
             make_folder(folder / "runs")
             _save(document, folder)
             try:
@@ -134,8 +134,8 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into this folder, or None if the demo is new. Raise InputError
-    for a folder with other files, a demo of another size or text, or a demo without its runs."""
+    """Return the document that an earlier call wrote into the folder, or None if the demo is new. Raise InputError
+    for a folder with other files, a demo of another size or text, or a demo without the folder ``runs``."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -163,7 +163,7 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
 
 
 def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: LiveScreen) -> DemoDocument:
-    """Choose the size, print what the demo will train and how long that takes, and return the new demo's document."""
+    """Choose the size, print what the demo will train and for how long, and return the document of the new demo."""
     seconds = {}
     for name, size in SIZES.items():
         of_width = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
@@ -230,7 +230,6 @@ def result_of(demo: DemoDocument) -> DemoResult:
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
-    """Write demo.json."""
     write_text(folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
 
 
@@ -251,8 +250,8 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run in a worker process (one thread) from the speed of four steps. A validation token
-    is assumed to take a third of the time of a training token."""
+    """Estimate the seconds of a run on one thread from the speed of four steps. A validation token is assumed to
+    take a third of the time of a training token."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

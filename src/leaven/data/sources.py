@@ -237,7 +237,6 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _require_target(path: Path) -> None:
-    """Raise InputError if a path is a link to nothing."""
     if path.is_symlink() and not path.exists():
         raise InputError(
             f"{path} is a link to {os.readlink(path)}, which is missing (is its disk mounted?); remove the link, or "

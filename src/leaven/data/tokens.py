@@ -198,8 +198,7 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
     """Raise InputError if a file belongs to two sources.
 
-    Each source has its own split, so a document could be used for training in one source and for validation in the
-    other.
+    The sources have different splits, so a document could be used for both training and validation.
     """
     owner: dict[Path, str] = {}
     for source, parts in texts.items():

@@ -41,14 +41,15 @@ class CatalogueChart:
     note: str  # text below the title
     unit: str  # title of the y axis
     hover: str  # pattern of the value in a point's tooltip
-    path: str  # where the value is in a run, such as ``schedule.peak_lr``; the tooltip shows its source
+    path: str  # path of the value in a run, such as ``schedule.peak_lr``
     lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # takes sizes, returns each line's points
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is a field of a law's result, such as ``lr``. Laws without it and other forms of a law are left out.
+    ``predicted`` is a field of a law's result, such as ``lr``. Laws without this field are left out, and so are laws
+    that are another form of a law.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -126,7 +127,7 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return the recipe's value in each chart, by key. Lr and init std are those of the hidden weights."""
+    """Return the recipe's value for each chart, by key. The lr and init std are those of the hidden weights."""
     case = Case(recipe, adamw_rows(recipe))
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
@@ -143,7 +144,7 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
-    """Return plotly's name of a run's symbol, which shows muP, the optimizer, and whether the model has experts."""
+    """Return plotly's name of a run's symbol. It depends on muP, the optimizer and whether the model has experts."""
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -253,8 +254,8 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, moved up where they overlap in a chart of this
-    height in ``decades``."""
+    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap. ``decades`` is
+    the height of the chart."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):
