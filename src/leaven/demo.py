@@ -49,7 +49,7 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of every lr: with all seeds at the smallest width, and with one seed and both rules at others."""
+        """The runs at each lr: all seeds at the smallest width; one seed and both rules at each larger width."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),

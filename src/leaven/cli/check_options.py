@@ -274,7 +274,7 @@ class LoggedRunOptions(RunOptions):
         typer.Option(
             metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."
         ),
-    ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
+    ] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
         """Return the path of the user's logs (results of finished runs), or None if the check trains runs. Raise

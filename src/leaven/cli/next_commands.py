@@ -72,14 +72,11 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
-    """Return the commands to suggest after a study: use the best values, and then report on the study.
-
-    ``command`` is the user's own training command with the best values, if the study tuned such a command.
-    """
+    """Return the commands to suggest after a study: use the best values, and then report on the study."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
-    if command:
+    if command:  # the user's own training command, with the best values
         return [command, report]
     if target == path or not target.exists():
         return [_line("recipes", "check", best), *train(best, read_recipe(best)), report]

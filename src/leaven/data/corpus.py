@@ -87,7 +87,7 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source. Each call of :meth:`documents` reads them again, file by file and line by line."""
+    """The documents of a source. Each call of :meth:`documents` reads the files again, line by line."""
 
     source: str
     parts: tuple[TextPart, ...]

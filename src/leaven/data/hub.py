@@ -112,8 +112,8 @@ def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
 def open_split(source: str, text: str) -> HubSplit | HubTokens:
     """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``. The default split is ``train``.
 
-    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. The
-    only option of the latter is ``split``.
+    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``, for
+    which the only option is ``split``.
 
     ``text`` is the column of the text or of the token ids. A column "input_ids" replaces a missing column "text".
 
@@ -174,7 +174,7 @@ def fetch_tokenizer(tokenizer: str) -> Path:
     A file on the Hub is downloaded, unless an earlier download exists. For a folder, the file may be missing.
 
     Raises:
-        InputError: if the file cannot be downloaded, or ``tokenizer`` is not such an address.
+        InputError: if the address is invalid, or the file cannot be downloaded.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():

@@ -143,7 +143,7 @@ def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np
 
     The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. A
     result that is not below ``size`` passes through the network again (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains"). The permutation is not secure, because the round function is not a cipher.
+    arbitrary finite domains").
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)

@@ -281,7 +281,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first end of a document from ``position`` on, or at most ``stop``; ``position`` if it is unknown."""
+    """Return the first end of a document from ``position`` on, at most ``stop``; ``position`` for unknown ends."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

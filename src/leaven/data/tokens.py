@@ -196,10 +196,7 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
-    """Raise InputError if a file belongs to two sources.
-
-    The sources have different splits, so a document could be used for both training and validation.
-    """
+    """Raise InputError if a file belongs to two sources."""
     owner: dict[Path, str] = {}
     for source, parts in texts.items():
         for path in {part.path.resolve() for part in parts if isinstance(part, File)}:

@@ -26,7 +26,7 @@ TOKENS_PER_PARAMETER = 20.0  # lines of scaling laws are drawn for runs with thi
 ASPECT = 80.0  # d_model / n_layers of the models for which lines of init std are drawn
 HUES = 9  # number of lineages with their own colour: the lineages with the most runs
 OTHERS = "others"
-BAND_FACTOR = 2.5  # the band at a size is computed from runs whose sizes differ by at most this factor
+BAND_FACTOR = 2.5  # the band at a size is computed from runs at most this many times larger or smaller
 _GRID = 48  # number of sizes at which lines and the band are computed
 
 LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside the fitted range

@@ -63,7 +63,7 @@ class RunView:
     def gaps(self) -> str:
         """The faults in the files of the run, or "": damaged lines, changed files, and files of other runs.
 
-        The files are read on first use, because a list of runs does not need this.
+        The files are read on first use, because a list of runs does not need the faults.
         """
         found = []
         if self.damaged:

@@ -55,8 +55,8 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return the time of a step as published runs suggest, as texts: its range, and the three training codes with the
-    most runs. Return [] for a calibrated plan or a CPU."""
+    """Return texts about the time of a step by published runs: the range, and the three training codes with the most
+    runs. Return [] for a calibrated plan or a CPU."""
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
     if plan.calibration is not None or plan.cluster == "cpu":

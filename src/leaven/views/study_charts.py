@@ -41,7 +41,7 @@ MARKS = {
     "best": TrialMark("best", "circle", ACCENT, 12, 1.0),
 }
 ANSWER = TrialMark("the answer", "diamond", ACCENT, 10, 1.0)
-SEEN = 0.05  # a slice shows the probability of divergence only if it is above this somewhere
+SEEN = 0.05  # a slice shows the probability of divergence only if the largest probability is above this
 PANELS = 12  # largest number of slices
 SAME = 1.02  # numbers of tokens that differ by at most this factor count as equal
 
@@ -148,7 +148,7 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss over the change of one hyperparameter, in nats above the best hyperparameters.
+    """Draw the predicted loss over the change of one hyperparameter, in nats above the loss of the best point.
 
     The band is one standard deviation. In the grey region, the loss is flat within the noise. The red area is the
     probability of divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials.

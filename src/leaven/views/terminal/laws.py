@@ -1,4 +1,4 @@
-"""Show ``leaven laws`` in the terminal: predictions of every law, their extrapolation, and how much they differ."""
+"""Show ``leaven laws`` in the terminal: the predictions of every law, and the median and range of all laws."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median

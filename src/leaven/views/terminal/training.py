@@ -57,7 +57,8 @@ class _Quantities(string.Formatter):
 
 
 class TrainScreen(LiveScreen):
-    """The live screen of a training run: a row at each validation, every ``log_every`` steps, and each minute.
+    """The live screen of a training run: a row at each validation, every ``log_every`` steps, and after a
+    minute without a row.
 
     In a terminal, a changing row above the progress bar shows the current step. Each event has a line.
     """
