@@ -95,7 +95,7 @@ _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # The disk or its server does not answer.
 _DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN)
-# What the user can do about an error of the file system, by error number. Other errors are bugs.
+# What the user can do about an error of the file system, by error number. A full disk has its own message.
 _ADVICE = {
     **dict.fromkeys(_DISK_FAULTS, "check that the disk is mounted, and run the same command again"),
     **dict.fromkeys(

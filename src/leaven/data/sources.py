@@ -26,7 +26,7 @@ _KEYS_OF_LEAVEN = {
     "metrics.jsonl": {"step", "tokens", "loss", "grad_norm"},
     "runs.jsonl": {"key", "loss", "flops"},
 }
-_OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # unreadable folders of a disk
+_OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # system folders of a disk
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
 """1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in

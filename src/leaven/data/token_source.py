@@ -28,7 +28,7 @@ FORMAT = 1
 STRETCHES = 64
 STRETCH_TOKENS = 2**20
 """A file is divided into at most `STRETCHES` stretches of at least `STRETCH_TOKENS` tokens. The end of each stretch
-is held out, so that all parts of a sorted file, or of a file with several corpora, are in the validation split."""
+is held out, so that validation covers a file evenly. The file may be sorted, or consist of several corpora."""
 
 _BLOCK = 2**20  # ids that are read at once
 

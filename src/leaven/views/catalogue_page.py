@@ -133,7 +133,7 @@ def _values_of(recipe: Recipe) -> dict[str, float]:
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the lineages (model families) with the most runs, at least two, by name."""
+    """Return the colours of the `HUES` largest lineages by name, without lineages of a single run."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -237,8 +237,8 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the quartiles of the runs' values at several model sizes, as (size, lower quartile, upper quartile).
 
-    Each lineage (a family of models) has one vote: the median of its runs within `BAND_FACTOR` of the size. Sizes
-    with fewer than four votes are left out.
+    Each lineage (runs that inherited one lr) has one vote: the median of its runs within `BAND_FACTOR` of the size.
+    Sizes with fewer than four votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []

@@ -60,7 +60,7 @@ class TrainScreen(LiveScreen):
     """The live screen of a training run: a row at each validation, every ``log_every`` steps, and after a
     minute without a row.
 
-    In a terminal, a changing row above the progress bar shows the current step. Each event has a line.
+    In a terminal, a changing row above the progress bar shows the current step. Events in `EVENTS` have a line each.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
