@@ -48,7 +48,7 @@ def _loss(runs: Coloured, x: Figure) -> Figure:
 
 
 def _second_half(runs: Coloured, end: int) -> Figure:
-    """Draw the losses of all runs from the middle of the longest run on, where they change by hundredths of a nat."""
+    """Draw the losses of all runs from the middle of the longest run on. The y axis fits these losses."""
     lines, dots, seen = [], [], []
     for run, colour in runs:
         smoothed = [point for point in _smoothed(_values(run, "loss")) if point[0] >= end / 2]
@@ -132,7 +132,7 @@ def _line(
 
 
 def _validations(run: RunView, colour: str, start: float = 0) -> list[Figure]:
-    """Return dots at the validation losses from ``start`` tokens on, also at those of averaged weights, if any."""
+    """Return dots at the validation losses from ``start`` tokens on, and open dots for averaged weights, if any."""
     drawn = []
     for points, what, symbol in (
         (run.validation, "", "circle"),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from leaven.training.metrics import Step
 
 SLOW = 1.5  # a rank is reported as slow if it takes more than this many times as long as the median rank
-LONGEST_SILENCE = 60.0  # seconds; if no row was printed for so long, the next step gets a row
+LONGEST_SILENCE = 60.0  # seconds; the next step gets a row if the last row is older
 
 # The messages of events, by the name of the event. :q formats a count, such as 2.5 M, and :v any other number.
 EVENTS = {
@@ -60,7 +60,7 @@ class TrainScreen(LiveScreen):
     """The live screen of a training run: a row at each validation, every ``log_every`` steps, and after a
     minute without a row.
 
-    In a terminal, a changing row above the progress bar shows the current step. Each event has a line.
+    In a terminal, a changing row above the progress bar shows the current step. Events in `EVENTS` have a line each.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
@@ -116,7 +116,7 @@ class TrainScreen(LiveScreen):
             self._waiting = step
 
     def event(self, event: str, values: dict[str, Any]) -> None:
-        if event not in {"validation", "checkpoint", "ranks"}:  # frequent events, mostly without a message
+        if event not in {"validation", "checkpoint", "ranks"}:  # frequent events, most of which print nothing
             self._say_waiting()
         fields = dict(values)
         match event:
