@@ -148,8 +148,8 @@ def memory(
     """Compare the planned memory of a rank with the memory of two simulated training steps.
 
     The simulation runs the real model, layout and optimizer on this machine's CPU, with tensors that have shapes but
-    no data. The check passes if plan and simulation differ by at most 2% between the steps, and by at most 5% at the
-    peak.
+    no data. The check passes if the planned memory is within 2% of the simulated one in the pause between the two
+    steps, and within 5% at the peak.
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 

@@ -2,9 +2,9 @@
 
 A block of a file is compared with its checksum when the block is first read, and again after the file has changed.
 
-If a file is truncated or a disk fails, ``pread`` raises an error, but reading a memory map ends the process with a
-signal (SIGBUS). So files are read with ``pread``. The package ``datasets`` maps Arrow files; before each read, their
-sizes are checked.
+If a file is truncated, ``pread`` returns fewer bytes. If a disk fails, ``pread`` raises an error. In both cases,
+reading a memory map would end the process with a signal (SIGBUS). So files are read with ``pread``. The package
+``datasets`` maps Arrow files; before each read, their sizes are checked.
 """
 
 import os

@@ -364,8 +364,12 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why no checkpoint can be used, or None if there are no checkpoints. With
-    ``tokens``, consider only the checkpoint at that token count."""
+    """Return a sentence that says why ``read_checkpoint`` found no checkpoint, or None if there is none on the disk.
+
+    Args:
+        damaged: the damaged checkpoints that ``read_checkpoint`` returned. All others were undone by a rewind.
+        tokens: consider only the checkpoint at this number of tokens.
+    """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [

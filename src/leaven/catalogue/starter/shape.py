@@ -129,7 +129,11 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff`` for an MLP of this width, or ``d_ff`` and ``experts`` for experts of this total used width."""
+    """Return ``d_ff`` for a dense MLP of this width.
+
+    With ``experts``, return ``d_ff`` and ``experts``. The experts that a token uses are together about as wide as
+    ``width``.
+    """
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]

@@ -93,7 +93,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
             config = path.name
     if not (folder / config).exists():
         raise InputError(
-            f"{path}: does not contain the model shape, and its folder has no {CONFIG}; give a model's folder"
+            f"{path}: no {CONFIG} with the shape of a model is there; give the config.json of a model, or its folder"
         )
     return folder / config, folder / arguments if (folder / arguments).exists() else None
 
