@@ -86,8 +86,8 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
     """Return the commands to suggest after ``transfer`` and ``import config``: check the new recipe, and train it.
 
-    If no file was written (``output`` is None), return the command that the user typed with ``-o name`` added, or with
-    a similar name if this file exists.
+    If no file was written (``output`` is None), return the command that the user typed with ``-o name`` added, or
+    with a similar name if this file exists.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
