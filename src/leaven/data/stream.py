@@ -139,7 +139,9 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the shuffled position in [0, ``size``) of each of ``places``. The permutation differs in each epoch.
+    """Return the shuffled position in [0, ``size``) of each of ``places``. Each epoch has another permutation.
+
+    ``epochs`` has the epoch of each place.
 
     The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. A
     result that is not below ``size`` passes through the network again (Black and Rogaway 2002, "Ciphers with

@@ -213,7 +213,8 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
     """Return the token ids in a column of lists, which is given as Arrow arrays.
 
-    Each row is a document, unless the rows are blocks of a longer text (`BLOCKS`). Then the ends are unknown.
+    Each row is a document. But `BLOCKS` or more rows of equal length (the last may be shorter) are taken for blocks
+    of a longer text, and the ends of documents are then unknown.
 
     Args:
         files: for each of the arrays, the files that are mapped into it.

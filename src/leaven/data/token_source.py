@@ -281,7 +281,8 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first end of a document from ``position`` on, at most ``stop``; ``position`` for unknown ends."""
+    """Return the first end of a document from ``position`` on, or ``stop`` if that is lower. Return ``position`` if
+    the ends of documents are unknown."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -313,7 +313,11 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``."""
+    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``.
+
+    Raises:
+        InputError: if a ratio is not a positive number, or a width or depth other than 1 is not the measured one.
+    """
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}

@@ -192,7 +192,7 @@ class Case:
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the values that the function ``of_run`` returns for the neighbours, sorted. None is left out."""
+        """Return the values that the function ``of_run`` returns for the neighbours, sorted, without None."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:

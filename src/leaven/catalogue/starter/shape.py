@@ -301,7 +301,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
 
     A length from recent runs is shortened, but not below `SHORTEST`, if a batch would have fewer sequences than about
-    `SEQUENCES_A_BATCH`, and rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
+    `SEQUENCES_A_BATCH`. It is then rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len

@@ -86,7 +86,7 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the files for a target, and the values of the recipe that the target cannot represent.
+    """Return the files for a target, the values of the recipe that the target cannot represent, and notes.
 
     Raises:
         InputError: if there is no such target, or it cannot have the recipe's layout, batch or model.
