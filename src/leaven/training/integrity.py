@@ -301,8 +301,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
-    ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
+    """Return whether a file begins with other text than a line of leaven, which is a JSON object whose first key is
+    in ``keys``. Return False for a missing or empty file. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]

@@ -68,8 +68,12 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order: those in the newest checkpoint, and later ones in
-    events.jsonl. An event also has the rewinds before it, because lines of the file may be lost."""
+    """Return the automatic and manual rewinds of a run, in order, from the newest checkpoint or from events.jsonl,
+    whichever has more. An event contains the rewinds before it, because lines of the file may be lost.
+
+    Raises:
+        InputError: if the event of a rewind is damaged.
+    """
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]

@@ -113,8 +113,13 @@ def _scalar(value: "Summary.Value") -> Any:
 
 
 def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B. Raise LogDamaged
-    if the file is damaged."""
+    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B.
+
+    ``cut`` is called with a message if the file ends within a record.
+
+    Raises:
+        LogDamaged: if the file is damaged.
+    """
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
             histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
