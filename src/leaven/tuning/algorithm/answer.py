@@ -210,7 +210,8 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, or None if no trial finished."""
+        """Return the best point of a search that has ended, or None if no trial finished. With
+        ``by_surrogate``, points without fresh seeds are compared by their predicted losses, not by measured ones."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -379,7 +380,8 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better."""
+        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better. Return
+        None if there is no such candidate and the start has no loss."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -402,8 +404,8 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have, or over all seeds
-    if there are none."""
+    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have. Without common
+    seeds, each mean is over all seeds."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())

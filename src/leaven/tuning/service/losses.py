@@ -109,7 +109,8 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each row that was logged."""
+    """Yield (step, values by name) for each row that was logged. Files of TensorBoard and W&B are read by name, or
+    with ``resumed`` in the order of their last steps."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:

@@ -110,7 +110,8 @@ class Budget:
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved for final trials: the most that ``FINALS`` and ``RESERVED`` allow."""
+        """Return how many trials are reserved for final trials. It is the largest number that ``FINALS`` allows and
+        that costs at most the share ``RESERVED`` of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if {trial.final_of for trial in trials} - {"", self.label}:
@@ -142,7 +143,8 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` trials of every finalist, and the confirmation trials."""
+    """Return the number of final trials: ``each`` trials of every finalist, and confirmation trials if there are
+    several finalists."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 

@@ -364,7 +364,8 @@ def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
 
 
 def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> StoredTrial:
-    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts whose process died."""
+    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts that failed since the
+    trial was last given back."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"

@@ -213,7 +213,8 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
-        """Call ``note`` and ``stop`` while :meth:`__enter__` waits for a locked store. :meth:`run` replaces them."""
+        """Return this study. :meth:`__enter__` will call ``note`` and ``stop`` while it waits for a locked store.
+        :meth:`run` replaces the two functions."""
         self._note, self._stop = note, stop
         return self
 
@@ -254,7 +255,8 @@ class BaseStudy(ABC):
 
     @contextmanager
     def _folder_lock(self) -> Iterator[None]:
-        """Lock the folder, unless its disk is full or has no locks."""
+        """Lock the folder during the ``with`` block. Go on without the lock if the disk is full or has no locks, or
+        if another process holds the lock for ``LOCK_SECONDS``."""
         with ExitStack() as held:
             with suppress(OSError):
                 held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))

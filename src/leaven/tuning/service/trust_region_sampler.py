@@ -184,7 +184,7 @@ class AxisOfDistribution:
         raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective allows {allowed}")
 
     def at(self, value: Any) -> float:
-        """Return where a value is on the axis: steps, or the index of a choice."""
+        """Return the position of a value on the axis, in steps of ``unit``. The position of a choice is its index."""
         number = float(self.distribution.to_internal_repr(value))
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
