@@ -30,7 +30,7 @@ def value(number: float | None, digits: int = 3) -> str:
 
 
 def scientific(number: float | None, digits: int = 2) -> str:
-    """Return a number in scientific notation with trailing zeros, for example ``3.50e-4``."""
+    """Return a number in scientific notation, such as ``3.50e-4`` with 3 ``digits``. None becomes `NONE`."""
     if number is None:
         return NONE
     mantissa, exponent = f"{number:.{digits - 1}e}".split("e")

@@ -188,5 +188,5 @@ def _wider(dimension: Dimension, best: float) -> str:
 
 
 def names(found: Sequence[str]) -> str:
-    """Return the first names of a list as text, and how many more there are."""
+    """Return the first few names of a list as text, and how many more there are."""
     return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")

@@ -160,7 +160,7 @@ def _fixed(number: float, digits: int) -> str:
 
 
 def advice(folder: Path) -> str:
-    """Return the rollbacks of a run that stopped at an anomaly, and the options to rewind the run."""
+    """Return a text for a run that stopped at an anomaly: its rollbacks, its checkpoints, and how to rewind it."""
     run = RunFolder(folder)
     lines = [
         f"  rolled back at {format_quantity(event['tokens'])} tokens, skipping the data from "
