@@ -365,7 +365,8 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point``, the only finalist, has ``RERUNS`` trials and a predicted gain above ``least``."""
+        """Return whether ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
+        predicted gain above ``least``."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
