@@ -1,6 +1,7 @@
 """Studies over a command: another trainer reports its losses, and its failures mean something."""
 
 import errno
+import json
 import math
 import os
 import re
@@ -826,6 +827,30 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     lines.write_text('{"val": "three"}\n')
     with pytest.raises(InputError, match="val is 'three', not a number; set loss.key"):
         read_losses(source, lines, complete=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "diverged"),
+    [
+        ([{"i": 1, "loss": 3, "norm": 1}, {"i": 2, "loss": 2}, {"i": 3, "loss": None, "norm": None}], True),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 2, "val": 2}, {"i": 3, "loss": None}, {"i": 4}], True),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 3, "loss": None}, {"i": 4, "loss": 2}], False),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}, {"i": 3, "loss": 2}, {"i": 4, "loss": None}], False),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}], False),  # perhaps of every tenth step
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 2, "loss": None, "test": 2}], False),  # a summary
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"loss": None}], False),
+    ],
+)
+def test_null_after_losses_in_every_line_is_nan(
+    rows: list[dict[str, object]], diverged: bool, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "loss", "step": "i"}}).loss
+    assert math.isnan(read_losses(source, log, complete=True)[-1][1]) == diverged
+    unnumbered = source.model_copy(update={"step": None})
+    assert math.isnan(read_losses(unnumbered, log, complete=True)[-1][1]) == (diverged or "i" not in rows[-1])
+    assert all(math.isfinite(loss) for _, loss in read_losses(source, log, complete=False))  # more may follow
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from leaven.training.run_logs import LogDamaged, tensorboard_rows, wandb_rows
 from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
+Row = tuple[Any, dict[str, Any]]  # (step, values by name)
 MOST_NAMES = 20  # names of values that a message lists
 LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 
@@ -78,8 +79,9 @@ def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
 def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
     if complete and source.jsonl is not None:
         _require_last_line(source, where)
-    for step, row in _rows(source, where, resumed):
-        if (loss := row.get(str(source.key))) is None:  # loggers write null for a value that a step does not have
+    rows = [(step, row) for step, row in _rows(source, where, resumed) if str(source.key) in row]
+    for step, row in _nan_for_null(rows, str(source.key)) if complete else rows:
+        if (loss := row[str(source.key)]) is None:  # loggers write null for a value that a step does not have
             continue
         has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # false for NaN
         if not has_step and (source.step is not None or step is not None):
@@ -98,6 +100,26 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
             ) from None
 
 
+def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
+    """Return the rows, which have ``key``, with NaN for null at their end, if null stands for NaN, which JSON lacks.
+
+    It does if two or more rows before have a loss and none has null, which might mean a step without a loss; and if
+    the row has no values that those rows lack, as the summary of a run does.
+    """
+    first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
+    if first < 2 or any(row[key] is not None for _, row in rows[first:]):
+        return rows
+    known = set[str]().union(*(_named(row) for _, row in rows[:first]))
+    stepped = rows[0][0] is not None
+    nulls = [(step, row) for step, row in rows[first:] if _named(row) <= known and (step is not None) == stepped]
+    return rows[:first] + [(step, row | {key: math.nan}) for step, row in nulls]
+
+
+def _named(row: dict[str, Any]) -> set[str]:
+    """Return the names of the values in a row that are not null."""
+    return {name for name, value in row.items() if value is not None}
+
+
 def _require_last_line(source: LossSource, where: Path) -> None:
     """Raise InputError if a damaged JSON object, which may have a loss, follows the last loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
@@ -108,7 +130,7 @@ def _require_last_line(source: LossSource, where: Path) -> None:
             return
 
 
-def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
     """Yield (step, values by name) for each row that was logged."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
@@ -120,5 +142,5 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tu
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 
-def _last_step(rows: list[tuple[Any, dict[str, Any]]]) -> float:
+def _last_step(rows: list[Row]) -> float:
     return max((step for step, _ in rows if isinstance(step, int | float)), default=-math.inf)
