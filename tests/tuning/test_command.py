@@ -537,6 +537,21 @@ def test_losses_of_a_further_attempt_lie_between_those_of_the_first(write: Write
         command_space(file)
 
 
+@pytest.mark.parametrize(
+    ("again", "loss", "told"),
+    [("echo done already", 2, True), ("echo iter 2: val loss 2", 2, False), ("echo iter 1: val loss 1", 1, False)],
+)
+def test_a_further_attempt_that_adds_no_loss_is_named(write: Write, again: str, loss: float, told: bool) -> None:
+    first = "test -e {out}/began || { for i in 1 2; do echo iter $i: val loss $i; done; touch {out}/began; exit 1; }"
+    file = write(f"{first}; {again}; : {{lr}} {{seed}}", f"resume = true\n{PATTERN}", ONE)
+    with trainer(file, works=True) as run:
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 4))
+        assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == loss
+    added = "trial 6 ended with exit code 0 and added no loss to those of an earlier attempt, whose last one counts"
+    assert run.notes[1:] == ([f"{added}; see trials/000004/output.log"] if told else [])  # type: ignore[attr-defined]
+
+
 def test_two_commands_share_a_study(write: Write) -> None:
     write("echo {seed} {lr} >> ran; echo iter 1: val loss {lr}", PATTERN, ONE)
     line = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", "study", "--trials", "8", "--noise", "0"]

@@ -4,6 +4,7 @@
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,9 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
         InputError: if a loss or step is not a number, or if the file of a command that has ended cannot be read.
         OSError: if the file of a command that has ended is on a disk that is away (``storage.AWAY``).
     """
-    if source.pattern is not None:
-        found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
-    else:
-        found = _of_rows(source, where, complete, resumed)
     times, curve = source.tokens_per_step or 1, dict[int, float]()
     try:
-        for number, (step, loss) in enumerate(found, 1):
+        for number, (step, loss) in enumerate(_losses(source, where, complete, resumed), 1):
             at = times * (number if step is None else step)
             before = curve.pop(at, loss)  # removed, so that the step moves to the end of the dict
             curve[at] = loss if math.isfinite(before) else before
@@ -57,6 +54,14 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
     return tuple(curve.items())
 
 
+def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, float]]:
+    """Return the (step, loss) pairs, repeated ones included, up to the first that cannot be read."""
+    found = list[tuple[int | None, float]]()
+    with suppress(OSError, InputError):
+        found.extend(_losses(source, where, True, True))
+    return found
+
+
 def why_none(source: LossSource, where: Path) -> str:
     """Return the reason why a command that has ended has no losses."""
     keys = set[str]() if source.key is None else {key for _, row in _rows(source, where) for key in row}
@@ -64,6 +69,12 @@ def why_none(source: LossSource, where: Path) -> str:
         return f"reported no loss: every {source.key} in {where} is null"
     names = ", ".join(sorted(keys)[:MOST_NAMES])
     return f"reported no loss: loss.key = {source.key!r} is none of {names}" if names else "reported no loss"
+
+
+def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
+    if source.pattern is not None:
+        return _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
+    return _of_rows(source, where, complete, resumed)
 
 
 def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
