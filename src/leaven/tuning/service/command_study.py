@@ -39,7 +39,7 @@ from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
 from leaven.tuning.point import Value, recipe_at
-from leaven.tuning.service.losses import read_losses, why_none
+from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.stored_study import VALUES
@@ -161,14 +161,21 @@ class CommandTrainer:
     ) -> Outcome | str:
         """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
         command = self._command
+        where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
+        earlier = written_losses(command.loss, where) if command.resume else []
         try:
             process = self._commands.start(command.filled(values), environment, output)
         except BlockingIOError as error:  # too many processes on this machine, perhaps of other programs
             raise WorkerDied(f"could not be started: {error.strerror}") from None
         try:
-            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
             outcome = self._watch(process, proposal, folder / OUTPUT, where)
             _require_same_file(output, folder / OUTPUT)
+            complete = isinstance(outcome, Outcome) and math.isfinite(outcome.loss) and not outcome.stopped
+            if complete and earlier and earlier == written_losses(command.loss, where):
+                self._note(
+                    f"trial {proposal.number} ended with exit code 0 and added no loss to those of an earlier "
+                    f"attempt, whose last one counts; see {folder / OUTPUT}"
+                )
             return outcome
         finally:
             if left := self._commands.end(process):

@@ -43,10 +43,11 @@ dies, the trial gets another attempt.
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -270,7 +271,7 @@ class BaseStudy(ABC):
         ``saved_id`` and ``ended``."""
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
-            raise self._store_lost(ended, ended)
+            raise self._store_lost(ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
@@ -283,7 +284,7 @@ class BaseStudy(ABC):
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
         if begun and name not in stored:
-            raise self._store_lost(ended, ended)
+            raise self._store_lost(ended)
         if saved_id:
             self._require_same_study(saved_id, random_id(store.get_study_user_attrs(stored[name])))
         attempts = store.get_all_trials(stored[name], deepcopy=False) if ended else []
@@ -341,16 +342,17 @@ class BaseStudy(ABC):
             "folder, restore the file that was replaced, or use another folder"
         )
 
-    def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return the error for a store that lacks the trials ``lost``, of the trials ``ended`` in study.json."""
-        results, missing = f"the results of {len(ended)} trials", "none of them"
-        if not ended:
+    def _store_lost(self, ended: set[int], lost: Collection[int] = ()) -> InputError:
+        """Return the error for a store that lacks the study, whose study.json has the trials ``ended``, or only the
+        trials ``lost`` of them."""
+        results, missing, way = f"the results of {len(ended)} trials", "none of them", "use another folder"
+        if lost:
+            missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"
+            way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
+        elif not ended:
             results, missing = "a study", "no study of this name"
-        elif lost != ended:
-            missing = f"lost {len(lost)} of them, the first is trial {min(lost)}"
         return InputError(
-            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or use "
-            "another folder"
+            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or {way}"
         )
 
     def _waited(self, seconds: float) -> None:
