@@ -16,8 +16,8 @@ dies, the trial gets another attempt.
    loss that is fitted to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer`
    (``recipe_study.py``) puts the values of the point into the recipe and trains it in a worker process
    (**training/trial.py**), or trains several trials at once (``training/stack.py``). This training has the loop and
-   the step of ``leaven train``, but no run folder, metrics and spike guard. The loss of the trial is the validation
-   loss after the last step. In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``).
+   the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is the
+   validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it (``command_study.py``).
    A trial ends early if it diverges. Once the noise is known, a trial that is too far behind the best one is pruned
    (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less
    than the noise (``Region.stalled``).
