@@ -242,7 +242,8 @@ def _message_of_system(error: OSError) -> str | None:
 
 
 def bug_message(error: BaseException) -> str:
-    """Write a bug's traceback to a file that only this user can read, and return a message that names the file."""
+    """Write a bug's traceback to a file that only this user can read, and return a message that names the file. If
+    the file cannot be written, the message says how to see the traceback."""
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"

@@ -187,7 +187,8 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the path of the cache file for the surveys of a source. ``options`` say how the source is read."""
+    """Return the file in ``folder`` that caches the surveys (counts and hashes) of a source. ``options`` say how the
+    source is read."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
 

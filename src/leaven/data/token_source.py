@@ -1,7 +1,7 @@
 """Read token ids in place: check them, and hold out a part of them for validation.
 
 Every id is read once, to check that it is in the vocabulary and to compute hashes and checksums. The results are
-cached as for text. In later runs, each block of a file is compared with its checksum when it is first read.
+cached until a file changes. In later runs, each block of a file is compared with its checksum when it is first read.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence

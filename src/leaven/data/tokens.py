@@ -68,7 +68,8 @@ class TokenSet:
         return sum(source.validation_bytes for source in self.sources)
 
     def stream(self, seq_len: int, seed: int) -> "Stream | Mixture":
-        """Return the endless stream of training samples. Raise InputError if a source does not fill one window."""
+        """Return the endless stream of training samples. Raise InputError if a source has too few tokens for one
+        sample."""
         if len(self.sources) == 1:
             return Stream(self.sources[0].train, seq_len, seed)
         # The order within a source does not depend on the other sources or on weights.

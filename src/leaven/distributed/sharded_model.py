@@ -238,7 +238,8 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradients of a tied embedding."""
+        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradient of a tied embedding over
+        the first and the last pipeline stage."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad

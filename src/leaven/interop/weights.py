@@ -152,7 +152,8 @@ def _factors(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Return the tensors of each file, by name. A file has at most ``limit`` elements, or one larger tensor."""
+    """Return the tensors of each file, by the name of the file. A file has at most ``limit`` elements, or one larger
+    tensor."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:

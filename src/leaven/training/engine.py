@@ -150,8 +150,8 @@ class Training:
         return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true. Several processes check between steps instead: all must stop at
-        the same step."""
+        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check between steps,
+        because all must stop at the same step."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 

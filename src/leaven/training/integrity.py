@@ -248,8 +248,10 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that stay the same during a run. The text may be moved: :func:`require_text`
-    compares its content."""
+    """Return the values of a recipe that a run keeps when it resumes without a rewind.
+
+    The name of a single source is left out, because its text may be moved. :func:`require_text` compares its content.
+    """
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -447,7 +449,7 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
-    """Return ``compare()``, or the error message if the file cannot be read."""
+    """Return the result of ``compare()``, or the message of the InputError that it raises."""
     try:
         return compare()
     except InputError as error:

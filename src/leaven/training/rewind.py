@@ -173,7 +173,11 @@ class ManualRewind:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 
     def _target(self, run: RunFolder) -> int:
-        """Return the token count of the checkpoint to return to."""
+        """Return the token count of the newest undamaged checkpoint at or before ``rewind_to``.
+
+        Raises:
+            InputError: if there is none, or if a checkpoint at exactly ``rewind_to`` is damaged or gone.
+        """
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)

@@ -60,7 +60,8 @@ def train_trial(
     outcome.
 
     Args:
-        baseline: the best trial so far, with the same schedule. Without one of the same duration, nothing is pruned.
+        baseline: the best trial so far, with the same schedule. A baseline of another duration is ignored. Without a
+            baseline, the trial is not pruned.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
             bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.

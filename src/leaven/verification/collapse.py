@@ -216,7 +216,8 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the L0 with the least sum of squared deviations, on a grid from 0 to the lowest final loss.
+    """Return the irreducible loss L0 for which the sum of squared :func:`deviations` is least, on a grid from 0 to
+    the lowest final loss.
 
     ``curves`` has the shape (..., sizes, intervals), and the result (...).
     """

@@ -199,7 +199,8 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
+    """Draw the loss over the lr for one rule: a curve for each width, with a diamond at its lowest point. A vertical
+    line shows the best lr of the base."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

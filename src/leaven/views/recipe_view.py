@@ -80,7 +80,8 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the largest distance of ``factors`` from 1, in whole octaves (factors of 2); at least 1."""
+    """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1. It is rounded
+    up, or down if the rest is at most a quarter octave."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 

@@ -210,7 +210,7 @@ Curves = Mapping[int, Sequence[Point]]  # points (tokens, loss) by the number of
 
 
 def known_curves(study: StudyView) -> Curves:
-    """Return the loss curves of all trials that have at least two points."""
+    """Return the loss curves by the number of the trial. Curves with fewer than two points are left out."""
     curves = {trial.number: [point for point in trial.curve if point[0] > 0] for trial in study.trials}
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 

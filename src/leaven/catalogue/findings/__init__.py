@@ -168,7 +168,8 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit of ``checks.toml`` as a number. ``1.5 most`` is 1.5 x ``facts["most"]``."""
+    """Return a limit of ``checks.toml`` as a number. ``1.5 most / 2`` is 1.5 x ``facts["most"]`` / 2. The factor and
+    the divisor may be missing."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")

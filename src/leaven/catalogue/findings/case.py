@@ -149,7 +149,8 @@ class Case:
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with the recipe's norms and about its size, lr and (known) batch (`_ALIKE`)."""
+        """Return the ids of the runs with Adam or AdamW, the recipe's norms, and about its size, lr and batch
+        (`_ALIKE`). Runs with an unknown batch are included."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id

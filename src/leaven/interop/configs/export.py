@@ -81,7 +81,7 @@ def target(name: str) -> Target:
 
 
 def default_path(name: str, recipe_name: str) -> str:
-    """Return the default path of the exported file or folder, for a recipe of this name."""
+    """Return the default path of the file or folder that target ``name`` exports from the recipe ``recipe_name``."""
     return target(name).path.format(name=recipe_name, identifier=identifier(recipe_name))
 
 

@@ -28,7 +28,7 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield candidates for Megatron: with --lr and --decoupled-lr, then with --use-mup.
+    """Yield candidates for Megatron: first with --lr and --decoupled-lr, then one with --use-mup.
 
     --use-mup implements Table 8 of Yang et al. 2022. There is no candidate with --use-mup if the model has experts or
     is not wider than its base.
@@ -169,7 +169,8 @@ def _alike(
 ) -> dict[str, ParameterSettings]:
     """Return the settings of each parameter by name: one of ``end``, ``matrix`` and ``vector``.
 
-    ``end`` is for the last matrices of branches, ``matrix`` for all other matrices, ``vector`` for gains and biases.
+    ``end`` is for the last matrices of residual branches, ``matrix`` for all other matrices, ``vector`` for gains and
+    biases. A gain or bias keeps its own initial mean, and its initial std is 0.
     """
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)

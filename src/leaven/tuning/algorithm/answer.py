@@ -307,7 +307,8 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials; None if it is the start or the only finalist."""
+    """Return the best point if it needs confirmation trials. Return None if there is no best point, or if it is the
+    start or the only finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best

@@ -215,8 +215,9 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether a failed command does not count, because its output says that a disk was full (``NO_ROOM``).
-        Then no trial begins for a while."""
+        """Return whether the output of a failed command says that a disk was full (``NO_ROOM``). Then the failure
+        does not count, and no trial begins for ``FULL_SECONDS``. After ``MOST_REPEATS`` such failures of a trial,
+        return False."""
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -302,7 +303,12 @@ class CommandTrainer:
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
         """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
-        If the command has ended (``complete``), wait while the disk with the losses or the output is away.
+        If the files cannot be read while the command runs, return no losses and "". If the command has ended
+        (``complete``), wait until the files can be read.
+
+        Raises:
+            StoreGone: if the disk is away for more than ``AWAY_SECONDS``.
+            TrialReleased: if the study stops while this method waits.
         """
         command, began, warned = self._command, time.monotonic(), False
         while True:
@@ -400,8 +406,8 @@ class CommandStudy(BaseStudy):
 
     Raises:
         InputError: on Windows; if the command does not fit the space (:meth:`Command.check`), has a placeholder in
-            quotes, or has no ``{seed}`` although ``noise`` is not 0. Entering the context raises it if a study in a
-            journal was begun in another working folder.
+            quotes, or has no placeholder for the seed although ``noise`` is not 0. Entering the context raises it if
+            a study in a journal was begun in another working folder.
     """
 
     def __init__(

@@ -132,8 +132,8 @@ class TrialTrainer:
         stop: a function that returns whether to stop and release the trials.
         checkpoint_seconds: seconds between checkpoints of a trial.
         inputs: the fingerprint that text and start weights must have.
-        stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because this would not make
-            the others faster.
+        stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because the other trials of
+            a stack would not become faster.
     """
 
     def __init__(  # noqa: PLR0917 - one of each

@@ -163,7 +163,8 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method is unknown or ignores given prior knowledge, or if no store takes ``name``."""
+    """Raise InputError if the method is unknown, if it ignores prior knowledge that ``axes`` has, or if ``name`` is
+    empty or too long."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -391,7 +392,8 @@ class SearchPlan:
         """Return the trial with which a new trial at ``point`` is compared; None if the new one must not be pruned.
 
         The result is the best completed trial of the search with the same choices: a choice, such as the schedule,
-        changes the shape of a loss curve. Without a measured noise (``FEWEST_DEGREES``), no trial is pruned.
+        changes the shape of a loss curve. If the noise is unknown, or known with fewer than ``FEWEST_DEGREES``
+        degrees of freedom, no trial is pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)

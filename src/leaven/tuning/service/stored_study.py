@@ -406,7 +406,7 @@ def _change_of(attempt: FrozenTrial, digests: bool) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
     leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
-    FAIL without one.
+    FAIL without one. Only if the settings of the study have ``digests``, every attempt must have an owner.
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {

@@ -16,8 +16,8 @@ dies, the trial gets another attempt.
    loss that is fitted to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer`
    (``recipe_study.py``) puts the values of the point into the recipe and trains it in a worker process
    (**training/trial.py**), or trains several trials at once (``training/stack.py``). This training has the loop and
-   the step of ``leaven train``, but no run folder, metrics and spike guard. The loss of the trial is the validation
-   loss after the last step. In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``).
+   the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is the
+   validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it (``command_study.py``).
    A trial ends early if it diverges. Once the noise is known, a trial that is too far behind the best one is pruned
    (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less
    than the noise (``Region.stalled``).
@@ -267,8 +267,15 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Return the store. Raise InputError if the store lacks the id or the ended trials that study.json has:
-        ``saved_id`` and ``ended``."""
+        """Return the store of the study.
+
+        Args:
+            saved_id: the study's id in study.json, or "".
+            ended: the numbers of the trials that have ended according to study.json.
+
+        Raises:
+            InputError: if the store cannot be used, belongs to another study, or lacks one of the ``ended`` trials.
+        """
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended)
@@ -293,7 +300,8 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return (id, (state, loss) of ended trials by number) from study.json; empty if it is missing or damaged."""
+        """Return from study.json the study's id, and the (state, loss) of each ended trial by number. Return ("", {})
+        if the file is missing or damaged. Raise InputError if it cannot be read."""
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))

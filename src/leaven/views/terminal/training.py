@@ -48,7 +48,7 @@ EVENTS = {
 
 
 class _Quantities(string.Formatter):
-    """A formatter with the formats :q and :v of :data:`EVENTS`."""
+    """A formatter with two more formats for :data:`EVENTS`: :q for a quantity such as ``2.50 M``, :v for a value."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec == "q":
