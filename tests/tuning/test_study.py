@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -679,6 +680,31 @@ def test_a_study_that_has_lost_its_trials_does_not_start_again(
     with pytest.raises(InputError, match=f"{said}.*restore the store"), study():
         pass
     assert tree(folder) == before
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_study_whose_journal_was_cut_before_a_damaged_line_goes_on(
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaven.tuning.service.stores.SECOND_LOOK", 0.0)
+    with study() as first:
+        first.run(2, 1)
+    folder = tmp_path / "study"
+    lose_ended_trials(folder)
+    journal = folder / "journal.log"
+    journal.write_bytes(journal.read_bytes() + b"x\n{}\n")
+    with pytest.raises(InputError, match=r"is damaged; .* keep only the lines before it: head -n (\d+)$") as damaged:
+        study().__enter__()
+    kept = int(str(damaged.value).split()[-1])
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:kept]))
+    with pytest.raises(InputError, match="has lost 1 of them") as lost:
+        study().__enter__()
+    command = re.search("or type (mv .*) to go on without them$", str(lost.value))
+    assert command is not None
+    subprocess.run(command[1], shell=True, check=True)
+    with study() as again:
+        again.run(2, 1)
+    assert [trial["state"] for trial in saved(folder)] == ["complete"] * 2
 
 
 def swap_the_journal(folder: Path, other: Path) -> None:

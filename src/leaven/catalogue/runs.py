@@ -104,7 +104,7 @@ class PublishedRun(Part):
 
     @property
     def batch_tokens(self) -> int | None:
-        """Return the final global batch in tokens."""
+        """Return the final global batch in tokens, or None if it is unknown."""
         return self.batch.global_batch_tokens if self.batch else None
 
     @property
@@ -137,7 +137,7 @@ class PublishedRun(Part):
 
     @property
     def ramp_start(self) -> float | None:
-        """Return the first batch of the ramp as a share of the final batch."""
+        """Return (first batch of the ramp) / (final batch), or None if one of them is unknown."""
         start = self.ramp_start_tokens
         return start / self.batch_tokens if start and self.batch_tokens else None
 
@@ -318,7 +318,7 @@ class PublishedRun(Part):
 
 
 def load_runs() -> tuple[PublishedRun, ...]:
-    """Return all published runs, from the smallest to the largest."""
+    """Return all published runs, from the smallest to the largest, without the runs that leaven tuned itself."""
     return tuple(run for run in _load(FOLDER) if run.tuning is None)
 
 

@@ -25,7 +25,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name; for ``adam`` with weight decay `L2_DECAY`, because papers write Adam for AdamW."""
+    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay: papers write Adam for AdamW, too."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 

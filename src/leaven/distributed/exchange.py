@@ -86,11 +86,12 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Run ``work`` on the first process, and then on all others in parallel. Return its result.
+    """Return the result of ``work()``, which runs on the first process, and then on all others in parallel.
 
-    The others wait for up to 60 days. They find the files that the first process has written.
+    The others find the files that the first process has written.
 
     Raises:
+        ProcessLost: on the others, if the first process has not finished after 60 days.
         InputError: on all processes, if the first process raises it. If another process raises it, only there.
     """
     exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None

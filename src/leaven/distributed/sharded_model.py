@@ -238,7 +238,8 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradients of a tied embedding."""
+        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradient of a tied embedding over
+        the first and the last pipeline stage."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad
@@ -364,7 +365,7 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(pieces: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill the blocks of this process with the initial values of a run with a single process."""
+    """Fill the blocks of this process with the same initial values as in a run with a single process."""
     for piece in pieces:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

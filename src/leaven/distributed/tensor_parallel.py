@@ -81,7 +81,7 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors, not DTensors. It computes with the
+    """The parallel style of a module that each rank computes with plain tensors, not DTensors. A rank uses only the
     parts of the parameters that it stores.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed

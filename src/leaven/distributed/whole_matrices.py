@@ -67,7 +67,8 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply the function to at most one matrix for each rank. Rank r owns matrix r."""
+        """Apply the function to ``matrices``, at most one for each rank, and return this process's block of each
+        result. Rank r gathers matrix r and applies the function to it."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]

@@ -56,7 +56,7 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
-    """Return the architecture that a config.json names."""
+    """Return the architecture that a config.json names. Raise InputError if leaven does not support it."""
     names = config.get("architectures")
     names = [] if names is None else names
     if config.get("model_type") is not None:

@@ -153,7 +153,7 @@ def rescale_attention(
 
 @dataclass(eq=False)
 class WarnOfMultipliers:
-    """A state-dict hook that warns the user once: the state dict does not contain the multipliers."""
+    """A state-dict hook that warns the user once that the state dict does not contain the multipliers."""
 
     multipliers: int
     warned: bool = False

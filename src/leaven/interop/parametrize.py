@@ -302,7 +302,8 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return a ratio above 0 as a float. ``name`` is the argument and ``size`` the compared size, for errors."""
+    """Return the ratio ``value`` as a float. Raise InputError if it is not a finite number above 0. The message says
+    that the argument ``name`` is the ratio of the ``size`` of the model to that of the base."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -313,7 +314,11 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``."""
+    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``.
+
+    Raises:
+        InputError: if a ratio is not a positive number, or a width or depth other than 1 is not the measured one.
+    """
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}

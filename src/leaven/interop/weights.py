@@ -152,7 +152,8 @@ def _factors(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Return the tensors of each file, by name. A file has at most ``limit`` elements, or one larger tensor."""
+    """Return the tensors of each file, by the name of the file. A file has at most ``limit`` elements, or one larger
+    tensor."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -321,7 +322,8 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     """Return a description of the model in a folder, from which a run with this shape can start.
 
     Raises:
-        InputError: if the model cannot be read, or its shape differs in a key other than those of ``_FREE``.
+        InputError: if the model cannot be read, or its shape differs from ``shape`` in a key on which weights depend.
+            Those in ``_FREE`` may differ, except ``seq_len`` with learned positions.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE

@@ -283,7 +283,7 @@ class _CausalAttention(torch.autograd.Function):
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
     """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may attend.
 
-    For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255, so s is 256.
+    For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255.
     """
     ends = [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
     starts = [max(first - window + 1, 0) if window else 0 for first, _ in ends]
@@ -306,7 +306,8 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap) or None."""
+    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap). Without ``softcap``,
+    the second result is None."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]

@@ -211,7 +211,7 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
-    """Return that not even ``least``, the layout with the least memory, fits, and what to change."""
+    """Return a message: not even ``least``, the layout with the least memory, fits. It also says what to change."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
@@ -231,7 +231,8 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether a layout with one stage per pipeline rank fits into memory and would be allowed for the job."""
+    """Return whether a layout of the job with one stage per pipeline rank fits into memory. With ``job.by_leaven``,
+    only layouts without context parallelism count."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:

@@ -177,7 +177,8 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """With ``job.by_leaven``, the best fitting layout leaven cannot train, if 2% faster than all ``choices``."""
+        """The fastest layout that fits but that leaven cannot train, if it is more than 2% faster than all
+        ``choices``; otherwise None. Always None without ``job.by_leaven``."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None

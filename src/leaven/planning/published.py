@@ -146,7 +146,10 @@ def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> li
     n_layers, d, d_head = _known(arch, "n_layers"), _known(arch, "d_model"), _known(arch, "d_head")
 
     def width(ends: tuple[float, float], layer: int, divisor: int) -> int:
-        """Return the multiple of ``divisor`` that is nearest to a layer's exact width, but at least 90% of it."""
+        """Return the multiple of ``divisor`` that is nearest to a layer's exact width, but at least 90% of it.
+
+        ``ends`` has (exact width) / d_model of the first and the last layer; other layers are interpolated.
+        """
         first, last = ends
         exact = round(first + (last - first) * layer / (n_layers - 1), 2) * d
         rounded = max(divisor, int(exact + divisor / 2) // divisor * divisor)

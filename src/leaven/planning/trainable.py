@@ -14,7 +14,8 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes."""
+    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes, or cannot measure
+    the gradient noise scale as the recipe says."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"

@@ -78,7 +78,8 @@ class Precision(Part):
 
 
 class Stability(Part):
-    """What a run does at a loss spike (:mod:`leaven.training.spikes`), and which checkpoints it keeps."""
+    """What a run does at a loss spike (:mod:`leaven.training.spikes`), when it saves checkpoints, which of them it
+    keeps, and when it measures the gradient noise scale."""
 
     # rollback: return to a checkpoint before the spike and skip the data of the spike; skip: do not apply a step
     # whose loss or gradient norm is an outlier; stop: end the run; off: do nothing.

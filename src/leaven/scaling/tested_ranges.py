@@ -162,7 +162,7 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Adam's eps is too large compared with sqrt(v) for a matrix in a block, where v is the second moment.
+    """Yield a caution if Adam's eps is too large compared with sqrt(v) of a block's matrix. v is the second moment.
 
     The estimate of sqrt(v) spreads the limit of the global gradient norm (1 if there is none) evenly over all
     parameters. Real gradients in blocks are smaller: most of the norm is in the unembedding, and the norm soon falls

@@ -193,7 +193,8 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the shell command that prints the same plan. ``given`` is as in :func:`_planned`."""
+    """Return the shell command that prints the plan of :func:`_planned`. ``given`` has the texts of the form by
+    field."""
     options = ["--gpus", given["gpus"]]
     options += [part for key in ("layout", "price") if given[key] for part in (f"--{key}", given[key])]
     if given["size"] and not given["size"][0].isdigit():

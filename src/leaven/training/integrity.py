@@ -257,8 +257,10 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that stay the same during a run. The text may be moved: :func:`require_text`
-    compares its content."""
+    """Return the values of a recipe that a run keeps when it resumes without a rewind.
+
+    The name of a single source is left out, because its text may be moved. :func:`require_text` compares its content.
+    """
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -310,8 +312,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
-    ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
+    """Return whether a file begins with other text than a line of leaven, which is a JSON object whose first key is
+    in ``keys``. Return False for a missing or empty file. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -373,8 +375,12 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why no checkpoint can be used, or None if there are no checkpoints. With
-    ``tokens``, consider only the checkpoint at that token count."""
+    """Return a sentence that says why ``read_checkpoint`` found no checkpoint, or None if there is none on the disk.
+
+    Args:
+        damaged: the damaged checkpoints that ``read_checkpoint`` returned. All others were undone by a rewind.
+        tokens: consider only the checkpoint at this number of tokens.
+    """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -452,7 +458,7 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
-    """Return ``compare()``, or the error message if the file cannot be read."""
+    """Return the result of ``compare()``, or the message of the InputError that it raises."""
     try:
         return compare()
     except InputError as error:

@@ -60,7 +60,8 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
 
 
 def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
-    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are"."""
+    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are". Only the
+    first ``MOST_RANGES`` ranges are named. Of the others, the text has the number of steps."""
     sizes = [last - first + 1 for first, last in ranges]
     parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
     if len(ranges) > MOST_RANGES:

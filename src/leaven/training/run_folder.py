@@ -210,7 +210,7 @@ class RunFolder:
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
         """Return the number of rewinds in the newest checkpoint minus the number in ``events``. It is below 0 between
-        a rewind and the next checkpoint, and if all checkpoints are damaged."""
+        a rewind and the next checkpoint. Without an undamaged checkpoint, it is -1."""
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             return len(newest_document(self)["rewinds"]) - _rewinds_known(events)
         return -1

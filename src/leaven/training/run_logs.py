@@ -37,8 +37,10 @@ def _ignore(_: str) -> None:
 def tensorboard_rows(
     file: Path, tag: str, cut: Callable[[str], object] = _ignore
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {tag: value}) for each number or tensor in a TensorBoard event file. The value of another tag than
-    ``tag`` is None. A tensor that is no scalar becomes a text with its shape.
+    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file.
+
+    The value is None if the name is not ``tag``. For a tensor that is no scalar, it is a text with the shape.
+    ``cut`` is called with a message if the file ends within a record.
 
     Raises:
         LogDamaged: if the file is damaged.
@@ -113,8 +115,13 @@ def _scalar(value: "Summary.Value") -> Any:
 
 
 def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B. Raise LogDamaged
-    if the file is damaged."""
+    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B.
+
+    ``cut`` is called with a message if the file ends within a record.
+
+    Raises:
+        LogDamaged: if the file is damaged.
+    """
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
             histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history

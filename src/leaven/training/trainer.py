@@ -22,7 +22,7 @@ answers the question beside it.
    not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
    checkpoints, spike guard.
 5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes (with
-   ``compile``, each block is compiled in the first), clipping, update. The device skips the update if the loss or
+   ``compile``, the first pass compiles each block), clipping, update. The device skips the update if the loss or
    the gradient norm is not finite, or with ``on_spike = "skip"`` above the limits of the spike guard.
 6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time: loss,
    ``backward()``, and in a run of several processes the exchange between them (Where are the model and its loss?
@@ -31,7 +31,7 @@ answers the question beside it.
    x multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each
    step multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.
 8. ``metrics.py`` has three parts. ``Telemetry``, which the engine calls, measures the step. The callback
-   ``StepLog`` appends a line to metrics.jsonl (loss, lr, norms, speed, memory) and points to the curves. The
+   ``StepLog`` adds a line to metrics.jsonl (loss, lr, norms, speed, memory) and a point to each curve. The
    callback ``Validation`` computes the validation loss, by default ten times in a run. When a run resumes or
    rolls back, the lines of the steps after its checkpoint are cut off.
 9. By default ten times in a run, ``checkpoint.py`` copies the state to host memory, and a thread writes it while
@@ -319,8 +319,13 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped, and return its result. Raise InputError if the last checkpoint or
-        the finish event cannot be written, and Diverged if the run diverges."""
+        """Train until the run is done or stopped, and return its result.
+
+        Raises:
+            InputError: if the text cannot be read, or all checkpoints for a rollback are damaged. Also if the run is
+                done, but its last checkpoint or finish event cannot be written.
+            Diverged: if the run diverges.
+        """
         try:
             if self.validation.owed:
                 self.validation.evaluate()

@@ -60,7 +60,8 @@ def train_trial(
     outcome.
 
     Args:
-        baseline: the best trial so far, with the same schedule. Without one of the same duration, nothing is pruned.
+        baseline: the best trial so far, with the same schedule. A baseline of another duration is ignored. Without a
+            baseline, the trial is not pruned.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
             bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
@@ -131,8 +132,11 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each duration in tokens, shortest first. Raise InputError if the shorter
-    durations cannot be branches of the run with the longest."""
+    """Return one copy of the recipe for each of the ``durations`` (numbers of tokens), shortest first.
+
+    Raises:
+        InputError: if a duration cannot be trained, or if the durations cannot share one run.
+    """
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
@@ -148,10 +152,11 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
         if (end := batches.tokens_at_step(steps)) != duration:
             before = batches.tokens_at_step(steps - 1)
             raise InputError(f"{prefix} are not a whole number of batches; take {before:,} or {end:,}")
-        if max(tokens.epochs(duration).values()) > 1:
+        most, source = max((epochs, name) for name, epochs in tokens.epochs(duration).items())
+        if most > 1:
             raise InputError(
-                f"{prefix} repeat the text, which makes durations hard to compare; the text has "
-                f"{len(tokens.train):,} tokens; use shorter durations or more text"
+                f"{prefix} read {source} {most:.3g} times, which makes durations hard to compare; use shorter "
+                "durations or more text"
             )
         found.append(recipe.replace({"data.tokens": duration}))
     tables = map(parameter_table, found)

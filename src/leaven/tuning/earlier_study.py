@@ -75,7 +75,8 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function from a trial of the earlier study to its point. Raise InputError if base or rule differ."""
+    """Return a function from a trial of the earlier study to its point. Raise InputError if the recipes of the two
+    studies differ in the base or the scaling rule."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(

@@ -380,8 +380,14 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of the value at ``path``. ``ends`` is the range in ``[tuning.octaves]``. If it is None,
-    :func:`reach` gives the range."""
+    """Return the dimension of the value at ``path``. A choice has all its levels.
+
+    Args:
+        ends: the range in ``[tuning.octaves]``; None for the range that :func:`reach` gives.
+
+    Raises:
+        InputError: if the recipe is invalid at one of the ``ends``, or the value is the same at both.
+    """
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

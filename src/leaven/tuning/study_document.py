@@ -215,7 +215,8 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point ``fewest_octaves`` if it was rerun and is not the best point; otherwise None."""
+        """The point with the fewest changes, ``fewest_octaves``, if it was rerun and is not the best point. Otherwise
+        None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:

@@ -57,7 +57,7 @@ class RunStore:
         """Create the store without starting workers.
 
         Args:
-            on_run: called with the number of finished runs and the number of all runs, of one call of :meth:`run`.
+            on_run: called by :meth:`run` with (number of its finished trials, number of its trials).
             stop: called repeatedly; the runs stop once it returns true.
             note: called with a sentence if results in the folder were lost or changed, or cannot be written.
             finished: the least number of results that the folder should have.

@@ -123,7 +123,10 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the most `TRIALS` that cost at most `SHARE`, else the fewest. ``each``: cost of a trial / of the run."""
+    """Return the largest number in `TRIALS` whose trials cost at most `SHARE` of the run, else the smallest number.
+
+    ``each`` is (cost of a trial) / (cost of the run).
+    """
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 

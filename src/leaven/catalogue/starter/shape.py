@@ -74,7 +74,8 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual`` that keeps the embedding within 25% of ``params``, or 512."""
+    """Return the size in `VOCABULARIES` nearest to ``usual``. If its embedding has more than 25% of ``params``,
+    return the largest size that does not, at least 512."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -129,7 +130,11 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff`` for an MLP of this width, or ``d_ff`` and ``experts`` for experts of this total used width."""
+    """Return ``d_ff`` for a dense MLP of this width.
+
+    With ``experts``, return ``d_ff`` and ``experts``. The experts that a token uses are together about as wide as
+    ``width``.
+    """
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -240,7 +245,7 @@ def _usual_aspect(near: Neighbours) -> float:
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the width d at which 12 d^2 L, the size of the blocks, is the number of parameters that a token uses."""
+    """Return the width d at which blocks of the usual d / L have as many parameters as a token uses: 12 d^2 L."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
@@ -250,7 +255,8 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the norm, activation, positions, ... of a run; leaven's default where unknown or not supported."""
+    """Return the norm, activation, positions, ... of a run; leaven's default where unknown or not supported. An
+    unsupported activation without a gate becomes gelu."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -297,7 +303,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
 
     A length from recent runs is shortened, but not below `SHORTEST`, if a batch would have fewer sequences than about
-    `SEQUENCES_A_BATCH`, and rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
+    `SEQUENCES_A_BATCH`. It is then rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len

@@ -72,7 +72,8 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
-    """Return the known keys, as ``section.key``. Unknown keys are added to the draft."""
+    """Return the settings with known keys, as ``section.key``. Unknown keys are added to ``draft.unread``, unless
+    they are known to have no effect. If ``saved``, optimizer.param_groups is left out."""
     given = Settings(draft.origin, TABLE["keys"], default="torchtitan's default of {}")
     for section, values in document.items():
         for key, value in values.items() if isinstance(values, dict) else [(None, values)]:

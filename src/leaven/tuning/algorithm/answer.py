@@ -210,7 +210,8 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, or None if no trial finished."""
+        """Return the best point of a search that has ended, or None if no trial finished. With
+        ``by_surrogate``, points without fresh seeds are compared by their predicted losses, not by measured ones."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -306,7 +307,8 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials; None if it is the start or the only finalist."""
+    """Return the best point if it needs confirmation trials. Return None if there is no best point, or if it is the
+    start or the only finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -364,7 +366,8 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point``, the only finalist, has ``RERUNS`` trials and a predicted gain above ``least``."""
+        """Return whether ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
+        predicted gain above ``least``."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
@@ -379,7 +382,8 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better."""
+        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better. Return
+        None if there is no such candidate and the start has no loss."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -402,8 +406,8 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have, or over all seeds
-    if there are none."""
+    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have. Without common
+    seeds, each mean is over all seeds."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())

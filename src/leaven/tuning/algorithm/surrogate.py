@@ -204,7 +204,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide each trial's row by the standard deviation of its error, and project out the constant term a."""
+        """Return ``values`` with each trial's row divided by the standard deviation of its error, and the constant
+        term ``a`` projected out."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 

@@ -308,12 +308,13 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the probabilities (D, m) of divergence for ``base`` with its value i set to ``x[i, j]``."""
+        """Return probabilities of divergence, (D, m). Entry [i, j] is for ``base`` with ``x[i, j]`` as value i."""
         d = len(base)
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice by ``quadratic``, (D,). ``unseen_first``: prefer a level never run."""
+        """Return the best level of each choice by ``quadratic``, (D,); 0 for values that are not choices. With
+        ``unseen_first``, levels that no trial has run come before all others."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -402,7 +403,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 def radius_of(axes: Axes, losses: Array) -> float:
     """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,).
 
-    While all trials diverge, proposals come closer together if a learning rate is searched, and spread out if not.
+    While no trial has a finite loss, each trial makes the moves smaller if a learning rate is searched, else larger.
     """
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS

@@ -39,7 +39,7 @@ from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
 from leaven.tuning.point import Value, recipe_at
-from leaven.tuning.service.losses import read_losses, why_none
+from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.stored_study import VALUES
@@ -161,14 +161,21 @@ class CommandTrainer:
     ) -> Outcome | str:
         """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
         command = self._command
+        where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
+        earlier = written_losses(command.loss, where) if command.resume else []
         try:
             process = self._commands.start(command.filled(values), environment, output)
         except BlockingIOError as error:  # too many processes on this machine, perhaps of other programs
             raise WorkerDied(f"could not be started: {error.strerror}") from None
         try:
-            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
             outcome = self._watch(process, proposal, folder / OUTPUT, where)
             _require_same_file(output, folder / OUTPUT)
+            complete = isinstance(outcome, Outcome) and math.isfinite(outcome.loss) and not outcome.stopped
+            if complete and earlier and earlier == written_losses(command.loss, where):
+                self._note(
+                    f"trial {proposal.number} ended with exit code 0 and added no loss to those of an earlier "
+                    f"attempt, whose last one counts; see {folder / OUTPUT}"
+                )
             return outcome
         finally:
             if left := self._commands.end(process):
@@ -208,8 +215,9 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether a failed command does not count, because its output says that a disk was full (``NO_ROOM``).
-        Then no trial begins for a while."""
+        """Return whether the output of a failed command says that a disk was full (``NO_ROOM``). Then the failure
+        does not count, and no trial begins for ``FULL_SECONDS``. After ``MOST_REPEATS`` such failures of a trial,
+        return False."""
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -295,7 +303,12 @@ class CommandTrainer:
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
         """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
-        If the command has ended (``complete``), wait while the disk with the losses or the output is away.
+        If the files cannot be read while the command runs, return no losses and "". If the command has ended
+        (``complete``), wait until the files can be read.
+
+        Raises:
+            StoreGone: if the disk is away for more than ``AWAY_SECONDS``.
+            TrialReleased: if the study stops while this method waits.
         """
         command, began, warned = self._command, time.monotonic(), False
         while True:
@@ -393,8 +406,8 @@ class CommandStudy(BaseStudy):
 
     Raises:
         InputError: on Windows; if the command does not fit the space (:meth:`Command.check`), has a placeholder in
-            quotes, or has no ``{seed}`` although ``noise`` is not 0. Entering the context raises it if a study in a
-            journal was begun in another working folder.
+            quotes, or has no placeholder for the seed although ``noise`` is not 0. Entering the context raises it if
+            a study in a journal was begun in another working folder.
     """
 
     def __init__(

@@ -133,7 +133,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process started, in 1/100 s since the boot (Linux) or 1970, or "" if the process has ended."""
+    """Return the time when a process started, in 1/100 s since the boot (on other systems than Linux: since 1970).
+    Return "" if the process has ended."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

@@ -196,7 +196,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
 
 
 def _limits(limits: Any) -> Any:
-    """Return validated limits: (low, high) as floats, or the range of a choice."""
+    """Return limits: (low, high) as floats, or ``range(n)`` for a choice of n levels. Raise ValueError for others."""
     if isinstance(limits, range):
         if limits.start or limits.step != 1 or len(limits) < 2:
             raise ValueError("give range(n) with at least 2 levels")

@@ -364,7 +364,8 @@ def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
 
 
 def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> StoredTrial:
-    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts whose process died."""
+    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts that failed since the
+    trial was last given back."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
@@ -405,7 +406,7 @@ def _change_of(attempt: FrozenTrial, digests: bool) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
     leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
-    FAIL without one.
+    FAIL without one. Only if the settings of the study have ``digests``, every attempt must have an owner.
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {

@@ -16,8 +16,8 @@ dies, the trial gets another attempt.
    loss that is fitted to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer`
    (``recipe_study.py``) puts the values of the point into the recipe and trains it in a worker process
    (**training/trial.py**), or trains several trials at once (``training/stack.py``). This training has the loop and
-   the step of ``leaven train``, but no run folder, metrics and spike guard. The loss of the trial is the validation
-   loss after the last step. In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``).
+   the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is the
+   validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it (``command_study.py``).
    A trial ends early if it diverges. Once the noise is known, a trial that is too far behind the best one is pruned
    (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less
    than the noise (``Region.stalled``).
@@ -43,10 +43,11 @@ dies, the trial gets another attempt.
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -213,7 +214,8 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
-        """Call ``note`` and ``stop`` while :meth:`__enter__` waits for a locked store. :meth:`run` replaces them."""
+        """Return this study. :meth:`__enter__` will call ``note`` and ``stop`` while it waits for a locked store.
+        :meth:`run` replaces the two functions."""
         self._note, self._stop = note, stop
         return self
 
@@ -254,7 +256,8 @@ class BaseStudy(ABC):
 
     @contextmanager
     def _folder_lock(self) -> Iterator[None]:
-        """Lock the folder, unless its disk is full or has no locks."""
+        """Lock the folder during the ``with`` block. Go on without the lock if the disk is full or has no locks, or
+        if another process holds the lock for ``LOCK_SECONDS``."""
         with ExitStack() as held:
             with suppress(OSError):
                 held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
@@ -264,11 +267,18 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Return the store. Raise InputError if the store lacks the id or the ended trials that study.json has:
-        ``saved_id`` and ``ended``."""
+        """Return the store of the study.
+
+        Args:
+            saved_id: the study's id in study.json, or "".
+            ended: the numbers of the trials that have ended according to study.json.
+
+        Raises:
+            InputError: if the store cannot be used, belongs to another study, or lacks one of the ``ended`` trials.
+        """
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
-            raise self._store_lost(ended, ended)
+            raise self._store_lost(ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
@@ -281,7 +291,7 @@ class BaseStudy(ABC):
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
         if begun and name not in stored:
-            raise self._store_lost(ended, ended)
+            raise self._store_lost(ended)
         if saved_id:
             self._require_same_study(saved_id, random_id(store.get_study_user_attrs(stored[name])))
         attempts = store.get_all_trials(stored[name], deepcopy=False) if ended else []
@@ -290,7 +300,8 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return (id, (state, loss) of ended trials by number) from study.json; empty if it is missing or damaged."""
+        """Return from study.json the study's id, and the (state, loss) of each ended trial by number. Return ("", {})
+        if the file is missing or damaged. Raise InputError if it cannot be read."""
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))
@@ -339,16 +350,17 @@ class BaseStudy(ABC):
             "folder, restore the file that was replaced, or use another folder"
         )
 
-    def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return the error for a store that lacks the trials ``lost``, of the trials ``ended`` in study.json."""
-        results, missing = f"the results of {len(ended)} trials", "none of them"
-        if not ended:
+    def _store_lost(self, ended: set[int], lost: Collection[int] = ()) -> InputError:
+        """Return the error for a store that lacks the study, whose study.json has the trials ``ended``, or only the
+        trials ``lost`` of them."""
+        results, missing, way = f"the results of {len(ended)} trials", "none of them", "use another folder"
+        if lost:
+            missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"
+            way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
+        elif not ended:
             results, missing = "a study", "no study of this name"
-        elif lost != ended:
-            missing = f"lost {len(lost)} of them, the first is trial {min(lost)}"
         return InputError(
-            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or use "
-            "another folder"
+            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or {way}"
         )
 
     def _waited(self, seconds: float) -> None:

@@ -169,7 +169,14 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return where the search starts: at the ``given`` value, that of the ``first`` trial, or the middle."""
+        """Return the position on this axis where the search starts.
+
+        The search starts at the value in ``given``, otherwise at the value in ``first``, the first trial. If neither
+        has a value, it starts in the middle, or at the first level of a choice.
+
+        Raises:
+            InputError: if the objective does not allow the value in ``given``.
+        """
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -184,7 +191,7 @@ class AxisOfDistribution:
         raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective allows {allowed}")
 
     def at(self, value: Any) -> float:
-        """Return where a value is on the axis: steps, or the index of a choice."""
+        """Return the position of a value on the axis, in steps of ``unit``. The position of a choice is its index."""
         number = float(self.distribution.to_internal_repr(value))
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
