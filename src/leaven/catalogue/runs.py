@@ -286,7 +286,7 @@ class PublishedRun(Part):
 
     @property
     def query_groups(self) -> float | None:
-        """Return the number of query heads per key-value head."""
+        """Return the number of query heads per key-value head, or None if one of these numbers is unknown."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
 
     @property

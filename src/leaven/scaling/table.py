@@ -144,7 +144,10 @@ def parameter_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model. ``at``: its ratios to the base; ``match`` is computed here."""
+    """Return the row of one parameter of any model.
+
+    ``at`` has the parameter's ratios to the base, except ``match``, which is computed here.
+    """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0

@@ -175,8 +175,11 @@ def cooldown_start(recipe: Recipe) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the trunk reaches the start of this cooldown. The trunk then
-    continues from a copy of its state."""
+    """Trains the cooldowns of the shorter durations of a trial.
+
+    The trunk is the run with the longest duration. When it reaches the start of a shorter duration's cooldown, this
+    cooldown is trained. The trunk then continues from a copy of its state.
+    """
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet

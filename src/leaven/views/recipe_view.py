@@ -87,7 +87,8 @@ def octaves_shown(factors: Sequence[float]) -> int:
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor as CSS: neutral at 1, strongest at ``reach`` octaves (factors of 2) from 1."""
+    """Return the colour of a factor as CSS: neutral at 1 and 0, strongest at ``reach`` octaves (factors of 2) from
+    1."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)

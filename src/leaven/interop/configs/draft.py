@@ -247,7 +247,11 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Copy the settings that have a ``path`` to ``draft``. Values that the draft already has do not change."""
+        """Set the values of ``draft`` for all settings that have a ``path``. Values that ``draft`` already has do not
+        change.
+
+        A setting that is not given has its default, but is left out if it is ``optional``.
+        """
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):

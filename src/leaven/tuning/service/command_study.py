@@ -383,7 +383,7 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the texts of the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
+    """Return the texts of the files ``{config}`` and ``{recipe}`` that the command uses at a point, by path."""
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)

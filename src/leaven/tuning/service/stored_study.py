@@ -272,7 +272,8 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the attempt up, so that it does not count as a death.
+            released: whether this command gives the attempt up. A released attempt does not count as one whose
+                process died.
             ended: the last heartbeat of the attempt's owner, Unix time; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
