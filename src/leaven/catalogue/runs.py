@@ -250,7 +250,7 @@ class PublishedRun(Part):
 
     @property
     def init_scale(self) -> float | None:
-        """Return init std x sqrt(d_model), which can be compared between widths."""
+        """Return init std x sqrt(d_model), which can be compared between widths, or None if unknown."""
         return self.init_std * math.sqrt(self.arch.d_model) if self.init_std and self.arch.d_model else None
 
     @property

@@ -263,7 +263,8 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
 
 
 def _run_name(recipe: Path) -> str:
-    """Return the name for a recipe's run folder: the stem of the file or, for best.toml, the name of the study."""
+    """Return the name for a recipe's run folder: the stem of the file or, for a study's best.toml or fewest.toml, the
+    name of the study's folder."""
     best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
     return recipe.resolve().parent.name if best else recipe.stem
 

@@ -32,7 +32,7 @@ memory."""
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of the tensors as one tensor, (number of tensors,).
 
-    This function and the next three launch a few kernels for all tensors together. A loop would launch hundreds.
+    A few kernels compute the norms of all tensors together. A loop over the tensors would launch hundreds.
     """
     return torch.stack(torch._foreach_norm(list(tensors)))
 

@@ -169,7 +169,10 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Return the MLP widths to try at width ``d``: those within 1/8 of ``ff_ratio`` x d, the nearest first."""
+    """Return the MLP widths to try at width ``d``: within 12.5% of ``ff_ratio`` x d, the nearest first.
+
+    If there are none, return only the nearest width.
+    """
     wanted = proportions.ff_ratio * d
     step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step

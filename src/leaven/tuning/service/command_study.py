@@ -343,8 +343,10 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if the file at ``path`` is not the open file ``output``. Another file may have the losses of
-    another command, or only some of the losses."""
+    """Raise InputError if ``path`` is another file than the open file ``output``. A missing file is no error.
+
+    Another file may have the losses of another command, or only some of the losses.
+    """
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
