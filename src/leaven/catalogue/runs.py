@@ -143,7 +143,8 @@ class PublishedRun(Part):
 
     @property
     def ramp_tokens(self) -> int | None:
-        """Return the number of tokens after which the batch has its full size."""
+        """Return the number of tokens after which the batch has its full size, or None if unknown or without a
+        ramp."""
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens

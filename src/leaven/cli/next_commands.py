@@ -135,7 +135,9 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
     """Return the commands to suggest after a finished run: write a report, sample text and export the weights.
-    Sampling and export need a tokenizer."""
+
+    Without a tokenizer, only the report is suggested. The export is suggested only for models that it supports.
+    """
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]

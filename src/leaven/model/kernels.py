@@ -291,7 +291,8 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence (no window, no softcap)."""
+    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence, if it has no window or
+    softcap."""
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))

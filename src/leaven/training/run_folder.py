@@ -310,7 +310,8 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer into a folder without one: weights are useless without it, and caches get cleared."""
+        """Copy the tokenizer at ``path`` into the run folder if it has none. The cache may be cleared, and weights
+        are useless without their tokenizer."""
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 

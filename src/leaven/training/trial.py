@@ -218,8 +218,9 @@ class Cooldowns(Callback):
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, the trial continues.
 
-    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another
-    name belongs to another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
+    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another name
+    belongs to another trial and is not read. If ``recipe`` is given, a checkpoint that has not exactly the parameters
+    of the recipe counts as damaged.
     """
 
     def __init__(

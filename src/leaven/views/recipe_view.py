@@ -105,7 +105,7 @@ def chips(reach: int) -> list[tuple[str, float]]:
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Group the values of a recipe by the reason under ``[why]``. The key of values without a reason is None.
+    """Return the values of a recipe by their reason under ``[why]``. The key of values without a reason is None.
 
     A value is (keys of its path, value as text). Multipliers of 1 and empty values are left out.
     """

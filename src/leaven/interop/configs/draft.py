@@ -224,7 +224,10 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value for a setting. ``known`` gives it by the setting's value (a switch: off, on).
+        """Return the recipe's value for a setting.
+
+        ``known`` maps the setting's possible values to the recipe's. For a switch, ``known`` is (value if off, value
+        if on).
 
         Raises:
             InputError: if ``known`` does not have the value of the setting.

@@ -354,7 +354,10 @@ def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time; None if an older version did not store them."""
+    """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None.
+
+    Return None if an older version did not store these times.
+    """
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
     if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):
