@@ -287,7 +287,10 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Raise InputError if the path is a URL or the root of a disk, or exists and is not an empty folder."""
+    """Raise InputError if the path exists and is not an empty folder, or is the root of a disk.
+
+    Also refuse the paths that :func:`require_folder_name` refuses, such as a URL.
+    """
     require_folder_name(path)
     if os.path.ismount(path):
         raise InputError(f"{path} is the root of a disk; give a new folder in it, such as {path / 'model'}")
@@ -354,7 +357,7 @@ def sync_folder(folder: Path) -> None:
 
 @cache
 def _machine() -> str:
-    """Return a hash that identifies this machine and, in a container, the process namespace."""
+    """Return a hash of the host name and, on Linux, of the process namespace, which differs between containers."""
     named = socket.gethostname()
     with suppress(OSError):
         named += os.readlink("/proc/self/ns/pid")

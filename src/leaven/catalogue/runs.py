@@ -143,7 +143,8 @@ class PublishedRun(Part):
 
     @property
     def ramp_tokens(self) -> int | None:
-        """Return the number of tokens after which the batch has its full size."""
+        """Return the number of tokens after which the batch has its full size, or None if unknown or without a
+        ramp."""
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
@@ -250,7 +251,7 @@ class PublishedRun(Part):
 
     @property
     def init_scale(self) -> float | None:
-        """Return init std x sqrt(d_model), which can be compared between widths."""
+        """Return init std x sqrt(d_model), which can be compared between widths, or None if unknown."""
         return self.init_std * math.sqrt(self.arch.d_model) if self.init_std and self.arch.d_model else None
 
     @property
@@ -286,7 +287,7 @@ class PublishedRun(Part):
 
     @property
     def query_groups(self) -> float | None:
-        """Return the number of query heads per key-value head."""
+        """Return the number of query heads per key-value head, or None if one of these numbers is unknown."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
 
     @property

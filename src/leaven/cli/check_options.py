@@ -115,8 +115,10 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Write the page, and print a check's result and the lines ``more``. Exit with code 1 if the check failed.
-        ``following`` are the commands to suggest if it passed."""
+        """Print the result of a check and the lines ``more``. Write the page if the user has named a file for it.
+
+        Exit with code 1 if the check failed. ``following`` are the commands to suggest if it passed.
+        """
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 

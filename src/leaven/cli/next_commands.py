@@ -135,7 +135,9 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
     """Return the commands to suggest after a finished run: write a report, sample text and export the weights.
-    Sampling and export need a tokenizer."""
+
+    Without a tokenizer, only the report is suggested. The export is suggested only for models that it supports.
+    """
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]
@@ -263,7 +265,8 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
 
 
 def _run_name(recipe: Path) -> str:
-    """Return the name for a recipe's run folder: the stem of the file or, for best.toml, the name of the study."""
+    """Return the name for a recipe's run folder: the stem of the file or, for a study's best.toml or fewest.toml, the
+    name of the study's folder."""
     best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
     return recipe.resolve().parent.name if best else recipe.stem
 

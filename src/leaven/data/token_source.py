@@ -223,7 +223,10 @@ class _SourceIds:
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens of a part from position ``start`` to ``stop``, with added end-of-text tokens."""
+        """Return the tokens of ``mapped`` from position ``start`` to ``stop``.
+
+        If ``added`` is set, this end-of-text token follows each document. Positions do not count these tokens.
+        """
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views

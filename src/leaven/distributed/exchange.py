@@ -71,8 +71,10 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until the store has all keys. Return False after ``timeouts`` x the timeout. Polls the store,
-        because :meth:`shorten_timeout` could not interrupt a waiting call."""
+        """Wait until the store has all keys, and return True. Return False after ``timeouts`` x the timeout.
+
+        The store is polled, because :meth:`shorten_timeout` could not interrupt a waiting call.
+        """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):

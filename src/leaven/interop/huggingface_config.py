@@ -150,7 +150,11 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
 
 
 def _nest_experts(values: dict[str, Any]) -> None:
-    """Replace the keys ``experts.KEY`` by a table ``experts``."""
+    """Replace the keys ``experts.KEY`` by a table ``experts``, and set a missing ``d_ff``.
+
+    Raises:
+        InputError: if a layer without experts comes after one with experts.
+    """
     experts = {key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")}
     dense = experts.get("dense_layers", 0)
     if isinstance(dense, list):

@@ -190,7 +190,8 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError. This is a forward pre-hook during :func:`fold`, and stays if folding is interrupted."""
+    """Raise InputError. :func:`fold` installs this forward pre-hook, and removes it at its end, unless it is
+    interrupted."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"

@@ -334,7 +334,11 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
-    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention."""
+    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention.
+
+    Raises:
+        InputError: if attention modules have different head dimensions, or no attribute ``head_dim``.
+    """
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")

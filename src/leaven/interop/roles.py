@@ -131,7 +131,11 @@ class Classifier:
     # Roles: found from type and position, then checked against the shape.
 
     def _role(self, site: ParameterSite) -> Role:
-        """Return the role of a parameter, or refuse the parameter."""
+        """Return the role of a parameter.
+
+        Raises:
+            InputError: if the parameter has none of the known roles.
+        """
         if is_norm(site):
             return self._norm_role(site)
         if is_linear(site.owner) and site.is_bias:

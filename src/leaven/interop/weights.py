@@ -182,7 +182,7 @@ def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Split a tensor of the file into leaven's tensors. Factors and offsets are not applied."""
+    """Return leaven's tensors that a tensor of the file contains. Factors and offsets are not applied."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)

@@ -183,7 +183,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies``.
+    """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies`` of ``x_ND``.
 
     ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The backward pass gathers
     rows, too. If it scattered them, gradients on a GPU would differ from run to run.

@@ -32,7 +32,7 @@ memory."""
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of the tensors as one tensor, (number of tensors,).
 
-    This function and the next three launch a few kernels for all tensors together. A loop would launch hundreds.
+    A few kernels compute the norms of all tensors together. A loop over the tensors would launch hundreds.
     """
     return torch.stack(torch._foreach_norm(list(tensors)))
 
@@ -291,7 +291,8 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence (no window, no softcap)."""
+    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence, if it has no window or
+    softcap."""
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))

@@ -168,7 +168,10 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the row of a law, whose function ``size`` maps FLOPs to the best number of parameters."""
+        """Return the model size that a law recommends for the budget.
+
+        ``size`` is the law's function from training FLOPs to the best number of parameters.
+        """
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

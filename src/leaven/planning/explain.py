@@ -254,7 +254,10 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below the job's on which a layout fits, or None if 64 tried numbers fail."""
+    """Return the largest number of GPUs below the job's on which a layout fits.
+
+    Return None if none of the 64 largest possible numbers fits.
+    """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {

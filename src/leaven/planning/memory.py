@@ -3,7 +3,8 @@
 The parts are the fields of :class:`Memory`. Weights, gradients and optimizer states are sharded as in the ZeRO paper
 (arXiv 1910.02054). Activations are mainly the tensors that autograd saves for the backward pass.
 
-Errors: docs/evidence/planner-accuracy.md on published measurements, benchmarks/memory.py on leaven's own steps.
+The results are compared with published measurements in docs/evidence/planner-accuracy.md, and with leaven's own steps
+in benchmarks/memory.py.
 """
 
 from collections import defaultdict

@@ -149,7 +149,11 @@ Octaves = Annotated[float, Field(ge=-64, le=64)]  # n octaves are a factor of 2^
 
 
 def _both_sides(value: Any) -> Any:
-    """Return a search range in octaves as (low, high). The value n, a single number, means (-n, n)."""
+    """Return a search range in octaves as (low, high). The value n, a single number, means (-n, n).
+
+    Raises:
+        ValueError: if the value is not a range, or if the range does not contain 0.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:

@@ -116,9 +116,10 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on branch outputs in a model more than twice as wide or deep as the base.
+    """Warn about norms on branch outputs in a model more than twice as wide or more than twice as deep as the base.
 
-    Only for complete-d-p, and over depth only for alpha 1: for these the best lr was measured to change.
+    Warn only for the rule complete-d-p, and about depth only if alpha is 1: there, the best lr was measured to
+    change.
     """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return

@@ -1,8 +1,8 @@
 """The web server of ``leaven serve``: pages of folders, a planner and a page of published runs.
 
 The server answers only GET requests that are addressed to this machine and contain the token from the address that
-``leaven serve`` prints. A request cannot open any path: the server shows only folders that
-:func:`leaven.server.folders.find` finds.
+``leaven serve`` prints. It shows no other folders than those that :func:`leaven.server.folders.find` finds, whatever
+path a request contains.
 """
 
 import secrets

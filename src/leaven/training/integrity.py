@@ -154,8 +154,10 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence that names the values of recipe.toml that were changed after the checkpoint and do not affect
-    the weights, or None."""
+    """Return a sentence that names the changes of recipe.toml since a checkpoint that do not affect the weights.
+
+    Return None if there are none. ``state`` comes from the checkpoint.
+    """
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 

@@ -284,8 +284,10 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, allocate memory for ``copies`` copies of the parameters. On other devices, return None: on a CPU,
-    memory takes no space until it is written to."""
+    """Return uninitialised memory for ``copies`` copies of the parameters on CUDA, and None on other devices.
+
+    On a CPU, memory takes no space until it is written to.
+    """
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

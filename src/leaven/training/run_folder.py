@@ -310,7 +310,8 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer into a folder without one: weights are useless without it, and caches get cleared."""
+        """Copy the tokenizer at ``path`` into the run folder if it has none. The cache may be cleared, and weights
+        are useless without their tokenizer."""
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
@@ -375,8 +376,11 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl. Raise InputError if a value that a resume needs is missing or has a wrong
-        type."""
+        """Return the events in events.jsonl: its lines with a text under ``event``.
+
+        Raises:
+            InputError: if a value that a resume needs is missing or has a wrong type.
+        """
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):

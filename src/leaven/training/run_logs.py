@@ -133,7 +133,7 @@ def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[t
 
 
 def _row(history: int | memoryview) -> dict[str, Any]:
-    """Return the values of a HistoryRecord by name."""
+    """Return the values of a HistoryRecord of W&B by name, or {} if ``history`` is not a record."""
     items = _fields(history) if isinstance(history, memoryview) else ()
     return dict(_item(item) for number, item in items if number == 1 and isinstance(item, memoryview))
 

@@ -378,8 +378,11 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each recipe in nats per token. Batches have B sequences and parameters
-        require gradients, because the pass is compiled for this."""
+        """Return the validation loss of each trial in the stack in nats per token.
+
+        ``recipe`` gives the number of validation tokens. Batches have B sequences and parameters require gradients,
+        because the pass is compiled for this.
+        """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

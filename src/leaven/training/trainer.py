@@ -469,7 +469,11 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder. Only the first process locks and rewinds it; the others write only checkpoints."""
+    """Open the run folder. Only the first process locks and rewinds it; the others write only checkpoints.
+
+    Raises:
+        Settled: on all processes, if the first process cannot open, rewind or use the folder.
+    """
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:

@@ -175,8 +175,11 @@ def cooldown_start(recipe: Recipe) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the trunk reaches the start of this cooldown. The trunk then
-    continues from a copy of its state."""
+    """Trains the cooldowns of the shorter durations of a trial.
+
+    The trunk is the run with the longest duration. When it reaches the start of a shorter duration's cooldown, this
+    cooldown is trained. The trunk then continues from a copy of its state.
+    """
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -215,8 +218,9 @@ class Cooldowns(Callback):
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, the trial continues.
 
-    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another
-    name belongs to another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
+    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another name
+    belongs to another trial and is not read. If ``recipe`` is given, a checkpoint that has not exactly the parameters
+    of the recipe counts as damaged.
     """
 
     def __init__(

@@ -138,9 +138,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance from the value at ``path`` in the recipe of ``space`` to the value in ``there``.
+    """Return the distance at ``path`` from the recipe of ``space`` to the recipe ``there``.
 
-    For ``batch.tokens`` and ``data.tokens``, return the distance in ``since``.
+    Paths in ``since`` (``batch.tokens`` and ``data.tokens``) have their distance there. The distance of a module's
+    multiplier includes that of the global value, unless the global value is searched, too.
     """
     here = space.recipe
     if path in since:

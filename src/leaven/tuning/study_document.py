@@ -316,7 +316,8 @@ def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return the factors on the tokens of ``target`` that would lower its loss as much as the gain of a study.
 
     A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
-    if ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run of that length.
+    if ``answer`` is not the best.toml of a study with a gain. It is also empty if the tokens of ``target`` are
+    outside ``WORTH_TOKENS``, where the scaling law is not used.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

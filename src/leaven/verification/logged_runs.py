@@ -157,7 +157,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def _is_one_run(path: Path) -> bool:
-    """Return whether a path is a run that was logged by TensorBoard or W&B."""
+    """Return whether a path has the form of one logged run: a folder (TensorBoard) or a .wandb file (W&B)."""
     return path.is_dir() or path.suffix.lower() == ".wandb"
 
 

@@ -37,7 +37,7 @@ class LossGrid:
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
         """Return the grid of losses by value and seed. A list has the seeds 0, 1, 2 and so on.
 
-        The loss of a diverged run must be NaN or infinite.
+        The loss of a diverged run must be NaN or infinite. A value with such a run is only in ``diverged``.
         """
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}

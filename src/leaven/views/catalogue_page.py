@@ -49,7 +49,7 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
 
     ``predicted`` is a field of a law's result, such as ``lr``. Laws without this field are left out, and so are laws
-    that are another form of a law.
+    that only restate another law.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:

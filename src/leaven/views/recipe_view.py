@@ -87,7 +87,8 @@ def octaves_shown(factors: Sequence[float]) -> int:
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor as CSS: neutral at 1, strongest at ``reach`` octaves (factors of 2) from 1."""
+    """Return the colour of a factor as CSS: neutral at 1 and 0, strongest at ``reach`` octaves (factors of 2) from
+    1."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -104,7 +105,7 @@ def chips(reach: int) -> list[tuple[str, float]]:
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Group the values of a recipe by the reason under ``[why]``. The key of values without a reason is None.
+    """Return the values of a recipe by their reason under ``[why]``. The key of values without a reason is None.
 
     A value is (keys of its path, value as text). Multipliers of 1 and empty values are left out.
     """

@@ -34,9 +34,9 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. A change is dropped if the finding stays, or if another finding
-    appears or becomes more severe and is more than a note (the mildest severity). The changes that cause the fewest
-    new notes come first.
+    Each suggested change is tried on the recipe. It is dropped if the recipe becomes invalid or the finding stays. It
+    is also dropped if another finding appears or becomes more severe, unless that finding is only a note (the mildest
+    severity). The changes that cause the fewest new notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.

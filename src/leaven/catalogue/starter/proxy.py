@@ -73,8 +73,11 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
-    Without ``size``, this is the largest proxy whose 64 trials cost at most 10% of the run (`SHARE`), else the
-    smallest proxy with fewer trials that cost at most 24% (`WORTH`), else none.
+    Without ``size``, nine sizes are tried. The choice is:
+
+    - the largest proxy whose 64 trials cost at most 10% of the run (`SHARE`);
+    - or else the smallest proxy, with fewer trials, if they cost at most 24% of the run (`WORTH`);
+    - or else no proxy.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.

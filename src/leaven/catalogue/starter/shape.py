@@ -156,7 +156,11 @@ def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to try: round multiples of the head dimension within a factor of 3 of ``usual``."""
+    """Return the round widths within a factor of 3 of ``usual`` at which the heads of ``proportions`` are possible.
+
+    ``proportions.width`` need not be round. If no width is round, return all within the factor. If none is within the
+    factor, return the smallest possible width.
+    """
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -165,7 +169,10 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Return the MLP widths to try at width ``d``: those within 1/8 of ``ff_ratio`` x d, the nearest first."""
+    """Return the MLP widths to try at width ``d``: within 12.5% of ``ff_ratio`` x d, the nearest first.
+
+    If there are none, return only the nearest width.
+    """
     wanted = proportions.ff_ratio * d
     step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
@@ -277,7 +284,10 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size, from `RECENT` on. If there is none: the neighbours."""
+    """Return the newest run of each lineage near this size.
+
+    Only runs from `RECENT` on count. If there are none, return the neighbours.
+    """
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

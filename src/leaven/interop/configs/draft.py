@@ -224,7 +224,10 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value for a setting. ``known`` gives it by the setting's value (a switch: off, on).
+        """Return the recipe's value for a setting.
+
+        ``known`` maps the setting's possible values to the recipe's. For a switch, ``known`` is (value if off, value
+        if on).
 
         Raises:
             InputError: if ``known`` does not have the value of the setting.
@@ -247,7 +250,11 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Copy the settings that have a ``path`` to ``draft``. Values that the draft already has do not change."""
+        """Set the values of ``draft`` for all settings that have a ``path``. Values that ``draft`` already has do not
+        change.
+
+        A setting that is not given has its default, but is left out if it is ``optional``.
+        """
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):

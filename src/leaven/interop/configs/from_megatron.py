@@ -461,7 +461,7 @@ class _Variables:
         self._expanded = 0  # characters that variables have inserted so far
 
     def expand(self, word: str) -> str:
-        """Return a word with the values of the known variables in it."""
+        """Return a word in which the known variables are replaced by their values."""
         for _ in range(8):  # the value of a variable may contain another variable
             expanded = _VARIABLE.sub(self._value, word)
             if expanded == word:

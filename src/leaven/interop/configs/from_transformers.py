@@ -156,7 +156,11 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
 
 
 def _schedule(draft: Draft, given: Settings) -> None:
-    """Set decay and final lr from lr_scheduler_type and lr_scheduler_kwargs."""
+    """Set the decay, the final lr and the share of a cooldown from lr_scheduler_type and lr_scheduler_kwargs.
+
+    Raises:
+        InputError: if leaven does not have the schedule.
+    """
     kind, options, why = given["lr_scheduler_type"], given["lr_scheduler_kwargs"], given.why("lr_scheduler_type")
     floor, peak = 0.0, draft.values["hyperparameters.lr"]
     where = f"{draft.origin}: lr_scheduler_kwargs"

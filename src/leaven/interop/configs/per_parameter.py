@@ -340,7 +340,7 @@ def _by_tensor(
     """Return two mappings for a model that stores its parameters as ``tensors``.
 
     The first has the settings of each of leaven's parameters. The second has the entry of each tensor in
-    parameters.json, which is for the stored tensor: leaven's parameter / factor - offset
+    parameters.json. Its values are for the stored tensor, which is leaven's parameter / factor - offset
     (:meth:`Architecture.factors`).
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)

@@ -134,7 +134,8 @@ class Surrogate:
         return np.asarray(self._features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to points (m, D)."""
+        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to the points ``x``
+        (m, D)."""
         apart = (self._features(x) - self._features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))

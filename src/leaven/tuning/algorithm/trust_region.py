@@ -260,7 +260,10 @@ class Region:
         return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). Items 3 and 4 in the docstring of this file explain it."""
+        """Return a point to try next, (D,). With ``last``, this is the predicted best point.
+
+        Items 3 and 4 in the docstring of this file explain the other points.
+        """
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -277,8 +280,11 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the last ``QUIET_ROUNDS`` rounds (of max(10, D // 2) trials) found no new incumbent, and the
-        predicted gain over the incumbent is below the noise."""
+        """Return whether the search no longer improves. Two conditions must hold:
+
+        - The last ``QUIET_ROUNDS`` rounds found no new incumbent. A round has max(10, D // 2) trials.
+        - The predicted gain over the incumbent is below the noise.
+        """
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)

@@ -343,8 +343,10 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if the file at ``path`` is not the open file ``output``. Another file may have the losses of
-    another command, or only some of the losses."""
+    """Raise InputError if ``path`` is another file than the open file ``output``. A missing file is no error.
+
+    Another file may have the losses of another command, or only some of the losses.
+    """
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
@@ -383,7 +385,7 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the texts of the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
+    """Return the texts of the files ``{config}`` and ``{recipe}`` that the command uses at a point, by path."""
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)

@@ -92,9 +92,9 @@ class SearchLoop:
                 ...
 
     An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended.
-    A trial begins once ``ready`` returns true. After the last event, ``trials`` has all trials of the study. If an
-    exception other than StoreGone ends the context, the running trials of this loop are released, so that they run
-    again later.
+    A new trial begins only while ``ready`` returns true. After the last event, ``trials`` has all trials of the
+    study. If an exception other than StoreGone ends the context, the running trials of this loop are released, so
+    that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each

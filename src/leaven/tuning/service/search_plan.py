@@ -285,10 +285,10 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region after the trials that have ended, cached until ``REFITTED`` of them are new.
+        """Return the trust region, fitted to the trials that ended first.
 
-        It is fitted to the trials that ended first. So a resumed search proposes the same points, unless the clocks
-        of several machines differ.
+        It is fitted again when the share ``REFITTED`` of the trials is new. So a resumed search proposes the same
+        points, unless the clocks of several machines differ.
         """
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)

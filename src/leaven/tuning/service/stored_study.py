@@ -272,7 +272,8 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the attempt up, so that it does not count as a death.
+            released: whether this command gives the attempt up. A released attempt does not count as one whose
+                process died.
             ended: the last heartbeat of the attempt's owner, Unix time; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
@@ -353,7 +354,10 @@ def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time; None if an older version did not store them."""
+    """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None.
+
+    Return None if an older version did not store these times.
+    """
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
     if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):

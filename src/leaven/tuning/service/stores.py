@@ -260,7 +260,8 @@ def _damaged(error: Exception) -> bool:
 
 
 def _refused(error: Exception) -> bool:
-    """Return whether a database has refused a call, for example because a permission is missing or a row clashes."""
+    """Return whether an error comes from the database, for example because a permission is missing or a row
+    clashes."""
     from sqlalchemy.exc import DBAPIError
 
     return isinstance(error, StorageInternalError | DBAPIError) and any(

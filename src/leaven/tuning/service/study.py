@@ -351,8 +351,10 @@ class BaseStudy(ABC):
         )
 
     def _store_lost(self, ended: set[int], lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that lacks the study, whose study.json has the trials ``ended``, or only the
-        trials ``lost`` of them."""
+        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, the whole study.
+
+        ``ended`` has the numbers of the finished trials in study.json.
+        """
         results, missing, way = f"the results of {len(ended)} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"

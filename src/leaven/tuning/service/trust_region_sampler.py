@@ -36,7 +36,7 @@ class TrustRegionSampler(BaseSampler):
         study.optimize(objective, n_trials=60)
 
     The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step
-    away from the start along each number. A step is a sixth of the range that the objective gives to
+    away from the start in each numeric parameter. A step is a sixth of the range that the objective gives to
     ``suggest_float`` or ``suggest_int``, but at least the ``step`` of the distribution. With ``log=True``, the range
     is measured in octaves (powers of two).
 

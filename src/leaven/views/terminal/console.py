@@ -65,7 +65,7 @@ class SafeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Drop all later output, because the program that reads the output has ended, or the terminal was closed.
 
-        The command continues without standard error. Without standard output, BrokenPipeError ends the command.
+        If this is standard error, the command continues. If it is standard output, BrokenPipeError ends the command.
         """
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())

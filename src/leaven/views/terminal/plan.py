@@ -120,7 +120,8 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why a requested layout was not chosen, and the times of the step's parts that differ."""
+    """Return why a requested layout was not chosen, and the times of the parts that differ by at least 1% of a
+    step."""
     ep = explained.layout["ep"] if explained.layout else 1
     return [
         f"{explained.asked}: {explained.line}",

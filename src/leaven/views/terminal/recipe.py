@@ -163,7 +163,10 @@ SHOWN = (
 
 
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a table of the init std of matrices in this recipe and in each published initialisation."""
+    """Yield a table of the init std of matrices in this recipe and in each published initialisation.
+
+    Lines above and below the table have the reason, the nearest published initialisations and their formulas.
+    """
     init, n_layers = shown.init, shown.scale["depth"]
     by_module: dict[str, list[Mapping[str, Any]]] = {}  # the matrices of each module, in the order of the layers
     for start in init["starts"]:
