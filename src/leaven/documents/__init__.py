@@ -5,12 +5,33 @@ The number in ``schema`` changes when the meaning of a key changes. docs/referen
 these files: the comment of a field becomes its description.
 """
 
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 Number = int | float
 """A number that may be whole in JSON (a count) or decimal (a measurement)."""
+
+DIGEST = "blake2b"  # key of the digest of all other keys, in a JSON object that is kept in a file
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """Return the digest of the keys of a JSON object other than ``DIGEST``."""
+    content = {key: value for key, value in document.items() if key != DIGEST}
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its digest."""
+    return {**document, DIGEST: digest_of(document)}
+
+
+def is_sealed(document: Mapping[str, Any]) -> bool:
+    """Return whether the digest of a JSON object is right. Without one, as in files of older versions, it is."""
+    return document.get(DIGEST) in (None, digest_of(document))
 
 
 class Entry(BaseModel):
