@@ -444,13 +444,14 @@ class JsonLines:
     documents: list[dict[str, Any]]  # the JSON objects, in order
     damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
     numbers: list[int]  # the line number of each entry of ``documents``
+    torn: bool = False  # whether an incomplete last line was ignored
 
 
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line counts if it lacks only its newline. If it is incomplete, it is ignored. ``decode`` turns a line into
-    a value, and raises ValueError if it cannot.
+    A last line counts if it lacks only its newline. If it is incomplete, it is ignored, and ``torn`` is true.
+    ``decode`` turns a line into a value, and raises ValueError if it cannot.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -466,7 +467,7 @@ def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> 
             numbers.append(number)
         elif line.strip() and number <= len(lines):
             damaged.append(number)
-    return JsonLines(documents, damaged, numbers)
+    return JsonLines(documents, damaged, numbers, torn=bool(tail.strip()) and document is None)
 
 
 def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dict[str, Any] | None:

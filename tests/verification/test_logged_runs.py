@@ -200,6 +200,17 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"runs{suffix}", rows({64: -6.0, 128: -6.0}))
+    whole = file.read_text().removesuffix("\n")
+    file.write_text(whole)  # only the newline is missing
+    transfer_of_runs(file)
+    file.write_text(whole[: whole.rindex(",")])
+    with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+        transfer_of_runs(file)
+
+
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file or folder"):
         transfer_of_runs(tmp_path / "none.csv")
