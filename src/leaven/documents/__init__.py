@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 Number = int | float
 """A number that may be whole in JSON (a count) or decimal (a measurement)."""
@@ -31,7 +32,18 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_sealed(document: Mapping[str, Any]) -> bool:
     """Return whether the digest of a JSON object is right. Without one, as in files of older versions, it is."""
-    return document.get(DIGEST) in (None, digest_of(document))
+    return DIGEST not in document or document[DIGEST] == digest_of(document)
+
+
+class Sealed(BaseModel):
+    """A document whose file may have a digest, which is compared when the file is read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_digest(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not is_sealed(values):
+            raise PydanticCustomError("digest", "its content was changed after it was written")
+        return values
 
 
 class Entry(BaseModel):
@@ -40,7 +52,7 @@ class Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
-class Document(Entry):
+class Document(Sealed, Entry):
     """The result of a command, declared as ``class TrainDocument(Document, schema="train/1")``."""
 
     SCHEMA: ClassVar[str] = ""
@@ -52,11 +64,9 @@ class Document(Entry):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, values: Any) -> Any:
-        """Check and remove the key ``schema``, which :meth:`dump` adds."""
-        if isinstance(values, dict) and "schema" in values:
-            if values["schema"] != cls.SCHEMA:
-                raise ValueError(f"the schema is {values['schema']}, expected {cls.SCHEMA}")
-            values = {key: value for key, value in values.items() if key != "schema"}
+        """Check the key ``schema``, which :meth:`dump` adds."""
+        if isinstance(values, dict) and values.get("schema", cls.SCHEMA) != cls.SCHEMA:
+            raise ValueError(f"the schema is {values['schema']}, expected {cls.SCHEMA}")
         return values
 
     def dump(self) -> dict[str, Any]:
