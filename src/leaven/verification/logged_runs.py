@@ -212,16 +212,20 @@ def read_rows(path: Path) -> list[LoggedRow]:
             read = storage.read_json_lines(path)
             if read.damaged:
                 raise InputError(f"{path}: line {read.damaged[0]} is not a JSON object; correct or remove it")
+            cut = read.torn
             found: list[dict[str, Any]] = read.documents
             headers: Sequence[Iterable[str]] = found
         else:
             text = storage.read(path).decode("utf-8-sig")
             reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
             found, headers = list(reader), [reader.fieldnames or ()]
+            cut = bool(found) and not text.endswith("\n") and None in found[-1].values()
     except (UnicodeDecodeError, csv.Error):
         raise InputError(f"{path} is not a CSV file; give a text file with a header and commas") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if cut:
+        raise InputError(f"{path}: its last line is cut; copy the file again, or complete or remove this line")
     if not found:
         raise InputError(f"{path} has no rows; write a row for each run or curve point, below a header if it is CSV")
     for header in headers:
