@@ -158,7 +158,8 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
 
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return how a layout differs from the chosen one in time and memory, and why."""
+    """Return a text that says how a layout differs from the chosen one in time and memory and, if it is slower,
+    why."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB

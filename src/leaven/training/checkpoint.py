@@ -441,12 +441,16 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
-        unfinished ones and those that one of the run's ``rewinds`` has undone. Raise InputError on all processes if
-        there is any other checkpoint after ``after_tokens``.
+        """Prepare the folder for a run that continues from ``after_tokens``.
+
+        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that
+        one of the run's ``rewinds`` has undone.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
+
+        Raises:
+            InputError: on all processes, if there is any other checkpoint after ``after_tokens``.
         """
         self._group.barrier()
         new: Path | None = None

@@ -225,7 +225,8 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row with the measured exponent of the best value, for each axis with a best value at all its sizes.
+    """Return one row for each axis with two or more sizes, all with a best value: the measured exponent of the best
+    value.
 
     The grids have values from before the rule scales them. So an exponent that is fitted to them is the error of the
     rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
@@ -254,7 +255,8 @@ def _curves(
 ) -> Iterator[VerdictCurve]:
     """Yield the curves of a sweep.
 
-    For each scale: the loss over the swept value, and its lowest point. For each axis: the best value over the size.
+    For each scale: the loss over the swept value and, if the grid has an optimum, its lowest point. For each axis
+    with two or more such scales: the best value over the size.
     """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():

@@ -189,8 +189,8 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl with None for each value that is not a number that charts can
-    show. The texts ``event`` and ``why`` are kept."""
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw. The
+    texts ``event`` and ``why`` are kept."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:

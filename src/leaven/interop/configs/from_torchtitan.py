@@ -269,7 +269,8 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
 
 
 def _schedule(given: Settings, draft: Draft) -> None:
-    """Set the warm-up and the decay. A decay that begins after the warm-up, or is of type sqrt, becomes ``wsd``."""
+    """Set the warm-up and the decay. A decay of type sqrt, or one that begins later than the warm-up ends, becomes
+    ``wsd``."""
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
     draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))

@@ -185,8 +185,14 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Move the folder of a new trial aside if it exists already: a trial that the store has lost has left it. If
-        the folder of a retry is missing, tell the user, or raise InputError if the folders of all trials are missing.
+        """Check the folder of a trial before the trial begins.
+
+        If the folder of a new trial exists already, a trial that the store has lost has left it: move it aside. If
+        the folder of a retry is missing, tell the user.
+
+        Raises:
+            InputError: if the folder of a retry is missing, as are the folders of all other trials: their disk is
+                probably not mounted. This is not an error if each machine may have its own folders.
         """
         made_before = self._folder.exists()
         make_folder(self._folder)
