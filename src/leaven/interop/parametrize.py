@@ -270,7 +270,9 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether to draw initial values."""
+    """Return the validated hyperparameters, and whether to draw initial values. ``wanted`` is the argument
+    ``initialise``. Raise InputError if parametrize does not support the hyperparameters or their combination with
+    ``wanted``."""
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):

@@ -274,7 +274,8 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes that make the plan fit, as in ``; zero=1 would fit in 61.0 GiB``; "" if none do."""
+    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or "" if no
+    layout fits."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

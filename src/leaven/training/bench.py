@@ -50,12 +50,13 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps for each pair of a global batch and a micro-batch that is not larger and
+    """Measure the speed of training steps with each global batch and each micro-batch that is at most as large and
     fits into memory. Return the speeds, with the best micro-batch and the start of a batch ramp.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.
-        limit_seconds: once this time is over and a pair is measured, no further pair is measured.
+        limit_seconds: once this time is over and a pair of global batch and micro-batch is measured, no further pair
+            is measured.
         share: the suggested ramp starts at the smallest batch that reaches this fraction of the highest speed.
         on_row: called with (pairs done, all pairs), before each pair and at the end.
         stop: polled before each pair. No further pair is measured once it returns True.

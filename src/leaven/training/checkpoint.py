@@ -494,8 +494,8 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` are those of all scheduled
-    checkpoints, in ascending order. These are kept:
+    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` has the token counts of all
+    scheduled checkpoints, in ascending order. These are kept:
 
     - the newest ``keep``;
     - the last one at or before ``good_tokens``;

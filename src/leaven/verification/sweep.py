@@ -86,8 +86,10 @@ def sweep(
     """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
     Args:
-        scales: the first is the base. If its best value is not inside the grid, the others are not trained.
-        grid: the values to try, before the rule scales them (of a factory, multiples of its own); None: default.
+        scales: the first is the base. If the best value of the base is not inside the grid, the other scales are not
+            trained.
+        grid: the values to try, before the rule scales them. For a user's factory, the values are factors on the
+            factory's own value. None: the default grid.
 
     Raises:
         InputError: if there are fewer than two scales or three values, or a scale or the folder cannot be used.

@@ -342,7 +342,8 @@ def _refuse(path: Path, faults: Iterator[str]) -> None:
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
-    """Return the document in a file. Raise InputError if it is damaged, or has a number that charts cannot show."""
+    """Return the document in a file. Raise InputError if the file cannot be read, is damaged, or has a number that
+    charts cannot show."""
     try:
         document = kind.model_validate_json(storage.read(path))
     except OSError as error:

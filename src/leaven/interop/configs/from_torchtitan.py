@@ -55,7 +55,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Return the contents of a file, after checking that it is a configuration of torchtitan."""
+    """Return the contents of a file. Raise InputError if the file is not a TOML or JSON configuration of
+    torchtitan."""
     if path.suffix == ".py":
         raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
     text = read_text(path)
