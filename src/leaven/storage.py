@@ -492,13 +492,14 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file during the ``with`` block, so that other processes and threads wait. A kill releases the lock.
+    """Hold a lock file during the ``with`` block, so that other processes and threads wait. Where flock works, a kill
+    releases the lock.
 
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is
-            taken, and ``seconds`` is 0 or its file is empty: a process that is gone may have left the file.
+        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is taken
+            and either ``seconds`` is 0 or the lock file is empty: a process that is gone may have left the file.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

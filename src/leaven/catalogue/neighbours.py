@@ -67,11 +67,12 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is 1/8. Runs of ``kind`` come first, and among
-    them the runs that fit ``stack``. Then the first run of each lineage is moved to the front.
+    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. Runs of ``kind`` come
+    first, and among them the runs that fit ``stack``. Then the first run of each lineage is moved to the front.
 
     Only runs within ``factor`` of the model's size are returned. If there is none, runs of all sizes are returned,
-    ordered by distance alone. Runs with unknown tokens, or an lr that cannot be compared (such as muP), are left out.
+    and ``kind`` and ``stack`` do not affect the order. Runs with unknown tokens, or an lr that cannot be compared
+    (such as muP), are left out.
 
     Args:
         limit: the largest number of runs to return.

@@ -114,7 +114,7 @@ class PublishedRun(Part):
 
     @property
     def ramp(self) -> groups.BatchRamp | None:
-        """Return how the batch grew, or None if it did not grow or if that is not known."""
+        """Return how the batch grew, or None if it did not grow or this is not known."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
     @property
@@ -127,7 +127,7 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """Return the first batch of the ramp in tokens."""
+        """Return the first batch of the ramp in tokens, or None if it is unknown or there is no ramp."""
         ramp, seq_len = self.ramp, self.data.seq_len if self.data else None
         if ramp is None:
             return None
@@ -216,7 +216,8 @@ class PublishedRun(Part):
 
     @property
     def warmup_tokens(self) -> float | None:
-        """Return the warm-up in tokens; a warm-up in steps is converted with the batch of each step."""
+        """Return the warm-up in tokens, or None if it is unknown. In a ramp with stages, a warm-up in steps is
+        converted with the batch of each step."""
         if self.warmup_fraction is not None and self.tokens:
             return self.warmup_fraction * self.tokens
         steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins

@@ -95,7 +95,8 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after the plan of a recipe: tune its proxy if it is not tuned, and train.
+    """Return the commands to suggest after the plan of a recipe: tune its proxy if it is not tuned, and train. For
+    the plan of a proxy: tune the proxy. Return [] if leaven cannot train with the plan.
 
     The training command sets the planned layout. With ``overrides``, no proxy is tuned, because the proxy was made
     for the recipe without overrides.

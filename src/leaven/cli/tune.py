@@ -219,7 +219,8 @@ def tune(
 
 
 def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return (URL of the database or None, folder for the results) from ``--study`` and ``--out``."""
+    """Return (URL of the database or None, folder for the results) from ``--study`` and ``--out``. ``name`` is the
+    name of the folder if ``--study`` is a URL and ``--out`` is missing."""
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     if "://" in study:

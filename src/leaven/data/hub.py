@@ -184,10 +184,10 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or of ``hf:///folder``.
 
-    A file on the Hub is downloaded, unless an earlier download exists. For a folder, the file may be missing.
+    A file on the Hub is downloaded, unless an earlier download exists. The file in a folder may be missing.
 
     Raises:
-        InputError: if the address is invalid, or the file cannot be downloaded.
+        InputError: if the address is invalid, huggingface_hub is not installed, or the file cannot be downloaded.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():

@@ -262,7 +262,7 @@ def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
 
 
 def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[FileTokens | ArrayTokens, str]]:
-    """Yield the arrays of a part, each with its checksums."""
+    """Yield each array of ``mapped`` with its checksums, a part of ``survey.blocks``."""
     at = 0
     for array in mapped.arrays:
         yield array, survey.blocks[at : (at := at + checksums_size(array.n_bytes))]

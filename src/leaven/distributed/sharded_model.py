@@ -193,8 +193,9 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tensor of 2-norms, (rows,), for each of ``groups``: a norm for each row of the parameter table,
-        over all processes. A group has a tensor, such as the gradient, for each of ``local_parameters``."""
+        """Return a list with a tensor of 2-norms, (rows,), for each of ``groups``: one norm for each row of the
+        parameter table, over all processes. A group is a sequence with one tensor, such as the gradient, for each of
+        ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine

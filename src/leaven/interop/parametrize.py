@@ -251,10 +251,11 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width).
+    """Return the row, corrected for an embedding module that multiplies its output by a factor, such as sqrt(width).
 
     ``c`` is the factor in this model / the factor in the base. AdamW trains the same function as without the factor
-    if weight, std and lr are divided by c, and eps and decay are multiplied by c.
+    if weight, std and lr are divided by c, and eps and decay are multiplied by c. The logits of a tied embedding are
+    then multiplied by c. Rows of other roles are returned unchanged.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -269,7 +270,9 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether to draw initial values."""
+    """Return the validated hyperparameters, and whether to draw initial values. ``wanted`` is the argument
+    ``initialise``. Raise InputError if parametrize does not support the hyperparameters or their combination with
+    ``wanted``."""
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):

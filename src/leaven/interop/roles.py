@@ -312,7 +312,7 @@ class Classifier:
     # or one tensor with the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Raise InputError if a block has no branch, or a branch does not have exactly one last matrix."""
+        """Raise InputError if a block has no residual branch, or a branch does not have exactly one last matrix."""
         branches: dict[tuple[str, int, str, tuple[str, ...]], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]

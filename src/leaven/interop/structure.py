@@ -98,7 +98,8 @@ def is_a(module: nn.Module, name: str) -> bool:
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside a wrapper of torch.compile, or the model itself. ``argument`` names it in errors."""
+    """Return the model inside a wrapper of torch.compile, or the model itself. If it is not an nn.Module, raise an
+    InputError that names ``argument``."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")

@@ -1,6 +1,7 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-The other functions here call private functions of torch, such as ``torch._foreach_norm``, which may change.
+Functions for other purposes, such as :func:`norms`, call private functions of torch, such as ``torch._foreach_norm``,
+which may change.
 
 Shape suffixes of attention: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E
 entries of a head, t queries of a block, s keys that the block attends to. Elsewhere D, F, K, M and N are any sizes.

@@ -71,7 +71,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
                 except InputError as error:
                     line = str(error)
         else:
-            line = _slower(found, chosen) + notes if found.fits else memory_and_limit(found)
+            line = _against_chosen(found, chosen) + notes if found.fits else memory_and_limit(found)
     step = found.time if found and found.fits else None
 
     def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
@@ -157,8 +157,9 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
 
 
-def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return how a layout differs from the chosen one in time and memory, and why."""
+def _against_chosen(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
+    """Return a text that says how a layout differs from the chosen one in time and memory and, if it is slower,
+    why."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -273,7 +274,8 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes that make the plan fit, as in ``; zero=1 would fit in 61.0 GiB``; "" if none do."""
+    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or "" if no
+    layout fits."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

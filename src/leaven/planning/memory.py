@@ -341,7 +341,7 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """Return the activation memory of one block on one rank, with the given recomputation."""
+    """Return the activation memory of one block on one rank, in bytes per token, with the given recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1

@@ -217,9 +217,9 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    The first stage has the largest batch that is at most ``multiple`` x the noise scale at the start of the run, but
-    at least one sequence. Each later stage about doubles the batch as soon as the noise scale allows this, up to the
-    full batch.
+    A stage has the full batch, or half, a quarter and so on, down to one sequence. The first stage has the largest of
+    these batches that is at most ``multiple`` x the noise scale at the start of the run, or else one sequence. Each
+    larger batch begins as soon as the noise scale allows it.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

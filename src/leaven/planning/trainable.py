@@ -71,7 +71,8 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the gradient noise scale cannot be measured, or None if it can.
+    """Return why the gradient noise scale cannot be measured. Return None if it can, or if the recipe does not
+    measure it.
 
     The noise scale is measured by comparing the gradients of the first micro-batch with those of the whole batch.
     """

@@ -99,8 +99,11 @@ class TokenRequired:
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises. A page of the
-    folders ``found`` updates itself: the browser asks every two seconds whether they have changed."""
+    """Return the HTML page that ``make`` returns, or a page with the InputError or OSError that ``make`` raises.
+
+    A page of the folders ``found`` updates itself: every two seconds, the browser asks whether they have changed. If
+    they have not, the response is an empty one with status 304.
+    """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
         return Response(status_code=304, headers=HEADERS | {"ETag": mark})

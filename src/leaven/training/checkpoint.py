@@ -441,12 +441,16 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
-        unfinished ones and those that one of the run's ``rewinds`` has undone. Raise InputError on all processes if
-        there is any other checkpoint after ``after_tokens``.
+        """Prepare the folder for a run that continues from ``after_tokens``.
+
+        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that
+        one of the run's ``rewinds`` has undone.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
+
+        Raises:
+            InputError: on all processes, if there is any other checkpoint after ``after_tokens``.
         """
         self._group.barrier()
         new: Path | None = None
@@ -490,8 +494,8 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` are those of all scheduled
-    checkpoints, in ascending order. These are kept:
+    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` has the token counts of all
+    scheduled checkpoints, in ascending order. These are kept:
 
     - the newest ``keep``;
     - the last one at or before ``good_tokens``;

@@ -91,8 +91,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     time, vocabulary). Warnings name newer checkpoints that are damaged or missing, and changed values of recipe.toml.
 
     Raises:
-        InputError: if the folder has no run, no tokenizer or files of another run, or if the checkpoint is missing or
-            damaged.
+        InputError: if the folder has no run or no tokenizer, if it has files of another run, or if the checkpoint is
+            missing or damaged.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():

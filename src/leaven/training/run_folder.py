@@ -255,8 +255,8 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self) -> None:
-        """Raise InputError if another run uses the same folder of checkpoints through a link, for example a copy by
-        ``cp -r``, which copies only the link."""
+        """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link. If the
+        checkpoints of a run are a link, a copy of the run by ``cp -r`` has the same link."""
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             if int(inode) == self._inode():
@@ -311,9 +311,12 @@ class RunFolder:
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and an incomplete last
-        line. ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining
-        lines differ from ``written``, or None."""
+        """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Also
+        remove an incomplete last line.
+
+        ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining lines
+        differ from ``written``, or None if they do not, or in a process that does not write.
+        """
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
         if not self.writes:

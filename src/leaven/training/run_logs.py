@@ -62,11 +62,14 @@ def tensorboard_rows(
 
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
-    """Yield (first byte, content) for each record of a TensorBoard event file.
+    """Yield (position of the first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes. Zeros, which a crash may leave at the end of a file, make a record
-    incomplete, not damaged.
+    checksum in 4 bytes. If the last record is incomplete, ``cut`` is called with a text that says so. Zeros, which a
+    crash may leave at the end of a file, make a record incomplete, not damaged.
+
+    Raises:
+        LogDamaged: if a checksum is wrong.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 

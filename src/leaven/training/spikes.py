@@ -235,8 +235,8 @@ def oldest_checkpoint(
     The count follows from the schedule, not from the disk, which may have damaged and unscheduled checkpoints."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the checkpoints that exist when the metrics of ``step`` are read. ``there`` are those that existed
-        after the rewind before this step."""
+        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` has
+        those that existed right after the previous rewind. Up to ``good_tokens``, the run showed no anomaly."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]

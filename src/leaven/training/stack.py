@@ -99,7 +99,10 @@ def train_stack(
     Args:
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
             in the same order, and the same size.
-        inputs: the fingerprint of text and start weights, as in ``train_trial``.
+        inputs: the fingerprint that the text and the start weights must have (``fingerprint_of``). None: any.
+
+    Raises:
+        InputError: if the text or the start weights have another fingerprint.
     """
     first = recipes[0]
     tokens = same_tokens(first, inputs)

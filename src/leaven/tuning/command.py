@@ -282,7 +282,8 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the start. For a choice, the distance is an index into ``choices``."""
+        """Return the value at the distance ``octaves`` (in ``unit``) from the start, rounded and within the limits.
+        For a choice, ``octaves`` is an index into ``choices``."""
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range

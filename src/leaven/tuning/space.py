@@ -243,7 +243,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]``.
 
     Raises:
-        InputError: if a given path or pattern has nothing to search, or a bound in ``[tuning]`` is invalid.
+        InputError: if a path cannot be searched, a pattern matches no path, or no value is left to search; if
+            ``which`` is ``recipe``, but there is no ``[tuning]``; or if a bound in ``[tuning]`` is invalid.
     """
     tuning = recipe.tuning
     if which is None:

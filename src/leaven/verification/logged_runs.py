@@ -461,8 +461,8 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
     """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens, not ratios.
 
     Raises:
-        InputError: if a file of a run was changed, is missing or is of another run, or if the recipes of two runs of
-            the same size differ in a key that is not in ``free``.
+        InputError: if a file of a run was changed, is missing or is of another run; if the recipes of two runs of the
+            same size differ in a key that is not in ``free``; or if the runs were trained on different texts.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}

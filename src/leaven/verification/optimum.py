@@ -98,7 +98,8 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss at ``octave`` on a parabola around the nearest grid value; both have the shape (...)."""
+        """Return the loss at ``octave``, on a parabola around the nearest grid value. Argument and result have the
+        shape (...)."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 

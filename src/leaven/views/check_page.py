@@ -106,8 +106,9 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a collapse check, and the template variables of their section. The charts show the
-    normalised loss curves, and their deviations from the curve of the base."""
+    """Return the charts of a collapse check, and the template variables of their section; two empty dicts if the
+    check has no curves. The charts show the normalised loss curves, and their deviations from the curve of the
+    base."""
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
     for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the fall of the loss")):

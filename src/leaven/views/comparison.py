@@ -110,7 +110,8 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the tokens at which a run first reached ``loss``, or None if the first validation did.
+    """Return the tokens at which a run first reached ``loss``, or None if its first validation had reached the loss
+    already. The run must have reached it.
 
     Between two validations, the loss is interpolated over the logarithm of tokens.
     """

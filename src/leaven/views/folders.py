@@ -189,8 +189,8 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl with None for each value that is not a number that charts can
-    show. The texts ``event`` and ``why`` are kept."""
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw. The
+    texts ``event`` and ``why`` are kept."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -342,7 +342,8 @@ def _refuse(path: Path, faults: Iterator[str]) -> None:
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
-    """Return the document in a file. Raise InputError if it is damaged, or has a number that charts cannot show."""
+    """Return the document in a file. Raise InputError if the file cannot be read, is damaged, or has a number that
+    charts cannot show."""
     try:
         document = kind.model_validate_json(storage.read(path))
     except OSError as error:

@@ -122,7 +122,8 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the factors of a rule whose product scales ``quantity`` of a parameter from the base to the target."""
+    """Return the factors of a rule whose product scales ``quantity`` of a parameter from the base to the target. For
+    ``init_std``, the product scales the variance."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

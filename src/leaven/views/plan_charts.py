@@ -89,7 +89,7 @@ def drawn_ranks(p: int) -> list[int]:
 
 
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
-    """Draw the forward and backward passes of each pipeline rank over the time of a step.
+    """Draw the forward and backward passes of the pipeline ranks (:func:`drawn_ranks`) over the time of a step.
 
     Later stages of a rank are paler. All times are multiplied by ``slower``, the factor of the calibration.
     """

@@ -48,9 +48,10 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe a trial in at most ``room`` characters: the changes from the trial ``best``, or else from the start.
+    """Return the values that a trial changes from the trial ``best``, or else from the start, in at most ``room``
+    characters.
 
-    The description of a repeat with another seed is the number of the repeated trial.
+    For a repeat with another seed, return the number of the repeated trial instead.
     """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):

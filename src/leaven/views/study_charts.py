@@ -216,7 +216,9 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return the curve of each trial minus the curve of the best trial, by trial; {} without a best trial."""
+    """Return the smoothed difference between the curve of each trial and the curve of the best trial, by trial
+    number. A trial that shares fewer than two points with the best trial is left out. Return {} if no best trial has
+    a curve."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}

@@ -4,8 +4,9 @@ A proxy is a smaller model with the target's proportions, as many tokens per par
 rule's factors for batch and tokens then cancel, so the result does not depend on ``token_exponent``, the least
 certain exponent of the rule.
 
-The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. Sizes count
-the parameters that a token uses, except the size that a user requests.
+The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. Sizes here
+count only the parameters that a token uses. The exception is the proxy size that a user requests, which counts all
+parameters.
 """
 
 import math

@@ -246,7 +246,8 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return d / L: that of the reference run, or the median of the neighbours (at most 16 if none is near)."""
+    """Return width / layers of the reference run, or else the median of the neighbours, which is limited to 16 if no
+    neighbour is near."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 

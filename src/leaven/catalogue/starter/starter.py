@@ -60,7 +60,8 @@ def starter(request: StarterRequest) -> StarterRecipes:
     :func:`leaven.planning.start.start` adds the layout for a cluster, the proxy and the comparison with other runs.
 
     Raises:
-        InputError: if size or duration are out of range, or if the reference run cannot be used.
+        InputError: if size or duration are out of range, if the reference run cannot be used, or if the values cannot
+            be combined in a recipe.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None

@@ -300,7 +300,8 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _stages(given: Settings, length: int) -> list[dict[str, int]]:
-    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences)."""
+    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences). Token counts are
+    rounded down to whole sequences of ``length`` tokens."""
     label, stages = f"{given.origin}: --step-batch-size-schedule", []
     for entry in re.split(r"[\s,]+", given["step-batch-size-schedule"].strip()):
         numbers = []

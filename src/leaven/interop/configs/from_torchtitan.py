@@ -55,7 +55,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Return the contents of a file, after checking that it is a configuration of torchtitan."""
+    """Return the contents of a file. Raise InputError if the file is not a TOML or JSON configuration of
+    torchtitan."""
     if path.suffix == ".py":
         raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
     text = read_text(path)
@@ -269,7 +270,8 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
 
 
 def _schedule(given: Settings, draft: Draft) -> None:
-    """Set the warm-up and the decay. A decay that begins after the warm-up, or is of type sqrt, becomes ``wsd``."""
+    """Set the warm-up and the decay. A decay of type sqrt, or one that begins later than the warm-up ends, becomes
+    ``wsd``."""
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
     draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))

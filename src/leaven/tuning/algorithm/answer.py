@@ -136,8 +136,9 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
     """Return (best, point) for the candidate with the fewest changes from the start. The point is an array (D,).
 
-    Candidates are ``point`` and the points with ``RERUNS`` fresh trials whose predicted and measured losses are at
-    most ``seen.floor`` higher. All trials of the start are fresh, because the start was not chosen by its losses.
+    Candidates are ``point``, and points with at least ``RERUNS`` fresh trials whose predicted and measured losses are
+    at most ``seen.floor`` above those of ``point``. All trials of the start are fresh, because the start was not
+    chosen by its losses.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):

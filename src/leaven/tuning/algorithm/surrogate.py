@@ -286,7 +286,8 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return one prior for each of ``DIFFERENCES``, made from the trials of an earlier search.
+    """Return one prior for each of ``DIFFERENCES``, the assumed differences between the two searches. The priors are
+    made from the trials of an earlier search.
 
     These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns. If
     ``noise`` is None, it is fitted to the lowest losses, because a noise of 0 would make the priors far too narrow.

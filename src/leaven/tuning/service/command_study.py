@@ -159,7 +159,14 @@ class CommandTrainer:
         folder: Path,
         output: BinaryIO,
     ) -> Outcome | str:
-        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
+        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure.
+
+        Raises:
+            WorkerDied: if the machine cannot start another process.
+            TrialReleased: if the search stops.
+            InputError: if losses or output cannot be read, or another program has replaced the output file.
+            StoreGone: if the disk with the losses stays away.
+        """
         command = self._command
         where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
         earlier = written_losses(command.loss, where) if command.resume else []
@@ -185,8 +192,14 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Move the folder of a new trial aside if it exists already: a trial that the store has lost has left it. If
-        the folder of a retry is missing, tell the user, or raise InputError if the folders of all trials are missing.
+        """Check the folder of a trial before the trial begins.
+
+        If the folder of a new trial exists already, a trial that the store has lost has left it: move it aside. If
+        the folder of a retry is missing, tell the user.
+
+        Raises:
+            InputError: if the folder of a retry is missing, as are the folders of all other trials: their disk is
+                probably not mounted. This is not an error if each machine may have its own folders.
         """
         made_before = self._folder.exists()
         make_folder(self._folder)
@@ -242,9 +255,13 @@ class CommandTrainer:
         return output
 
     def _lock_when_free(self, output: BinaryIO) -> None:
-        """Lock the file ``output``, once the command of an earlier attempt has ended.
+        """Lock the file ``output``, once the command of an earlier attempt has ended. Do nothing if the file system
+        does not support locks.
 
         A command inherits the lock: if leaven is killed, the file stays locked until the command ends.
+
+        Raises:
+            TrialReleased: if the search stops before the file is free.
         """
         import fcntl  # not available on Windows
 

@@ -63,7 +63,7 @@ def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, fl
 
 
 def why_none(source: LossSource, where: Path) -> str:
-    """Return the reason why a command that has ended has no losses."""
+    """Return a text that says that an ended command has reported no loss and, if ``source.key`` is the cause, why."""
     keys = set[str]() if source.key is None else {key for _, row in _rows(source, where) for key in row}
     if source.key in keys:
         return f"reported no loss: every {source.key} in {where} is null"

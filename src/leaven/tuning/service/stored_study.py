@@ -563,6 +563,9 @@ def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], wha
 
     Also write the settings if the study has none after ``PATIENCE`` seconds: the command that created it may be dead.
     The study is looked up first, because a failed attempt to create it would add a line to a journal.
+
+    Raises:
+        InputError: if the study is not empty, but has no settings. ``what`` names the study in the message.
     """
     try:
         study = optuna.load_study(study_name=name, storage=store)

@@ -196,7 +196,7 @@ class AxisOfDistribution:
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
     def value(self, at: float) -> Any:
-        """Return the value that Optuna allows nearest to ``at`` on the axis."""
+        """Return the value of the distribution that is nearest to ``at`` on the axis."""
         to = self.distribution
         if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))
@@ -222,7 +222,10 @@ def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the losses of the trials with a result, by number, times ``sign``; infinite for a divergence."""
+    """Return the losses of the trials with a result, by number, times ``sign``; infinite for a divergence.
+
+    The loss of a pruned trial is clipped to the range from the median to the largest loss of the completed trials.
+    """
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:

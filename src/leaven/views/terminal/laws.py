@@ -221,7 +221,7 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
     """Return texts with the median and the range of the values that laws predict for ``key``, a field of the rows.
 
-    If some laws extrapolate and some do not, a text with the range of the laws that do not is added.
+    If all laws extrapolate, a text says so. If only some do, a text has the range of the others.
     """
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]
