@@ -265,7 +265,7 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 
 
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
-    """Check whether the best value of a hyperparameter is the same at all sizes of logged runs.
+    """Return a check of whether the best value of a hyperparameter is the same at all sizes of logged runs.
 
     ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
     the recipe. docs/concepts/checks.md describes the files.
