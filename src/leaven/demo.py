@@ -57,7 +57,8 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules. The first seed is in the grid."""
+        """Return the final runs: ``lr`` at the largest width, with both rules, for each seed but the first. The grid
+        has the runs of the first seed."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]

@@ -123,7 +123,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_device(path: Path) -> bool:
-    """Return whether a path is a device, a pipe, or a link in /dev or /proc, such as /dev/stdout."""
+    """Return whether a path is a device or a pipe, or a link in /dev or /proc, such as /dev/stdout. A link elsewhere
+    does not count."""
     if path.is_symlink():  # outside /dev and /proc, somebody else may have made the link, so it does not count
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
@@ -262,8 +263,8 @@ def may_pass(error: str) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if ``path`` is a URL, or if leaven is not permitted to write or create it. Call this before
-    long work."""
+    """Raise InputError if leaven is not permitted to write or create the folder ``path``, or if
+    :func:`require_folder_name` refuses it, such as a URL. Call this before long work."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):

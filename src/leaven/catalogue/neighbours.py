@@ -187,7 +187,8 @@ class Neighbours:
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
     def of_size(self) -> list[PublishedRun]:
-        """Return all published runs within `FACTOR` of the model's size, with any optimizer, from small to large."""
+        """Return all published runs within `FACTOR` of the model's size, with any optimizer, from small to large.
+        Mixtures of experts are included only if the model is one."""
         kinds = {"dense", "moe"} if self.experts else {"dense"}
         near = [run for run in load_runs() if run.kind in kinds and size_ratio(run, self.params) <= FACTOR]
         return sorted(near, key=lambda run: run.params_active)

@@ -201,7 +201,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_fraction(self) -> float | None:
-        """Return the share of the run's tokens that the warm-up takes.
+        """Return the share of the run's tokens that the warm-up takes, or None if it is not known.
 
         A warm-up in steps is converted to tokens only if the batch is not known to grow.
         """

@@ -181,8 +181,11 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``. With a target, it has the number of trials that
-    are worth their cost. If the proxy is too large for this machine, a command that plans the proxy comes first."""
+    """Return the command that tunes the proxy in the file ``path``.
+
+    With a ``target``, the command has the number of trials that are worth their cost. If the proxy is too large for
+    this machine, a command that plans the proxy comes first.
+    """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:

@@ -296,10 +296,11 @@ def _study_of_recipe(
     gpus: int,
     given: dict[str, Any],
 ) -> "Study":
-    """Return the study in which leaven's own trainer trains a recipe. Tokenise its text first.
+    """Return the study in which leaven's own trainer trains a recipe. Tokenise the recipe's text first.
 
-    If ``gpus`` is above 0, leaven chooses how many trials each of this number of GPUs trains at once. Otherwise, each
-    worker trains ``stack`` trials at once, or one trial if this search cannot be stacked.
+    If ``gpus`` is above 0 and the device is a CUDA GPU, leaven chooses how many trials each GPU trains at once.
+    Otherwise, each worker trains at most ``stack`` trials at once. It trains one if ``stack`` is None or this search
+    cannot be stacked.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

@@ -129,7 +129,8 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key. Add empty folders to ``empty``."""
+    """Return the key and path of each file of a source, sorted by key. Add to ``empty`` the empty folders that are
+    searched."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":

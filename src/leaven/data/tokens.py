@@ -174,7 +174,11 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if keys of ``data`` do not fit its sources. ``of_ids``: the parts of sources of token ids."""
+    """Raise InputError if keys of ``data`` do not fit its sources, or training and validation have the same token
+    ids.
+
+    ``of_ids`` has the parts of each source of token ids, by source.
+    """
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")

@@ -30,8 +30,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return which ranks send which block to the ``owner``, by rank. Each block has one sender. The owner sends
-        itself the block that it stores."""
+        """Return the block that each rank sends to the ``owner``, by rank, without ranks that send nothing. Each
+        block has one sender. The owner sends itself the block that it stores."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)

@@ -197,6 +197,9 @@ def _set_global_layers(values: dict[str, Any]) -> None:
     """Replace the list of layer types under ``global_every`` by a recipe's number n: every n-th layer has no window.
 
     If all layers have a window, ``global_every`` is removed. If no layer has one, ``window`` is removed, too.
+
+    Raises:
+        InputError: if the list has another pattern.
     """
     layers = values["n_layers"]
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2

@@ -170,7 +170,8 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks and set the attention scales. If there are any, the first call of ``state_dict`` warns."""
+    """Install the hooks and set the attention scales. With at least one hook or scale, the first call of
+    ``state_dict`` warns."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)

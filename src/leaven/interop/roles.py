@@ -219,7 +219,12 @@ class Classifier:
     # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
-        """Return the name under which a parameter is tuned, such as ``mlp.out``, or refuse the parameter."""
+        """Return the name under which a parameter is tuned, such as ``mlp.out``.
+
+        Raises:
+            InputError: if the name of the parameter does not show this, or a name in ``modules`` does not fit its
+                role.
+        """
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:

@@ -237,7 +237,11 @@ def _plain(name: str) -> str:
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
     """Return the keys of the blocks in each outermost list of blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` (of one type) whose members all have submodules.
+    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` whose members all have submodules. The members of an
+    ``nn.Sequential`` must also have the same type.
+
+    Raises:
+        InputError: if a list contains a block twice.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

@@ -434,7 +434,12 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a folder; map each tensor's full name to (open file, name in the file)."""
+    """Open the weight files of a folder. Yield (open file, name in the file) for each tensor, by the tensor's full
+    name.
+
+    Raises:
+        InputError: if a file is missing or damaged, or the folder has two models.
+    """
     files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

@@ -128,7 +128,8 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chosen experts of each token, their weights, and the load of each expert in each sequence."""
+        """Return the chosen experts of each token (B, T, k), their weights (B, T, k), and the load of each expert in
+        each sequence (B, E)."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()

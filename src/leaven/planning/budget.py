@@ -199,7 +199,12 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model of this size, or the known speed of a model within 5% of this size."""
+        """Return the training speed of a model with ``params`` parameters. If a model within 5% of this size is known
+        already, return its speed.
+
+        Raises:
+            InputError: if leaven cannot plan this number of parameters or tokens.
+        """
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

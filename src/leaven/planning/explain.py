@@ -41,10 +41,11 @@ _TRIED = 64
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
+    """Return a comparison of the chosen layout with the best layout that has the values ``asked``, such as
+    ``pp=8,zero=1``.
 
-    If no layout with these values fits into memory, the one that needs the least memory is compared. If there is no
-    layout with these values, ``line`` of the result says why.
+    If no layout with these values fits into memory, the chosen layout is compared with the one that needs the least
+    memory. If there is no layout with these values, ``line`` of the result says why.
 
     Raises:
         InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.

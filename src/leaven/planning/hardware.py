@@ -115,7 +115,8 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, or None."""
+    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, or None if it is
+    unknown."""
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
         return None

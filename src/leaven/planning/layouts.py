@@ -249,7 +249,10 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Try every layout of :func:`layouts` with every micro-batch size, except multiples of sizes that do not fit."""
+    """Return the result of trying every layout of :func:`layouts` with every micro-batch size.
+
+    Multiples of a size that does not fit into memory are not tried.
+    """
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

@@ -249,7 +249,8 @@ def activation_parts(
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
     With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all other
-    activations: outside the blocks, kept after sending, or temporary during a backward pass.
+    activations: those outside the blocks, those that a pipeline stage keeps after sending them, and those that exist
+    only during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -61,8 +61,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    A hint is the cluster that ``leaven new --gpus`` was given, or a published run with the same n_layers, d_model,
-    d_ff and tokens.
+    A hint is the cluster that ``leaven new --gpus`` was given, or a published run with the same n_layers, d_model and
+    d_ff, and with the same tokens within 1%. The recipe's layout must have a rank for each GPU of the cluster. With a
+    published run, it may also have a single rank.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:

@@ -139,7 +139,7 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
 
 
 def _take_out(document: dict[str, Any], path: str) -> None:
-    """Remove a key from a document, as ``--set a.b=`` requests."""
+    """Remove a key from a document, as ``--set a.b=`` requests. Raise InputError if the key is missing."""
     *outer, last = split_path(path)
     part: Any = document
     for key in outer:

@@ -370,7 +370,8 @@ class Training:
 def check_trainable(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS, resumes: bool = False
 ) -> None:
-    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``."""
+    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``. With ``resumes``, the
+    weights of [start] are not checked, because a checkpoint replaces them."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None and not resumes:
         require_start(recipe.model, recipe.start.folder)

@@ -15,7 +15,8 @@ MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """The number and the digest of the lines of metrics.jsonl or events.jsonl at a checkpoint or the finish event."""
+    """The number and digest of lines of metrics.jsonl or events.jsonl, as a checkpoint or the finish event stores
+    them."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines

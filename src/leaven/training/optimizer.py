@@ -179,7 +179,8 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm, a scalar. It is infinite until the first nonzero gradient: nothing is clipped."""
+        """Return the running norm of the gradient, a scalar. It is infinite until the first nonzero gradient: nothing
+        is clipped."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)

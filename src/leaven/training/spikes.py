@@ -206,8 +206,9 @@ def rollback(
 
     The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
     steps, and the same amount after them. If the anomaly comes again, the bad data may extend further on both sides.
-    So each attempt skips four times as much data after the suspicious steps as the attempt before, and about the same
-    amount before them. A rewind does not go back beyond ``oldest_tokens``, the oldest checkpoint.
+    So each attempt skips four times as much data after the suspicious steps as the attempt before. It also skips
+    about as much data before these steps as after them. A rewind does not go back beyond ``oldest_tokens``, the
+    oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.

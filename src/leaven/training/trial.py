@@ -283,8 +283,8 @@ def initialise_worker(device: str | None = None) -> None:
 
 
 class WorkerPool:
-    """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers. The end of the
-    ``with`` block kills them. ``device`` is their GPU, as in ``CUDA_VISIBLE_DEVICES``."""
+    """A pool of worker processes. Their ``CUDA_VISIBLE_DEVICES`` is ``device`` or, without it, that of this process.
+    If a worker dies, the next :meth:`submit` starts new workers. The end of the ``with`` block kills all workers."""
 
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device

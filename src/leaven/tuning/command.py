@@ -125,7 +125,7 @@ class LossSource(Part):
 
     @property
     def expression(self) -> str:
-        """The pattern with groups in place of {loss} and {step}."""
+        """The ``pattern`` as a regular expression: {loss} and {step} become named groups."""
         once = (self.pattern or "").replace("{loss}", f"(?P<loss>{_NUMBER})", 1)
         return once.replace("{step}", f"(?P<step>{_STEP})", 1)
 

@@ -162,7 +162,7 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values of the recipe at a point, by path and by the short form of the path."""
+        """Return the values of placeholders at a point: the recipe's numbers and texts, by path and by short path."""
         recipe = recipe_at(self.recipe, octaves, seed)
         found = {
             path: value

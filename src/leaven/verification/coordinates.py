@@ -214,7 +214,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope under a correct rule (top of this file)."""
+    """Return the lowest and the highest slope that a correct rule may give. The top of this file lists them."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)

@@ -136,7 +136,8 @@ def _is_own_run(folder: Path, names: Collection[str]) -> bool:
 
 
 def data_files(path: Path) -> list[Path]:
-    """Return ``path`` if it is a file, or else the files and TensorBoard folders in it, at any depth.
+    """Return ``path`` if it is a file. Otherwise return the files in the folder that end in ``SUFFIXES``, and the
+    folders with TensorBoard files, at any depth.
 
     Raises:
         InputError: if the path does not exist, or a folder has no such files.
@@ -205,7 +206,8 @@ def read_rows(path: Path) -> list[LoggedRow]:
     """Return the rows of a CSV or JSON lines file, with column names in lower case.
 
     Raises:
-        InputError: if the file is not text or has no rows, or a row has the wrong form.
+        InputError: if the file cannot be read, is not text, is cut off, has no rows, or has two columns of one name,
+            or if a row has the wrong form.
     """
     try:
         if path.suffix.lower() == ".jsonl":
@@ -263,7 +265,7 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 
 
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
-    """Check whether the best value of a hyperparameter is the same at all sizes of logged runs.
+    """Return a check of whether the best value of a hyperparameter is the same at all sizes of logged runs.
 
     ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
     the recipe. docs/concepts/checks.md describes the files.

@@ -167,7 +167,8 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return the residuals to draw from for each value: those of the value if two or more, else of all values."""
+        """Return the residuals to draw from for each value: those of the value or, if it has fewer than two, those of
+        all values."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]

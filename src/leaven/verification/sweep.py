@@ -61,7 +61,7 @@ class SweptValue:
 
     @property
     def label(self) -> str:
-        """The name in tables and messages."""
+        """The name of the value in tables and messages."""
         return self.key.replace("_", " ")
 
 

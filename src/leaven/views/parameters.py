@@ -55,7 +55,7 @@ class LayerGroup:
 
 
 def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
-    """Group rows by parameter: ``layers.3.attention.query.weight`` is in ``attention.query``."""
+    """Return the rows grouped by parameter: ``layers.3.attention.query.weight`` is in ``attention.query``."""
     found: dict[str, list[AnyRow]] = {}
     for row in rows:
         found.setdefault(label(row.name).removesuffix(".weight"), []).append(row)

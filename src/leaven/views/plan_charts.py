@@ -144,7 +144,11 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first."""
+    """Return the layouts that the chart shows: at most ``DOTS``, and none that is much slower than the fastest and
+    ``chosen``.
+
+    ``candidates`` are all layouts, with the best first.
+    """
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 

@@ -26,7 +26,7 @@ _SMALL_BATCH = 2**18
 
 
 def size(check: Check, case: Case) -> Check | None:
-    """Report that no published run is near the recipe's size."""
+    """Report that no published run is near the recipe's size. If there is one, return None."""
     if case.neighbours:
         return None
     nearest = min(case.size.near.ranked, key=lambda run: size_ratio(run, case.params))

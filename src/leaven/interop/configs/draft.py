@@ -125,7 +125,7 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the recipe. If the training tokens, batch size, lr or warm-up are missing, they are estimated.
+        """Return the imported recipe. If training tokens, batch size, lr or warm-up are missing, they are estimated.
 
         Raises:
             InputError: if the values are not a valid recipe.
@@ -241,7 +241,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason lists the given settings. If none is given, it names the default of the first setting.
+        The reason lists the given settings. If none is given, it names the default of the first setting. If the value
+        of a setting is unknown (``unset``), the reason says so instead.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:

@@ -187,7 +187,8 @@ def _pattern(word: str, layers: int) -> str:
 
 
 def _experts(given: Settings, draft: Draft) -> None:
-    """Set the experts, their router and how its load is balanced."""
+    """Set the number and shape of the experts, the settings of their router, and how the load of experts is
+    balanced."""
     origin = given.origin
 
     def put(key: str, value: object, *flags: str) -> None:

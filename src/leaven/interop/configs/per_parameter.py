@@ -140,8 +140,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    With ``NUM_LAYERS``, the initial std of the last matrices of branches is that of other matrices / sqrt(2
-    n_layers). With ``NONE``, both stds are equal.
+    With the method ``NUM_LAYERS``, the initial std of the last matrices of branches is that of other matrices /
+    sqrt(2 n_layers). With ``NONE``, both stds are equal.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)

@@ -175,11 +175,17 @@ class FittedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
-        """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
+        """Return the trials with a result, and the trust region fitted to them. ``given`` is the user's noise, or
+        None.
 
-        ``floor`` is usually the noise. A noise with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
-        small. Then a second noise is fitted to the losses, if there are at most ``FITTED``. ``floor`` is the larger
-        of the noise and the geometric mean of both noises. Without a measured noise, it is the fitted noise.
+        The field ``floor`` is the noise if it is given, or measured with at least ``FEWEST_DEGREES`` degrees of
+        freedom. With fewer, the noise may be far too small. So a second noise is fitted to the losses, if at most
+        ``FITTED`` are finite and not outliers:
+
+        - With a measured noise above 0, ``floor`` is the larger of this noise and the geometric mean of both noises.
+        - Without a measured noise, ``floor`` is the fitted noise.
+
+        If none is fitted, ``floor`` is the measured noise, or 0 without one.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -197,8 +203,8 @@ class FittedTrials:
         """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
         It is the surrogate's prediction plus a share of the mean difference between the point's losses and this
-        prediction. The share is 1 if no noise is known, and 0 if the surrogate assumes the noise ``floor``. The rest
-        of the difference is taken to be noise.
+        prediction. The rest of the difference is taken to be noise. If no noise is known, the share is 1. If the
+        surrogate assumes the noise s, the share is 1 - (floor / s)^2, but at least 0.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]

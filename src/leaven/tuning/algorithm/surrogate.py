@@ -90,7 +90,8 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return the change of the function when one column goes from 0 to 1 and the others stay at ``x``, (D,)."""
+        """Return for each column the change of the function when the column goes from 0 to 1 and the others stay at
+        ``x``, (D,)."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
@@ -176,7 +177,7 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij, in units of h."""
+    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij / the typical curvature h."""
     return min(0.5, 8 / d**2)
 
 

@@ -224,7 +224,8 @@ class Features:
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
-        """Return the columns (..., F) of points (..., D)."""
+        """Return the columns (..., F) of points (..., D): the steps from ``origin`` of numbers, and 0 or 1 for each
+        level."""
         owner, level = self.owner, self.level
         steps = (x[..., owner] - self.origin[owner]) / self.scale[owner]
         return np.where(level > 0, x[..., owner] == level, steps)

@@ -289,6 +289,7 @@ class StoredStudy:
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return at most ``POINTS`` points of a curve: the last one, and before it the means of equally long parts.
+    Points with a loss that is not finite are left out.
 
     Single points are too noisy to prune trials by: a trial is pruned if it is far above the curve of the best trial.
     """
@@ -527,7 +528,11 @@ def random_id(attributes: Mapping[str, Any]) -> str:
 
 
 def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
-    """Return (the settings of a study, whether they have a digest). Raise InputError if the digest does not match."""
+    """Return (the settings of a study, whether they have a digest).
+
+    Raises:
+        InputError: if the digest does not match, or the study does not minimise.
+    """
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]

@@ -67,7 +67,8 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """Raised if the store is unreachable or the results cannot be written. The same command resumes the study."""
+    """Raised if the store is unreachable or the results cannot be written. Repeating the command resumes the
+    study."""
 
 
 def open_store(

@@ -466,7 +466,8 @@ class BaseStudy(ABC):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_meanwhile(self) -> None:
-        """Write the results after trials have ended, in at most the share ``SAVING`` of the time."""
+        """Save the results of the trials that have ended, unless saving has taken more than the share ``SAVING`` of
+        the time."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -593,7 +594,7 @@ def write_results(
 
 
 def _saved(out: Path) -> dict[str, Any]:
-    """Return study.json; {} if it is missing or damaged."""
+    """Return the content of study.json, or {} if the file is missing or damaged."""
     try:
         document = json.loads(read(out / "study.json"))
     except (OSError, ValueError, RecursionError):
