@@ -852,6 +852,14 @@ def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], 
         study()
 
 
+def test_another_study_in_the_journal_locks_nobody_out(study: Callable[..., Study], tmp_path: Path) -> None:
+    with study():
+        pass
+    optuna.create_study(study_name="notebook", storage=open_store(tmp_path / "study" / "journal.log"))
+    with study():
+        pass
+
+
 def test_a_journal_of_another_user_is_one_line(
     study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

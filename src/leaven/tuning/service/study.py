@@ -289,8 +289,8 @@ class BaseStudy(ABC):
                     )
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
-        if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
-            raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
+        if stored and name not in stored and isinstance(self._where, Path):
+            raise InputError(f"{self._name} contains the study {next(iter(stored))}, not {name}; use another --study")
         if begun and name not in stored:
             raise self._store_lost(ended, ended)
         if saved_id:
