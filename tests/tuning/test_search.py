@@ -144,7 +144,9 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     found = search(objective, SPACE, trials=20, seed=2, storage=storage)
     assert objective.calls == 13
     assert found.trials[:7] == whole.trials[:7]
-    with pytest.warns(UserWarning, match="ran no trial, because the stored study leaven has all of its 20 trials; if"):
+    with pytest.warns(
+        UserWarning, match="ran no trial, because the stored study leaven has all of its 20 trials; if"
+    ):
         again = search(objective, SPACE, trials=20, seed=2, storage=storage)
     assert (again, objective.calls) == (found, 13)
     more = search(objective, SPACE, trials=32, seed=2, storage=str(storage))
