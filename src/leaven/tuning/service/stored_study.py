@@ -504,7 +504,7 @@ def join_study(
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
     # A call without a box does not continue in the box of the study.
-    here = {key: {} for key in ("near",) if key in there} | here
+    here |= {key: here.get(key, {}) for key in there.keys() & {"near"}}
     for key, value in here.items():
         if key not in there and key not in ADDED:
             raise InputError(f"{what} has no {key}, so another program created it; {instead}")
