@@ -209,9 +209,14 @@ def test_a_checkpoint_of_an_older_version_is_continued(
 
 
 def test_a_short_trial_writes_nothing_and_a_full_disk_does_not_stop_one(brief: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
+    away = tmp_path / "checkpoints"
+    away.symlink_to(tmp_path / "unmounted" / "scratch")
     whole = train_trial(brief)
-    assert results(train_trial(brief, checkpoint=tmp_path / "file" / "trial", checkpoint_seconds=0)) == results(whole)
+    with pytest.warns(
+        UserWarning, match=f"^no checkpoint of a trial can be saved in {away} \\(File exists\\); aft"
+    ) as told:
+        assert results(train_trial(brief, checkpoint=away / "000000-000000", checkpoint_seconds=0)) == results(whole)
+    assert len({str(each.message) for each in told}) == 1
     assert results(train_trial(brief, checkpoint=tmp_path / "none")) == results(whole)
     assert not (tmp_path / "none").exists()
 

@@ -1099,6 +1099,8 @@ def test_commands_on_a_database_may_have_other_folders(write: Write, monkeypatch
             there.chdir(folder)
             code, printed = tune(file, "--study", store, "--out", Path("/", file.parent, "results"), "--trials", 1)
         assert code == 0, printed
+        # One machine with two folders may have two programs.
+        assert ("on this machine, and its command now runs in" in printed) == (folder != "one")
 
 
 @pytest.mark.parametrize("other", ['["lion", "adamw"]', '["adamw", "muon"]'])

@@ -266,7 +266,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
         def submit(self, *_: object, checkpoint: Path, **__: object) -> "Future[Any]":
             checkpoint.mkdir(parents=True, exist_ok=True)
             left.append([file.name for file in checkpoint.iterdir()])
-            (checkpoint / "kept").touch()
+            (checkpoint / f"{3:024x}").touch()
             shutil.copytree(checkpoint, f"{checkpoint}.bak")
             future: Future[Any] = Future()
             future.set_exception(BrokenProcessPool())
@@ -278,9 +278,28 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     assert (done.exit_code, "diverged" in done.output) == (1, False)
     assert "no trial ended: 2 died at every attempt" in done.stderr
     assert [trial["state"] for trial in saved(tmp_path / "study")] == ["failed"] * 2
-    assert left == [[], ["kept"], [], ["kept"]]
+    assert left == [[], [f"{3:024x}"], [], [f"{3:024x}"]]
     copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("*")}
     assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_checkpoints_of_another_program_are_no_study_and_stay(study: Callable[..., Study], tmp_path: Path) -> None:
+    folder = tmp_path / "study" / "checkpoints"
+    other = folder / "000000-001000" / "model.pt"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    with pytest.raises(InputError, match="is not empty and contains no study"):
+        study()
+    shutil.move(folder, tmp_path / "scratch")
+    folder.symlink_to(tmp_path / "scratch-that-is-empty")
+    with study() as opened:
+        folder.unlink()
+        shutil.move(tmp_path / "scratch", folder)
+        (folder / "000000-000000" / f"{3:024x}").mkdir(parents=True)
+        opened.run(1, 1)
+    assert [path.name for path in folder.iterdir()] == ["000000-001000"]
+    assert other.exists()
 
 
 def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
@@ -858,6 +877,14 @@ def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], 
     (tmp_path / "study" / "study.json").unlink()
     with pytest.raises(InputError, match="is not empty and contains no study"):
         study()
+
+
+def test_another_study_in_the_journal_locks_nobody_out(study: Callable[..., Study], tmp_path: Path) -> None:
+    with study():
+        pass
+    optuna.create_study(study_name="notebook", storage=open_store(tmp_path / "study" / "journal.log"))
+    with study():
+        pass
 
 
 def test_a_journal_of_another_user_is_one_line(

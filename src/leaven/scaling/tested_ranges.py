@@ -16,6 +16,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
 from leaven.scaling.table import ParameterTable, parameter_table
+from leaven.scaling.transfer import searched_paths
 
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
@@ -66,6 +67,11 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
+
+
+def untuned(tuned: Recipe) -> list[CautionRow]:
+    """Return the warning, if any, that ``leaven transfer --like`` finds no searched values in ``tuned``."""
+    return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:

@@ -216,7 +216,8 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, the trial continues.
+    """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, a warning says so, and
+    the trial continues.
 
     A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another name
     belongs to another trial and is not read. If ``recipe`` is given, a checkpoint that has not exactly the parameters
@@ -266,12 +267,20 @@ class TrialCheckpoint(Callback):
         state: dict[str, Any] = {TRIAL: self._folder.name}
         for callback in self._callbacks:
             state |= callback.state()
-        with suppress(NotSaved, OSError):
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
             kept = write_checkpoint(self._folder, self._training.checkpoint(state))
             for other in checkpoints(self._folder):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)
+        except (NotSaved, OSError) as error:
+            # The same text for every trial of a study, so that a worker shows it once (stacks: once a stack).
+            folder = self._folder.parent.parent
+            warnings.warn(
+                f"no checkpoint of a trial can be saved in {folder} ({getattr(error, 'strerror', None) or error}); "
+                "after a kill, the trial begins again",
+                stacklevel=2,
+            )
         self._last = time.monotonic()
 
 

@@ -39,6 +39,7 @@ from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
 from leaven.tuning.point import Value, recipe_at
+from leaven.tuning.service.leases import machine
 from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
@@ -49,7 +50,9 @@ from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument
 
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
-FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
+# Study attribute: the folder in which commands run, relative to the study's folder. With a database, each machine has
+# an attribute FOLDER:MACHINE with the absolute folder.
+FOLDER = "leaven:folder"
 COMMAND_POLL = 0.25  # seconds between checks of a running command
 # After a command has ended, leaven waits this share of the command's time, but at most ``COMMAND_POLL``: the signal
 # that ended the command may be about to reach leaven, too, and then the trial does not count.
@@ -476,8 +479,9 @@ class CommandStudy(BaseStudy):
 
     def __enter__(self) -> Self:
         opened = super().__enter__()
+        study = self._stored.study
         if isinstance(self._where, Path):  # machines that share a database may use different folders
-            here, study = self._about["command_folder"], self._stored.study
+            here = self._about["command_folder"]
             if (there := study.user_attrs.get(FOLDER)) is None:
                 study.set_user_attr(FOLDER, there := here)
             if there != here:
@@ -485,6 +489,15 @@ class CommandStudy(BaseStudy):
                 raise InputError(
                     f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
                     "back if it was moved"
+                )
+        else:
+            here, key = os.path.realpath(os.curdir), f"{FOLDER}:{machine()}"
+            if (there := study.user_attrs.get(key)) is None:
+                study.set_user_attr(key, there := here)
+            if there != here:
+                self._note(
+                    f"caution: {self._name} began in {there} on this machine, and its command now runs in {here}; if "
+                    "the programs there differ, use another --study, because their losses cannot be compared"
                 )
         return opened
 

@@ -508,6 +508,8 @@ def join_study(
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
+    # A call without a box does not continue in the box of the study.
+    here |= {key: here.get(key, {}) for key in there.keys() & {"near"}}
     for key, value in here.items():
         if key not in there and key not in ADDED:
             raise InputError(f"{what} has no {key}, so another program created it; {instead}")

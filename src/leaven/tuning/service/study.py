@@ -85,8 +85,9 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
 # Names in the folder of a study that was killed before it wrote study.json.
-OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
+OURS = ("journal.log*", ".*.tmp", LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
+_TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in one of an attempt (training)
 _ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 # After so many seconds without the store, the screen says so, and a command that is to stop no longer waits for it.
@@ -100,10 +101,14 @@ SAVING = 0.1
 def attempts(folder: Path) -> list[tuple[int, Path]]:
     """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in order.
 
-    Folders with other names, such as copies that a user made, are left out.
+    Folders with other names or contents, such as copies that a user made or files of another program, are left out.
     """
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
-    return [(int(name[1]), path) for name, path in named if name]
+    return [
+        (int(name[1]), path)
+        for name, path in named
+        if name and all(_TRIAL.fullmatch(entry.name) for entry in path.glob("*"))
+    ]
 
 
 class Screen(Protocol):
@@ -210,7 +215,11 @@ class BaseStudy(ABC):
             self.out.exists()
             and not (self.out / "journal.log").exists()
             and not self._saved_results()[0]
-            and not all(any(fnmatch(entry.name, name) for name in own) for entry in self.out.iterdir())
+            and not all(
+                any(fnmatch(entry.name, name) for name in own)
+                or (entry.name == CHECKPOINTS and not any(entry.glob("*")))  # such as a link to an empty disk
+                for entry in self.out.iterdir()
+            )
         ):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
@@ -289,8 +298,8 @@ class BaseStudy(ABC):
                     )
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
-        if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
-            raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
+        if stored and name not in stored and isinstance(self._where, Path):
+            raise InputError(f"{self._name} contains the study {next(iter(stored))}, not {name}; use another --study")
         if begun and name not in stored:
             raise self._store_lost(ended)
         if saved_id:
