@@ -101,7 +101,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads.
     """
-    if _is_device(path):
+    if is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
         os.set_blocking(descriptor, True)
         with os.fdopen(descriptor, "wb") as file:
@@ -122,7 +122,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def _is_device(path: Path) -> bool:
+def is_device(path: Path) -> bool:
     """Return whether a path is a device, a pipe, or a link in /dev or /proc, such as /dev/stdout."""
     if path.is_symlink():  # outside /dev and /proc, somebody else may have made the link, so it does not count
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
@@ -188,7 +188,7 @@ def write_text(path: Path | str, text: str) -> None:
     try:
         if path.is_dir() or not path.name:
             raise InputError(f"{path}: this is a folder; give the name of a file")
-        if path.is_symlink() and not _is_device(path):
+        if path.is_symlink() and not is_device(path):
             raise InputError(f"{path}: this is a link to {os.readlink(path)}; give the name of the file itself")
         write(path, text.encode())
     except UnicodeEncodeError as error:
@@ -205,7 +205,7 @@ def write_text(path: Path | str, text: str) -> None:
 def require_page(path: Path) -> None:
     """Raise InputError if an HTML page may not be written to ``path``. A page may overwrite a page or an empty file,
     but no other file. In the folder of a run, study, check or demo, the name of a page must end in .html."""
-    if _is_device(path):
+    if is_device(path):
         return
     if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
         raise InputError(f"{path} exists and is not an HTML page; give another name, such as report.html")
@@ -286,9 +286,12 @@ def make_folder(path: Path) -> None:
         raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None
 
 
-def require_free(path: Path) -> None:
-    """Raise InputError if the path is a URL or the root of a disk, or exists and is not an empty folder."""
+def require_free(path: Path, *, device: bool = False) -> None:
+    """Raise InputError if the path is a URL or the root of a disk, or exists and is not an empty folder. With
+    ``device``, it may be a device or a pipe, such as /dev/stdout."""
     require_folder_name(path)
+    if device and is_device(path):
+        return
     if os.path.ismount(path):
         raise InputError(f"{path} is the root of a disk; give a new folder in it, such as {path / 'model'}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
