@@ -37,6 +37,9 @@ PAGE = b"<!doctype html"
 # A URL, whose :// becomes :/ in a path, or password= as in the login of a database. C:/ of Windows is no URL.
 _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 
+_PAGE_SEAL = b"\n<!-- digest "  # before the digest at the end of a page
+_SEAL = re.compile(rb'\{\s*"digest": "(\w+)",')  # the digest in a JSON object, see :func:`sealed`
+
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """Errors of a disk or quota that is full."""
 
@@ -202,23 +205,48 @@ def write_text(path: Path | str, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {unread}") from None
 
 
+def digest(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
+
+
+def sealed(text: str) -> str:
+    """Return a JSON object, written with one entry on a line, with the digest of this text as its first entry."""
+    return text.replace("{", f'{{\n  "digest": "{digest(text.encode())}",', 1)
+
+
+def unsealed(content: bytes) -> bytes:
+    """Return what :func:`sealed` was given, or the content itself if it has no digest, as in files of older versions.
+    Raise ValueError if the content was changed after the digest was made."""
+    content = content.replace(b"\r\n", b"\n")
+    if (seal := _SEAL.match(content)) is None:
+        return content
+    rest = b"{" + content[seal.end() :]
+    if digest(rest) != seal[1].decode():
+        raise ValueError("was changed after leaven wrote it")
+    return rest
+
+
 def require_page(path: Path) -> None:
     """Raise InputError if an HTML page may not be written to ``path``. A page may overwrite a page or an empty file,
-    but no other file. In the folder of a run, study, check or demo, the name of a page must end in .html."""
+    but no other file, and no page that was edited after leaven wrote it. In the folder of a run, study, check or
+    demo, the name of a page must end in .html."""
     if is_device(path):
         return
-    if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
+    there = _content(path) if path.is_file() else b""
+    if there and there[: len(PAGE)].lower() != PAGE:
         raise InputError(f"{path} exists and is not an HTML page; give another name, such as report.html")
+    page, seal, found = there.rpartition(_PAGE_SEAL)
+    if seal and found != digest(page).encode() + b" -->\n":
+        raise InputError(f"{path} was edited after leaven wrote it; rename it, or give another name")
     whole = Path(os.path.realpath(path))
     owned = any((folder / name).exists() for folder in whole.parents for name in KEPT)
     if owned and whole.suffix.lower() != ".html":
         raise InputError(f"{path} is in the folder of a run or study; give a name that ends in .html")
 
 
-def _begin(path: Path) -> bytes:
+def _content(path: Path) -> bytes:
     try:
-        with open_file(path) as file:
-            return file.read(len(PAGE))
+        return read(path)
     except OSError as error:
         raise InputError(f"{path}: exists and cannot be read: {error.strerror}; give another name") from None
 
@@ -227,7 +255,8 @@ def write_page(path: Path, html: str) -> None:
     """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
     be written, or :func:`require_page` refuses the path."""
     require_page(path)
-    write_text(path, html.encode(errors="backslashreplace").decode())  # half a surrogate pair is not UTF-8
+    content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
+    write_text(path, f"{content.decode()}{_PAGE_SEAL.decode()}{digest(content)} -->\n")
 
 
 def require_folder_name(path: Path) -> None:

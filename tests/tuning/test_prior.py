@@ -20,6 +20,7 @@ from leaven.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
+from leaven.storage import sealed
 from leaven.tuning import search
 from leaven.tuning.algorithm.surrogate import (
     DIFFERENCES,
@@ -194,6 +195,12 @@ def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recip
     with pytest.raises(InputError, match="another base or scaling rule"):
         earlier_trials(folder, space(recipe_at(tiny.replace({"scaling.base": base}), {}), LR))
     document = json.loads((folder / "study.json").read_text())
+    text = sealed(json.dumps(document))
+    (folder / "study.json").write_text(text)
+    earlier_trials(folder, searched)
+    (folder / "study.json").write_text(text.replace("3.0", "0.3"))
+    with pytest.raises(InputError, match=r"its study\.json is damaged or was changed; remove it, and run"):
+        earlier_trials(folder, searched)
     (folder / "study.json").write_text(json.dumps(document | {"trials": document["trials"][:3]}))
     with pytest.raises(InputError, match="only 3 of its trials are finished, at least 4 are needed"):
         earlier_trials(folder, searched)
@@ -201,7 +208,7 @@ def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recip
     curves = [{**document["trials"][0], "curve": curve} for curve in (None, [5], [[]], [{}])]
     for damage in ({"best": best}, *({"trials": [trial]} for trial in curves), {"trials": 3}):
         (folder / "study.json").write_text(json.dumps(document | damage))
-        with pytest.raises(InputError, match=r"its study\.json is damaged; run the leaven tune command"):
+        with pytest.raises(InputError, match=r"its study\.json is damaged or was changed; remove it, and run"):
             earlier_trials(folder, searched)
 
 

@@ -33,6 +33,7 @@ from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.storage import unsealed
 from leaven.training import device
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.load import export_run, load_run
@@ -442,6 +443,10 @@ def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, 
     assert (tmp_path / "best.toml.1").read_text() == edited
     stays = f"{best} was edited and stays so"
     assert [note.partition(";")[0] for note in notes] == [stays, stays, f"{best} was edited"]
+    results = (tmp_path / "study.json").read_bytes()
+    assert StudyDocument.model_validate_json(unsealed(results)).octaves == {LR: 0.5}
+    with pytest.raises(ValueError, match="was changed after leaven wrote it"):
+        unsealed(results.replace(b"0.5", b"0.4"))
     write_results(tmp_path, around, answers[0], notes.append)
     assert (best.read_text(), fewest.read_text(), len(notes)) == (text, "# mine", 3)
     # A file that the best command reads, and a link to a recipe that is kept elsewhere.

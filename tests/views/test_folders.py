@@ -10,6 +10,7 @@ from written import demo, write_demo, write_losses_check
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.recipe.files import write_recipe
+from leaven.storage import sealed, unsealed
 from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import RunView, StudyView, read_folder, read_run, read_study
 from leaven.views.page import folder_page
@@ -22,7 +23,7 @@ EMPTY_STUDY = StudyDocument(name="x", method="tpe", space=(), trials=()).model_d
 def edit(name: str, *keys: Any) -> None:
     """Change a JSON file. ``keys`` are the path of a value, the new value (None removes it), and the folder."""
     *outer, last, value, folder = keys
-    document = json.loads((folder / name).read_text())
+    document = json.loads(unsealed((folder / name).read_bytes()))
     inside = document
     for key in outer:
         inside = inside[key]
@@ -177,6 +178,17 @@ def test_an_unreadable_folder_is_a_one_line_error(folder, part, breaking, messag
     else:
         edit(*breaking, folder / part)
     with refused(message):
+        read_folder(folder / part)
+
+
+@pytest.mark.parametrize(("part", "file"), [("proxy", "study.json"), ("check", "check.json")])
+def test_a_number_that_was_changed_is_not_shown(folder, part, file):
+    path = folder / part / file
+    text = sealed(json.dumps(json.loads(unsealed(path.read_bytes())), indent=2))
+    path.write_bytes(text.encode().replace(b"\n", b"\r\n"))  # as by a copy on Windows
+    read_folder(folder / part)
+    path.write_text(".7".join(text.rsplit(".", 1)))
+    with refused(f"{file}: was changed after leaven wrote it; remove it, and run the command that wrote it again"):
         read_folder(folder / part)
 
 

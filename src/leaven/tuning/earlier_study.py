@@ -125,7 +125,7 @@ def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[D
 
 def _read(folder: Path, what: str) -> StudyDocument:
     try:
-        return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
+        return StudyDocument.model_validate(json.loads(storage.unsealed(storage.read(folder / "study.json"))))
     except OSError:
         raise InputError(
             f"{what}: no study.json in this folder; give the folder of a study; to resume a study that was begun "
@@ -133,7 +133,8 @@ def _read(folder: Path, what: str) -> StudyDocument:
         ) from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(
-            f"{what}: its study.json is damaged; run the leaven tune command of that study again to rewrite it"
+            f"{what}: its study.json is damaged or was changed; remove it, and run the leaven tune command of that "
+            "study again, which writes it"
         ) from None
 
 

@@ -173,7 +173,7 @@ class RunStore:
         if self._pool is not None:  # the folder is locked
             self._locked.require()
         document = document.model_copy(update={"runs": len(self._ended)})
-        storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
+        storage.write_text(self.folder / RESULT, storage.sealed(json.dumps(document.dump(), indent=2) + "\n"))
         return document
 
     def _open(self) -> WorkerPool:

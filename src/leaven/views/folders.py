@@ -241,7 +241,7 @@ def read_study(folder: Path) -> StudyView:
         if not _same(there, value):
             gap = (
                 f"best.toml is not shown: {searched} is {there} there, and {value} at the best point of this study; "
-                "remove it, and the leaven tune command of the study writes it again"
+                "rename it, and the leaven tune command of the study writes it again"
             )
             return view.model_copy(update={"gap": gap})
     return view.model_copy(update={"best_recipe": recipe})
@@ -347,13 +347,15 @@ def _refuse(path: Path, faults: Iterator[str]) -> None:
 def _document(path: Path, kind: type[Kind]) -> Kind:
     """Return the document in a file. Raise InputError if it is damaged, or has a number that charts cannot show."""
     try:
-        document = kind.model_validate_json(storage.read(path))
+        document = kind.model_validate_json(storage.unsealed(storage.read(path)))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         fault = error.errors()[0]
         where = "".join(f"{key}: " for key in fault["loc"])
         raise InputError(f"{path}: {where}{fault['msg'][0].lower()}{fault['msg'][1:]}; {_AGAIN}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: {error}; remove it, and run the command that wrote it again") from None
     _refuse(path, _undrawable(document.model_dump(), ""))
     return document
 
