@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
+from leaven import storage
 from leaven.catalogue.laws import REPLICATION
 from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
-from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 from leaven.tuning.point import distance_in, moved
@@ -312,18 +312,30 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     return tuple(found)
 
 
+def edited(answer: Path) -> bool:
+    """Return whether a file is the best.toml or fewest.toml of a study, but not as ``leaven tune`` wrote it."""
+    study = _study_of(answer)
+    written = study and study.written.get(answer.name)
+    return written is not None and storage.digest(storage.read(answer)) != written
+
+
+def _study_of(answer: Path) -> StudyDocument | None:
+    """Return the study in the folder of a file; None if there is none, or none that can be read."""
+    try:
+        return StudyDocument.model_validate_json(storage.unsealed(storage.read(answer.parent / "study.json")))
+    except (OSError, ValueError):
+        return None
+
+
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return the factors on the tokens of ``target`` that would lower its loss as much as the gain of a study.
 
     A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
     if ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run of that length.
     """
-    try:
-        study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))
-    except ValueError:  # no study, or one that cannot be read
-        return []
+    study = _study_of(answer) if answer.name == "best.toml" else None
     tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS
-    if answer.name != "best.toml" or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
+    if study is None or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
         return []
     return [
         WorthRow(share=share, gain=share * study.gain, times=REPLICATION.worth_in_tokens(tokens, share * study.gain))
