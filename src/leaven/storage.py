@@ -287,28 +287,36 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Raise InputError if the path is a URL or the root of a disk, or exists and is not an empty folder."""
+    """Raise InputError if the path is a URL, the root of a disk or the current folder, which cannot be replaced, or
+    exists and is not an empty folder."""
     require_folder_name(path)
-    if os.path.ismount(path):
-        raise InputError(f"{path} is the root of a disk; give a new folder in it, such as {path / 'model'}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    current = path.exists() and path.samefile(os.curdir)
+    if current or os.path.ismount(os.path.realpath(path)):
+        what = "current folder" if current else "root of a disk"
+        raise InputError(f"{path} is the {what}; give a new folder in it, such as {path / 'model'}")
+    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already; give another name")
 
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. An empty
+    folder at ``path`` leaves its permissions and its group; a link stays one.
 
     Raises:
         InputError: if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.
     """
     require_free(path)
-    final = path.absolute()
+    final = Path(os.path.realpath(path))
     make_folder(final.parent)
     _remove_leftovers(final)
     temporary = _temporary(final)
     try:
         temporary.mkdir()
+        if final.is_dir():
+            if (group := final.stat().st_gid) != temporary.stat().st_gid:
+                os.chown(temporary, -1, group)
+            shutil.copystat(final, temporary)
         yield temporary
         for folder, _, names in os.walk(temporary):
             for name in names:
@@ -444,13 +452,14 @@ class JsonLines:
     documents: list[dict[str, Any]]  # the JSON objects, in order
     damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
     numbers: list[int]  # the line number of each entry of ``documents``
+    torn: bool = False  # whether an incomplete last line was ignored
 
 
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line counts if it lacks only its newline. If it is incomplete, it is ignored. ``decode`` turns a line into
-    a value, and raises ValueError if it cannot.
+    A last line counts if it lacks only its newline. If it is incomplete, it is ignored, and ``torn`` is true.
+    ``decode`` turns a line into a value, and raises ValueError if it cannot.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -466,7 +475,7 @@ def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> 
             numbers.append(number)
         elif line.strip() and number <= len(lines):
             damaged.append(number)
-    return JsonLines(documents, damaged, numbers)
+    return JsonLines(documents, damaged, numbers, torn=bool(tail.strip()) and document is None)
 
 
 def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dict[str, Any] | None:

@@ -608,6 +608,18 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             read_huggingface(tmp_path)
 
 
+def test_weights_beside_those_of_an_earlier_model(tmp_path: Path) -> None:
+    """save_pretrained writes a model into the folder of an earlier one, of which it leaves files."""
+    foreign("llama", tmp_path, max_shard_size="50KB")
+    foreign("llama", tmp_path)  # removes the shards, and leaves their index
+    read_huggingface(tmp_path)
+    foreign("llama", tmp_path, max_shard_size="50KB")  # leaves model.safetensors
+    with refused("model.safetensors and model.safetensors.index.json with its files are two models; remove one"):
+        read_huggingface(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    read_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
 def test_weights_that_are_quantised_or_no_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     foreign("llama", tmp_path)

@@ -22,6 +22,7 @@ from tests.training.conftest import losses
 from leaven import storage
 from leaven.cli.train import _exit_if_stopped_on_purpose
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe, render, write_recipe
 from leaven.recipe.recipe import Recipe
@@ -31,7 +32,7 @@ from leaven.training.integrity import RECIPE, TOKENIZER, identity_of, newest_sta
 from leaven.training.load import export_run, load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
+from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
 
@@ -1315,7 +1316,7 @@ def seal(
         }
     state |= {"format": 3, "tensors": tensors}
     change(state)
-    (checkpoint / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+    (checkpoint / "state.json").write_text(json.dumps(sealed(state)))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 from tests.training.conftest import KEPT_STATE
 
 from leaven.data.tokens import prepare
+from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
@@ -24,7 +25,7 @@ from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.metrics import Step
 from leaven.training.outcome import Baseline, Outcome
-from leaven.training.run_folder import checkpoints, state_digest
+from leaven.training.run_folder import checkpoints
 from leaven.training.trial import TRIAL, WorkerPool, cooldown_start, train_trial
 
 STEP = 256  # tokens
@@ -169,11 +170,11 @@ def test_a_checkpoint_copied_from_another_trial_is_ignored(
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Change the state of the callbacks in the only checkpoint in a folder, and its digest."""
-    (sealed,) = checkpoints(folder)
-    state = json.loads((sealed / "state.json").read_text())
+    (checkpoint,) = checkpoints(folder)
+    state = json.loads((checkpoint / "state.json").read_text())
     del state["blake2b"]
     state["state"] = change(state["state"])
-    (sealed / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+    (checkpoint / "state.json").write_text(json.dumps(sealed(state)))
 
 
 @pytest.mark.parametrize("d_ff", [48, 128])

@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 from leaven.cli import INTERRUPTED, app
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import is_sealed, sealed
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe
@@ -723,7 +724,7 @@ def write_as_a_copy(folder: Path, other: Path) -> None:
     """Write study.json with the losses of a copy of the study, which went on by itself."""
     document = json.loads((folder / "study.json").read_text())
     document["trials"][0]["loss"] += 1.0
-    (folder / "study.json").write_text(json.dumps(document))
+    (folder / "study.json").write_text(json.dumps(sealed(document)))
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -766,7 +767,7 @@ def test_a_result_that_another_attempt_would_replace_is_noticed(study: Callable[
         assert [trial.number for trial in opened.run(2, 1).trials] == [0, 2]
     changed = json.loads(before)
     changed["trials"][1]["loss"] += 1.0
-    results.write_text(json.dumps(changed))
+    results.write_text(json.dumps(sealed(changed)))
     with pytest.raises(InputError, match="has the loss .* for trial 1, but"), study():
         pass
     results.write_text(before)  # the same loss as that of the retry
@@ -906,11 +907,16 @@ def test_trials_begin_with_the_same_weights(short: Recipe, tokens: TokenSet, tmp
 
 def without_numbers(document: dict[str, Any]) -> str:
     document["trials"][0]["number"], document["trials"][1]["number"] = "x", 99
+    return json.dumps(sealed(document))
+
+
+def with_another_loss(document: dict[str, Any]) -> str:
+    document["trials"][0]["loss"] += 1.0
     return json.dumps(document)
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers])
+@pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers, with_another_loss])
 def test_a_study_with_damaged_results_goes_on(
     study: Callable[..., Study], tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
 ) -> None:
@@ -920,6 +926,7 @@ def test_a_study_with_damaged_results_goes_on(
     results.write_text(damaged(json.loads(results.read_text())))
     with study() as again:
         assert len(again.run(3, 1).trials) == 3
+    assert is_sealed(json.loads(results.read_text()))
 
 
 def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is_made(

@@ -13,6 +13,8 @@ from tests.views.written import proxy, write_run
 
 from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
+from leaven.training.line_digests import digest
+from leaven.training.run_folder import RunFolder
 from leaven.verification.logged_runs import LoggedRow, _last, curves_of, read_rows, transfer_of_runs
 
 OCTAVES = range(-9, -3)
@@ -198,6 +200,17 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"runs{suffix}", rows({64: -6.0, 128: -6.0}))
+    whole = file.read_text().removesuffix("\n")
+    file.write_text(whole)  # only the newline is missing
+    transfer_of_runs(file)
+    file.write_text(whole[: whole.rindex(",")])
+    with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+        transfer_of_runs(file)
+
+
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file or folder"):
         transfer_of_runs(tmp_path / "none.csv")
@@ -254,6 +267,22 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
     events = tmp_path / "64-0" / "events.jsonl"
     events.write_text("".join(line for line in events.open() if '"finish"' not in line))
     with pytest.raises(InputError, match="has not finished; resume it, or remove it from the folder"):
+        curves_of(tmp_path)
+
+
+@pytest.mark.parametrize("changed", ["metrics", "events"])
+def test_a_run_of_leaven_whose_lines_were_changed_is_refused(tmp_path: Path, changed: str) -> None:
+    run = RunFolder(tmp_path / "run")
+    write_run(run.path, proxy(**{"data.tokens": 81_920}), 2.0)
+    *events, finish = run.lines_of(run.events_file)
+    lines = {"metrics": run.lines_of(run.metrics_file), "events": events}
+    digests = {name: {"lines": len(each), "blake2b": digest(each).hexdigest()} for name, each in lines.items()}
+    lines["events"].append(json.dumps(json.loads(finish) | digests).encode() + b"\n")
+    run.events_file.write_bytes(b"".join(lines["events"]))
+    assert len(curves_of(tmp_path)) == 1
+    lines[changed][0] = lines[changed][0].replace(b'"tokens": ', b'"tokens": 1')
+    (run.path / f"{changed}.jsonl").write_bytes(b"".join(lines[changed]))
+    with pytest.raises(InputError, match=f"{changed}.jsonl is not as it was when the run finished: .*; bring back"):
         curves_of(tmp_path)
 
 

@@ -41,6 +41,7 @@ from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others hold quantised weights
+WHOLE = "model.safetensors"  # the file of all weights, unless they are in shards
 SHARD_BYTES = 5 * 10**9
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
@@ -163,7 +164,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
         shards[-1].append(each)
         room -= each.size
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {WHOLE: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
@@ -434,7 +435,7 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
     """Open the weight files of a folder; map each tensor's full name to (open file, name in the file)."""
-    files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
+    files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")
         # A name of a file, not a path, which might lead out of the folder.
@@ -443,7 +444,12 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
             for file in places.values()
         ):
             raise InputError(f"{index}: weight_map must map tensors to files in its folder; save the model again")
-        files = sorted(set(places.values()))
+        # save_pretrained may leave the index of an earlier model, or its model.safetensors, which transformers reads.
+        shards = sorted(set(places.values()))
+        if WHOLE in shards or not (plain.folder / WHOLE).exists():
+            files = shards
+        elif any((plain.folder / file).exists() for file in shards):
+            raise InputError(f"{plain.folder}: {WHOLE} and {index.name} with its files are two models; remove one")
     tensors = {}
     with ExitStack() as stack:
         for file in files:

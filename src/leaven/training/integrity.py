@@ -17,10 +17,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from leaven import storage
+from leaven.documents import is_sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differing
-from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
+from leaven.training.line_digests import EVENTS, digest, kept_metrics, lines_digest
 from leaven.training.run_folder import (
     IDENTITY,
     LOCK,
@@ -433,14 +434,13 @@ def _torchrun_mark() -> Path | None:
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence about this."""
-    metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
+    metrics = lines_digest(finish.get("metrics"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):
         found[run.metrics_file.name] = _or_unreadable(
             lambda: kept_metrics(run.lines_of(run.metrics_file), step, metrics)[1]
         )
-    if events is not None:
-        found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, events))
+    found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, finish))
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     # If all checkpoints are gone, the user has probably removed them.
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
@@ -456,10 +456,12 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
         return str(error)
 
 
-def events_changed(run: RunFolder, written: LinesDigest | None) -> str | None:
-    """Return what has changed in the lines of events.jsonl since their digest was ``written``, or None. Without a
-    digest, return a message only if there are no lines."""
-    lines = run.lines_of(run.events_file)
+def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
+    """Return what has changed in events.jsonl since the ``finish`` event or the state of a checkpoint, or None.
+    Without a digest, return a message only if there are no lines."""
+    if not is_sealed(since):
+        return "its finish event has been changed"
+    lines, written = run.lines_of(run.events_file), lines_digest(since.get(EVENTS))
     if not lines:
         return "its lines are missing"
     if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:

@@ -9,6 +9,7 @@ from typing import Any
 
 from leaven import storage
 
+EVENTS = "events"  # key of the digest of events.jsonl in the state of a checkpoint and in the finish event
 MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
 

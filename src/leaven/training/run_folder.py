@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
+from leaven.documents import DIGEST, digest_of, sealed
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
@@ -146,16 +146,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     file = checkpoint / "state.json"
     state = storage.json_object(storage.read(file))
-    if state is None or state.pop("blake2b", None) != state_digest(state):
+    if state is None or state.pop(DIGEST, None) != digest_of(state):
         raise ValueError(f"{file} is damaged")
     if state.get("tokens") != tokens_of(checkpoint):
         raise ValueError(f"{checkpoint} is a copy of another checkpoint")
     return state
-
-
-def state_digest(state: Mapping[str, Any]) -> str:
-    """Return the digest of ``state``. A state.json contains both."""
-    return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class RunFolder:
@@ -430,7 +425,8 @@ class RunFolder:
 
     def event(self, event: str, **values: Any) -> None:
         """Append a line to events.jsonl, with the time in seconds since 1970."""
-        self._append(self.events_file, _json_line({"event": event, **values, "time": round(time.time(), 3)}))
+        line = finite({"event": event, **values, "time": round(time.time(), 3)})
+        self._append(self.events_file, _json_line(sealed(line) if event == "finish" else line))
         if event in {*RETURNS, "start", "finish"} and self.unwritten is None:
             self.sync()  # before the run rolls back, or plan.json says that it has begun
 

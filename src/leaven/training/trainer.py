@@ -73,7 +73,6 @@ from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
 from leaven.training.checkpoint import (
-    EVENTS,
     TEXT,
     Checkpoint,
     Checkpoints,
@@ -101,7 +100,7 @@ from leaven.training.integrity import (
     require_tokenizer,
     unusable_checkpoints,
 )
-from leaven.training.line_digests import lines_digest
+from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.metrics import Step, StepLog, Validation
 from leaven.training.micro_batch import (
@@ -297,7 +296,7 @@ class RunTrainer:
             raise self._unusable()
         if found is not None:
             require_text(self.run, self.tokens.fingerprint, found.state.get(TEXT))
-            changed = events_changed(self.run, lines_digest(found.state.get(EVENTS)))
+            changed = events_changed(self.run, found.state)
         self.run.identity = identity_of(self.run, found.state if found is not None else {}) or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
         self._restore(found, rewinds)
@@ -352,7 +351,7 @@ class RunTrainer:
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
-        written = {"metrics": asdict(self.run.metrics_digest()), "events": asdict(self.run.events_digest())}
+        written = {"metrics": asdict(self.run.metrics_digest()), EVENTS: asdict(self.run.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
         waits = False
         while self.group.any(self.run.no_room) and not stop():

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from leaven.catalogue.laws import REPLICATION
+from leaven.documents import Sealed
 from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
@@ -235,7 +236,7 @@ class Answer(BaseModel):
         return next(dimension for dimension in self.dimensions if dimension.path == path)
 
 
-class StudyDocument(Answer):
+class StudyDocument(Sealed, Answer):
     """A study: the answer of its search and all trials. ``best`` is None until the search has been run to its end."""
 
     version: int = 1

@@ -19,6 +19,7 @@ from leaven import storage
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten
+from leaven.training.integrity import changed_since
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.training.run_logs import tensorboard_rows, wandb_rows
 from leaven.verification.collapse import Points
@@ -163,16 +164,20 @@ def read_rows(path: Path) -> list[LoggedRow]:
             read = storage.read_json_lines(path)
             if read.damaged:
                 raise InputError(f"{path}: line {read.damaged[0]} is not a JSON object; correct or remove it")
+            cut = read.torn
             found: list[dict[str, Any]] = read.documents
             headers: Sequence[Iterable[str]] = found
         else:
             text = storage.read(path).decode("utf-8-sig")
             reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
             found, headers = list(reader), [reader.fieldnames or ()]
+            cut = bool(found) and not text.endswith("\n") and None in found[-1].values()
     except (UnicodeDecodeError, csv.Error):
         raise InputError(f"{path} is not a CSV file; give a text file with a header and commas") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if cut:
+        raise InputError(f"{path}: its last line is cut; copy the file again, or complete or remove this line")
     if not found:
         raise InputError(f"{path} has no rows; write a row for each run or curve point, below a header if it is CSV")
     for header in headers:
@@ -408,7 +413,8 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
     """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens, not ratios.
 
     Raises:
-        InputError: if the recipes of two runs of the same size differ in a key that is not in ``free``.
+        InputError: if the recipes of two runs of the same size differ in a key that is not in ``free``, or if the
+            lines of a finished run were changed.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
@@ -423,6 +429,10 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
                 f"{key} is {theirs} in {first} and {own} in {folder}, but runs of one size may differ only in "
                 f"{' and '.join(free)}; move one of the two runs to another folder"
             )
+        damage = changed_since(run, run.finish() or {})
+        for file in {run.metrics_file.name, run.events_file.name} & damage.keys():
+            why = f"is not as it was when the run finished: {damage[file]}"
+            raise InputError(f"{folder / file} {why}; bring back the file, or move the run to another folder")
         found.append((scale, recipe, run))
     texts = {text: run.path for *_, run in found if (text := run.text()) is not None}
     if len(texts) > 1:

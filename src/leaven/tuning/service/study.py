@@ -60,6 +60,7 @@ from typing import Any, Protocol, Self
 import optuna
 from optuna.storages import BaseStorage
 
+from leaven.documents import DIGEST, digest_of, is_sealed
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
 from leaven.storage import AWAY, lock, make_folder, read, require_folder_name, write_text
@@ -305,6 +306,8 @@ class BaseStudy(ABC):
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))
+            if not is_sealed(document):
+                raise ValueError
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
             if not all(isinstance(trial["number"], int) for trial in ended):
                 raise TypeError
@@ -581,7 +584,9 @@ def write_results(
         write_text(path, text)
         written[file] = digest
     state = state.model_copy(update={"written": written})
-    write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
+    text = state.model_dump_json(indent=2).removesuffix("\n}")
+    digest = digest_of(json.loads(f"{text}\n}}"))
+    write_text(out / "study.json", f'{text},\n  "{DIGEST}": "{digest}"\n}}\n')
     return state
 
 
