@@ -5,12 +5,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -707,6 +709,66 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
 
     with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {second.path}, which"):
         train(recipe, tokens, first.path, on_step=on_step)
+
+
+def ctrl_c(step: Step) -> None:
+    if step.step == 5:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_python_saves_the_run_first(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    handler = signal.getsignal(signal.SIGINT)
+    told = pytest.warns(UserWarning, match=r"run: stopped at 1,\d+ tokens, saved; the same call resumes the run")
+    with told, pytest.raises(KeyboardInterrupt):
+        train(recipe, tokens, run.path, on_step=ctrl_c)
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert run.events()[-1]["event"] == "stop"
+    assert tokens_of(checkpoints(run.checkpoints)[-1]) in {1_280, 1_536}  # the step that was under way may be read
+    with pytest.raises(KeyboardInterrupt):  # the second one does not wait
+        train(recipe, tokens, run.path, on_step=lambda step: [signal.raise_signal(signal.SIGINT) for _ in "12"])
+    assert run.events()[-1]["event"] != "stop"
+
+
+def test_ctrl_c_stops_a_run_whose_signal_handler_raises_nothing(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook cell with await, whose handler cancels a task."""
+    seen: list[int] = []
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        with pytest.warns(UserWarning, match="saved; the same call resumes the run"):
+            assert not train(recipe, tokens, tmp_path / "run", on_step=ctrl_c).finished
+        # Without a warning: the caller has asked for the stop, as the command line does.
+        assert not train(recipe, tokens, tmp_path / "caller", on_step=ctrl_c, stop=lambda: bool(seen[1:])).finished
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(seen) == 2
+
+
+def test_a_run_in_another_thread_leaves_ctrl_c_to_the_main_thread(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    handlers, results = [], []
+    thread = threading.Thread(
+        target=lambda: results.append(
+            train(
+                recipe,
+                tokens,
+                tmp_path / "run",
+                on_step=lambda step: handlers.append(signal.getsignal(signal.SIGINT)),
+                stop=lambda: len(handlers) > 2,
+            )
+        )
+    )
+    thread.start()
+    thread.join()
+    assert set(handlers) == {signal.getsignal(signal.SIGINT)}
+    assert [result.finished for result in results] == [False]
 
 
 def test_a_run_goes_on_if_a_folder_above_it_is_renamed(
