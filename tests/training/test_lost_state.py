@@ -19,6 +19,7 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
+from tests.errors import refused
 from tests.training.conftest import losses
 
 from leaven import storage
@@ -884,6 +885,32 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
     with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {moved}, which may"):
         load_run(run.path)
+
+
+def test_a_link_to_checkpoints_of_an_unknown_run_is_not_rewound(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file .run is lost, or two runs have the same inode because they are on two disks."""
+    elsewhere, copy, lower = tmp_path / "elsewhere", tmp_path / "copy", recipe.replace({"hyperparameters.lr": 0.002})
+    run.claim_checkpoints()
+    run.checkpoints.rename(elsewhere)
+    run.checkpoints.symlink_to(elsewhere)
+    shutil.copytree(run.path, copy, symlinks=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("leaven.training.run_folder._inode", lambda folder: bool(folder.stat()) and 2)
+        (elsewhere / ".run").write_text(f"{run.path}\n2")
+        with refused("is a link to the checkpoints of the run in", str(run.path)):
+            train(recipe, tokens, copy)
+        RunFolder(run.path).require_own_checkpoints()
+        RunFolder(run.path.rename(tmp_path / "moved")).require_own_checkpoints()
+    (elsewhere / ".run").unlink()
+    before = files(elsewhere)
+    with refused("is a link to checkpoints without .run, the file that names their run; if no other run uses them"):
+        train(lower, tokens, copy, rewind=ManualRewind(6_144))
+    assert files(elsewhere) == before
+    (elsewhere / ".run").write_text("\n")
+    train(lower, tokens, copy, rewind=ManualRewind(6_144), stop=lambda: True)
+    assert files(elsewhere) != before
 
 
 @pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])
