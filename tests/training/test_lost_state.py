@@ -933,6 +933,22 @@ def test_files_of_one_copy_beside_the_checkpoints_of_another_are_refused(
     assert files(run.path) == before
 
 
+def test_a_finish_beside_the_checkpoints_of_a_rewound_copy_is_named(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    train(recipe, tokens, run.path)
+    shutil.copytree(run.path, tmp_path / "copy")
+    train(recipe, tokens, tmp_path / "copy", rewind=ManualRewind(9_216, 256))
+    shutil.copytree(tmp_path / "copy" / "checkpoints", run.checkpoints, dirs_exist_ok=True)
+    told: list[str] = []
+    train(recipe, tokens, run.path, on_event=lambda event, values: told.append(f"{event} {values['file']}"))
+    assert told == ["finished_file_changed events.jsonl"]
+    assert "events.jsonl is not as it was when the run finished: it had" in read_run(run.path).gaps
+    loaded = load_run(run.path)
+    assert "events.jsonl was changed after the checkpoint: it had" in str(loaded.changed)
+    assert not loaded.events
+
+
 def test_the_finish_of_another_run_does_not_end_a_run(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:

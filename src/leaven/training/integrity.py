@@ -440,7 +440,10 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
         found[run.metrics_file.name] = _or_unreadable(
             lambda: kept_metrics(run.lines_of(run.metrics_file), step, metrics)[1]
         )
-    found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, finish))
+    # A rewound copy's checkpoints do not match the events of its original.
+    found[run.events_file.name] = _or_unreadable(
+        lambda: events_changed(run, finish) or events_changed(run, newest_state(run))
+    )
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     # If all checkpoints are gone, the user has probably removed them.
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
