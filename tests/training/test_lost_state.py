@@ -830,6 +830,23 @@ def test_checkpoints_are_not_saved_in_the_place_of_a_folder_that_is_away(
     assert checkpoints(run.checkpoints)[-1].name == f"tokens-{recipe.data.tokens:015d}"
 
 
+@pytest.mark.parametrize("error", ["ESHUTDOWN", "EHOSTDOWN", "ECONNABORTED"])
+def test_a_network_disk_that_is_away_at_the_end_is_waited_for(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    short, sync, seen = recipe.replace({"data.tokens": 1_024}), storage.sync_file, list[str]()
+    monkeypatch.setattr("leaven.training.trainer.SHORT_PAUSE", 0)
+
+    def fails(path: Path) -> None:
+        if "1024" in path.parent.name and "waits" not in seen:
+            raise OSError(number := getattr(errno, error), os.strerror(number))
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "sync_file", fails)
+    assert train(short, tokens, tmp_path, on_event=lambda event, values: seen.append(event)).finished
+    assert seen.count("waits") == 1
+
+
 def test_a_newer_checkpoint_that_a_network_disk_shows_late_changes_nothing(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
