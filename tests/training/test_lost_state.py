@@ -367,6 +367,8 @@ def test_a_text_may_be_moved_after_a_rewind_that_changed_the_recipe(
     slower = recipe.replace({"hyperparameters.lr": 0.005})
     ManualRewind(6_144).go(run, slower)
     moved = slower.replace({"data.source": "/mnt/elsewhere/*.txt"})
+    with refused("use another --run, or write the new place in", "recipe.toml if the text was only moved"):
+        train(moved, tokens, run.path)
     write_recipe(moved, run.recipe_file)
     assert train(moved, tokens, run.path).finished
     assert read_recipe(run.recipe_file).data.source == "/mnt/elsewhere/*.txt"
