@@ -42,8 +42,10 @@ _PAGE_SEAL = b"\n<!-- digest "  # before the digest at the end of a page
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """Errors of a disk or quota that is full."""
 
-AWAY = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
-"""Errors of a network disk that is away for a while."""
+_AWAY = """EIO ESTALE ENOTCONN ETIMEDOUT ENODEV ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ECONNABORTED
+    ECONNREFUSED ECONNRESET EREMOTEIO ENOLINK ECOMM"""
+AWAY = {getattr(errno, name) for name in _AWAY.split() if hasattr(errno, name)}
+"""Errors of a disk, for example on a network, that is away for a while."""
 
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EKEYEXPIRED", errno.EACCES)}
 """Errors of a disk that may not be written, for example because a ticket has expired."""

@@ -183,7 +183,7 @@ def test_errors_of_the_file_system_say_what_to_do_and_those_of_memory_give_no_wr
     assert error_message(PermissionError(13, "Permission denied", "a")) == (
         "a: permission denied; use another path, or allow leaven to read and write it"
     )
-    for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN):
+    for number in (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENXIO):
         assert "; check that the disk is mounted" in str(error_message(OSError(number, os.strerror(number), "a")))
     assert error_message(OSError(errno.EBADF, "Bad file descriptor", "a")) is None
     assert "use smaller files" in str(error_message(MemoryError()))

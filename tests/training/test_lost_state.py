@@ -5,18 +5,21 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
+from tests.errors import refused
 from tests.training.conftest import losses
 
 from leaven import storage
@@ -364,6 +367,8 @@ def test_a_text_may_be_moved_after_a_rewind_that_changed_the_recipe(
     slower = recipe.replace({"hyperparameters.lr": 0.005})
     ManualRewind(6_144).go(run, slower)
     moved = slower.replace({"data.source": "/mnt/elsewhere/*.txt"})
+    with refused("use another --run, or write the new place in", "recipe.toml if the text was only moved"):
+        train(moved, tokens, run.path)
     write_recipe(moved, run.recipe_file)
     assert train(moved, tokens, run.path).finished
     assert read_recipe(run.recipe_file).data.source == "/mnt/elsewhere/*.txt"
@@ -709,6 +714,66 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
         train(recipe, tokens, first.path, on_step=on_step)
 
 
+def ctrl_c(step: Step) -> None:
+    if step.step == 5:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_python_saves_the_run_first(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    handler = signal.getsignal(signal.SIGINT)
+    told = pytest.warns(UserWarning, match=r"run: stopped at 1,\d+ tokens, saved; the same call resumes the run")
+    with told, pytest.raises(KeyboardInterrupt):
+        train(recipe, tokens, run.path, on_step=ctrl_c)
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert run.events()[-1]["event"] == "stop"
+    assert tokens_of(checkpoints(run.checkpoints)[-1]) in {1_280, 1_536}  # the step that was under way may be read
+    with pytest.raises(KeyboardInterrupt):  # the second one does not wait
+        train(recipe, tokens, run.path, on_step=lambda step: [signal.raise_signal(signal.SIGINT) for _ in "12"])
+    assert run.events()[-1]["event"] != "stop"
+
+
+def test_ctrl_c_stops_a_run_whose_signal_handler_raises_nothing(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook cell with await, whose handler cancels a task."""
+    seen: list[int] = []
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        with pytest.warns(UserWarning, match="saved; the same call resumes the run"):
+            assert not train(recipe, tokens, tmp_path / "run", on_step=ctrl_c).finished
+        # Without a warning: the caller has asked for the stop, as the command line does.
+        assert not train(recipe, tokens, tmp_path / "caller", on_step=ctrl_c, stop=lambda: bool(seen[1:])).finished
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(seen) == 2
+
+
+def test_a_run_in_another_thread_leaves_ctrl_c_to_the_main_thread(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    handlers, results = [], []
+    thread = threading.Thread(
+        target=lambda: results.append(
+            train(
+                recipe,
+                tokens,
+                tmp_path / "run",
+                on_step=lambda step: handlers.append(signal.getsignal(signal.SIGINT)),
+                stop=lambda: len(handlers) > 2,
+            )
+        )
+    )
+    thread.start()
+    thread.join()
+    assert set(handlers) == {signal.getsignal(signal.SIGINT)}
+    assert [result.finished for result in results] == [False]
+
+
 def test_a_run_goes_on_if_a_folder_above_it_is_renamed(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -765,6 +830,23 @@ def test_checkpoints_are_not_saved_in_the_place_of_a_folder_that_is_away(
     assert seen.count("waits") == 1
     assert "checkpoint_failed" in seen
     assert checkpoints(run.checkpoints)[-1].name == f"tokens-{recipe.data.tokens:015d}"
+
+
+@pytest.mark.parametrize("error", ["ESHUTDOWN", "EHOSTDOWN", "ECONNABORTED"])
+def test_a_network_disk_that_is_away_at_the_end_is_waited_for(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    short, sync, seen = recipe.replace({"data.tokens": 1_024}), storage.sync_file, list[str]()
+    monkeypatch.setattr("leaven.training.trainer.SHORT_PAUSE", 0)
+
+    def fails(path: Path) -> None:
+        if "1024" in path.parent.name and "waits" not in seen:
+            raise OSError(number := getattr(errno, error), os.strerror(number))
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "sync_file", fails)
+    assert train(short, tokens, tmp_path, on_event=lambda event, values: seen.append(event)).finished
+    assert seen.count("waits") == 1
 
 
 def test_a_newer_checkpoint_that_a_network_disk_shows_late_changes_nothing(
@@ -824,6 +906,32 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
         load_run(run.path)
 
 
+def test_a_link_to_checkpoints_of_an_unknown_run_is_not_rewound(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file .run is lost, or two runs have the same inode because they are on two disks."""
+    elsewhere, copy, lower = tmp_path / "elsewhere", tmp_path / "copy", recipe.replace({"hyperparameters.lr": 0.002})
+    run.claim_checkpoints()
+    run.checkpoints.rename(elsewhere)
+    run.checkpoints.symlink_to(elsewhere)
+    shutil.copytree(run.path, copy, symlinks=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("leaven.training.run_folder._inode", lambda folder: bool(folder.stat()) and 2)
+        (elsewhere / ".run").write_text(f"{run.path}\n2")
+        with refused("is a link to the checkpoints of the run in", str(run.path)):
+            train(recipe, tokens, copy)
+        RunFolder(run.path).require_own_checkpoints()
+        RunFolder(run.path.rename(tmp_path / "moved")).require_own_checkpoints()
+    (elsewhere / ".run").unlink()
+    before = files(elsewhere)
+    with refused("is a link to checkpoints without .run, the file that names their run; if no other run uses them"):
+        train(lower, tokens, copy, rewind=ManualRewind(6_144))
+    assert files(elsewhere) == before
+    (elsewhere / ".run").write_text("\n")
+    train(lower, tokens, copy, rewind=ManualRewind(6_144), stop=lambda: True)
+    assert files(elsewhere) != before
+
+
 @pytest.mark.parametrize(("tokens_to", "lr"), [(8_192, 0.002), (9_216, 0.002), (9_216, 0.01)])
 def test_files_of_one_copy_beside_the_checkpoints_of_another_are_refused(
     run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path, tokens_to: int, lr: float
@@ -842,6 +950,22 @@ def test_files_of_one_copy_beside_the_checkpoints_of_another_are_refused(
         with pytest.raises(InputError, match="belong to different copies of a run|was changed after the checkpoint"):
             read()
     assert files(run.path) == before
+
+
+def test_a_finish_beside_the_checkpoints_of_a_rewound_copy_is_named(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    train(recipe, tokens, run.path)
+    shutil.copytree(run.path, tmp_path / "copy")
+    train(recipe, tokens, tmp_path / "copy", rewind=ManualRewind(9_216, 256))
+    shutil.copytree(tmp_path / "copy" / "checkpoints", run.checkpoints, dirs_exist_ok=True)
+    told: list[str] = []
+    train(recipe, tokens, run.path, on_event=lambda event, values: told.append(f"{event} {values['file']}"))
+    assert told == ["finished_file_changed events.jsonl"]
+    assert "events.jsonl is not as it was when the run finished: it had" in read_run(run.path).gaps
+    loaded = load_run(run.path)
+    assert "events.jsonl was changed after the checkpoint: it had" in str(loaded.changed)
+    assert not loaded.events
 
 
 def test_the_finish_of_another_run_does_not_end_a_run(

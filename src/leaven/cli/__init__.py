@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from leaven import __version__
 from leaven.errors import InputError, ProcessLost, out_of_memory, shown
+from leaven.storage import AWAY
 from leaven.views.terminal.console import console, errors
 
 # The commands ("verbs") and their lines in `leaven --help`. The file of a verb is imported when the verb is called.
@@ -93,11 +94,9 @@ _NO_PROCESS = (
 DEBUG = "LEAVEN_DEBUG"  # environment variable: if it is set, an error gives a traceback
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# The disk or its server does not answer.
-_DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN)
 # What the user can do about an error of the file system, by error number. A full disk has its own message.
 _ADVICE = {
-    **dict.fromkeys(_DISK_FAULTS, "check that the disk is mounted, and run the same command again"),
+    **dict.fromkeys((*AWAY, errno.ENXIO), "check that the disk is mounted, and run the same command again"),
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS), "use another path, or allow leaven to read and write it"
     ),

@@ -75,9 +75,11 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
         or_back = ", or --rewind-to to change the recipe from a checkpoint on" if possible else ""
+        moved = all(path == "data.source" and isinstance(now, str) for path, _, now in changes)  # several may not be
+        if_moved = f", or write the new place in {run.recipe_file} if the text was only moved" if moved else ""
         raise InputError(
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
-            f"use another --run{or_back}"
+            f"use another --run{or_back}{if_moved}"
         )
     require_own_files(run, newest_state(run))
     if not checkpoints(run.checkpoints) and run.finish() is None and (trained := progress(run, begun)):
@@ -454,7 +456,10 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
         found[run.metrics_file.name] = _or_unreadable(
             lambda: kept_metrics(run.lines_of(run.metrics_file), step, metrics)[1]
         )
-    found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, finish))
+    # A rewound copy's checkpoints do not match the events of its original.
+    found[run.events_file.name] = _or_unreadable(
+        lambda: events_changed(run, finish) or events_changed(run, newest_state(run))
+    )
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     # If all checkpoints are gone, the user has probably removed them.
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:

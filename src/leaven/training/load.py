@@ -27,7 +27,7 @@ from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.integrity import (
     TOKENIZER,
-    events_changed,
+    changed_since,
     missing_checkpoint,
     newest_saved,
     newest_state,
@@ -172,7 +172,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it with the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
-    events, fault = folder.events(), events_changed(folder, folder.finish() or checkpoint.state)
+    events, fault = folder.events(), changed_since(folder, folder.finish() or {}).get(folder.events_file.name)
     lost = fault and f"{folder.events_file} was changed after the checkpoint: {fault}; bring back the run's file"
     return LoadedRun(
         folder=folder,

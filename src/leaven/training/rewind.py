@@ -151,6 +151,7 @@ class ManualRewind:
                 f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
                 f"{', '.join(HYPERPARAMETERS)} with --rewind-to; for other changes, give a new folder with --run"
             )
+        run.require_own_checkpoints(rewinds=True)
         require_run_of(run, run.recipe())
         self._target(run)
 

@@ -231,7 +231,7 @@ class RunFolder:
         """Mark the folder of checkpoints as used by this run. Raise InputError if another run uses it."""
         if self._claimed is not None or not self.writes:
             return
-        file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), self._inode())
+        file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), _inode(self.path))
         with suppress(OSError):  # the file is needed only to detect that another run uses the folder
             self.checkpoints.mkdir(exist_ok=True)
             with suppress(FileExistsError), storage.open_to_write(file, os.O_CREAT | os.O_EXCL) as new:
@@ -240,10 +240,6 @@ class RunFolder:
             if storage.read(file) != content:  # this run, or an earlier owner, has moved
                 storage.write(file, content)
             self._claimed = self.checkpoints.stat().st_dev
-
-    def _inode(self) -> int:
-        """Return the inode of the run folder. A folder that is moved on its disk keeps it, and a copy has another."""
-        return self.path.stat().st_ino
 
     def require_claimed(self) -> None:
         """Raise OSError if the disk with the claimed folder of checkpoints (:meth:`claim_checkpoints`) is away. A new
@@ -254,29 +250,43 @@ class RunFolder:
         if there.stat().st_dev != self._claimed:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
-    def require_own_checkpoints(self) -> None:
-        """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link. If the
-        checkpoints of a run are a link, a copy of the run by ``cp -r`` has the same link."""
+    def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
+        """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link.
+
+        If the checkpoints of a run are a link, a copy of the run by ``cp -r`` has the same link. A run that
+        ``rewinds``, which removes checkpoints, is also refused if its checkpoints are a link to a folder without the
+        file that names its run.
+        """
+        linked, owner = self.checkpoints.is_symlink(), self.checkpoints / OWNER
         try:
-            path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
-            if int(inode) == self._inode():
+            path, _, inode = storage.read(owner).rpartition(b"\n")
+            other, recorded, own = Path(os.fsdecode(path)), int(inode), False
+            whose = f"the checkpoints of the run in {other}, which may have changed since"
+        except (OSError, ValueError) as error:  # older versions did not write this file
+            if not (rewinds and linked and isinstance(error, FileNotFoundError)):
                 return
-        except (OSError, ValueError):  # older versions did not write this file
-            return
-        other, own = Path(os.fsdecode(path)), False
-        # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
-        if self._claimed is None and not self.checkpoints.is_symlink():
+            whose = f"checkpoints without {OWNER}, the file that names their run"
+        else:
             try:
-                own = other.samefile(self.path) or not (other / "checkpoints").samefile(self.checkpoints)
+                there, same = _inode(other), other.samefile(self.path)
             except OSError:  # that run was moved or removed, or is on another machine
-                own = True
-        if not own:
-            raise InputError(
-                f"{self.checkpoints} is a link to the checkpoints of the run in {other}, which may have changed "
-                f"since; if no other run uses them, remove {OWNER} there; if this run is a copy, replace the link by "
-                f"a copy of them: cp -r {shlex.quote(str(self.checkpoints.resolve()))}/. FOLDER; otherwise, replace "
-                "the link by an empty folder"
-            )
+                there, same = None, False
+            if recorded == _inode(self.path):  # this run, or one on another disk, where inodes begin anew
+                own = same or there != recorded
+            # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
+            elif self._claimed is None and not linked:
+                try:
+                    own = same or not (other / "checkpoints").samefile(self.checkpoints)
+                except OSError:
+                    own = True
+            if own:
+                return
+        folder = self.checkpoints.resolve()
+        raise InputError(
+            f"{self.checkpoints} is a link to {whose}; if no other run uses them, type: "
+            f"echo > {shlex.quote(str(folder / OWNER))}; if this run is a copy, replace the link by a copy of them: "
+            f"cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
+        )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
         """Write the recipe file, and keep the comments of an existing one, which the user may have written. Raise
@@ -474,6 +484,11 @@ class RunFolder:
                 return
             self._waiting.popleft()
         self.unwritten, self.no_room = None, False
+
+
+def _inode(folder: Path) -> int:
+    """Return the inode of a folder. A folder that is moved on its disk keeps it, and a copy there has another."""
+    return folder.stat().st_ino
 
 
 def _json_line(document: dict[str, Any]) -> bytes:

@@ -55,13 +55,17 @@ a line with the time of a step is also added to the user's cache, for later plan
 
 import math
 import shutil
+import signal
+import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from secrets import token_hex
 from statistics import median
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from leaven import __version__, storage
@@ -148,6 +152,10 @@ def train(
     CPU, a resumed run has the same bits as one that was never stopped (docs/concepts/promises.md). Train one run at a
     time in a process: dropout uses torch's global random generator, and seeds it at every step.
 
+    Ctrl-C and the stop button of a notebook save the state: a warning says so, and KeyboardInterrupt is raised. A
+    second Ctrl-C does not wait for this. Python passes Ctrl-C to the main thread only, so a call in another thread
+    needs ``stop``; and so does SIGTERM, with a signal handler of yours.
+
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event during the call; most are also lines of events.jsonl.
@@ -165,8 +173,62 @@ def train(
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
-    _require_one_recipe(recipe, tokens, folder, rewind or back, group)
-    run, recipe, rewind = check(recipe, folder, rewind or back)
+    with _stopped_by_ctrl_c(stop) as asked:
+        summary = _train(
+            recipe, tokens, folder, on_step, on_event, asked, log_to, rewind or back, group, history=history
+        )
+        if asked() and not summary.finished and not stop():
+            saved = "saved" if summary.unsaved is None else f"not saved ({summary.unsaved})"
+            message = f"{folder}: stopped at {summary.tokens:,} tokens, {saved}; the same call resumes the run"
+            warnings.warn(message, stacklevel=2)
+    return summary
+
+
+@contextmanager
+def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. What the handler of the first
+    Ctrl-C raises is raised at the end of the block, since an exception within a step would leave half a step."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield stop
+        return
+    pressed, raised = False, list[BaseException]()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        first, pressed = not pressed, True
+        try:
+            before(number, frame)
+        except BaseException as error:
+            if not first:
+                raise
+            raised.append(error)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: pressed or stop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for error in raised:
+            raise error
+
+
+def _train(  # noqa: PLR0917
+    recipe: Recipe,
+    tokens: "TokenSet",
+    folder: Path,
+    on_step: Callable[[Step], None],
+    on_event: Callable[[str, dict[str, Any]], None],
+    stop: Callable[[], bool],
+    log_to: Sequence[str],
+    rewind: ManualRewind | None,
+    group: ProcessGroup,
+    *,
+    history: bool,
+) -> TrainDocument:
+    """Train a recipe as :func:`train` does, but leave Ctrl-C alone."""
+    _require_one_recipe(recipe, tokens, folder, rewind, group)
+    run, recipe, rewind = check(recipe, folder, rewind)
     require_text(run, tokens.fingerprint)
     if tokens.tokenizer_path is not None:
         require_tokenizer(run, tokens.tokenizer_path)
