@@ -186,11 +186,24 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
             torch.compiler.reset()  # compiled graphs do not contain the new hooks
 
 
+def uninstall(model: nn.Module) -> None:
+    """Undo :func:`install`, also if it was interrupted, and remove the marks of a parametrized model."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, ScaleOutput | ScaleInput | WarnOfMultipliers):
+                    del hooks[key]
+        for path, name, before in vars(module).get(LOGIT_SCALES, ()):
+            setattr(module.get_submodule(path), name, before)
+        for mark in (ROWS, MUON, LOGIT_SCALES):
+            vars(module).pop(mark, None)
+
+
 # Fold into the weights --------------------------------------------------------------------------------------
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError. This is a forward pre-hook during :func:`fold`, and stays if folding is interrupted."""
+    """Raise InputError. Every module has this hook during :func:`fold`, and keeps it if folding is interrupted."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"
@@ -203,7 +216,8 @@ def fold(model: nn.Module) -> nn.Module:
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
     eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, the model
-    cannot be used any more: every call of it and of ``fold`` raises InputError.
+    cannot be used any more: every call of it, of its modules, of their ``state_dict`` and of ``fold`` raises
+    InputError.
 
     Raises:
         InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
@@ -213,26 +227,20 @@ def fold(model: nn.Module) -> nn.Module:
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass, FSDP2 may keep whole parameters for a while
     offset, factors = _offset_gains(target), _factors(target)
-    unfinished = target.register_forward_pre_hook(refuse_half_folded, prepend=True)
+    marks = [module.register_forward_pre_hook(refuse_half_folded, prepend=True) for module in target.modules()]
+    for module in target.modules():
+        marks.append(module.register_state_dict_pre_hook(refuse_half_folded))  # type: ignore[no-untyped-call]
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # compiled graphs contain the multipliers, and not the marks
     for parameter, factor in factors.items():
         if isinstance(factor, Tensor):
             piece = piece_of("", parameter)  # the whole parameter, or this process's shard
             piece.local.mul_(cut(factor.expand(parameter.shape), piece.offset, piece.local.shape))
         else:
             parameter.mul_(factor).add_(factor - 1 if parameter in offset else 0.0)
-    for module in target.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, ScaleOutput | ScaleInput)]:
-                del hooks[key]
-    for key in [key for key, hook in target._state_dict_hooks.items() if isinstance(hook, WarnOfMultipliers)]:
-        del target._state_dict_hooks[key]
-    for name, attribute, before in getattr(target, LOGIT_SCALES):
-        setattr(target.get_submodule(name), attribute, before)
-    for mark in (ROWS, MUON, LOGIT_SCALES):
-        delattr(target, mark)
-    unfinished.remove()
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # compiled graphs contain the hooks
+    uninstall(target)
+    for mark in marks:
+        mark.remove()
     return model
 
 
