@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
-from leaven.interop.multipliers import MUON, ROWS, install, multipliers, rescale_attention
+from leaven.interop.multipliers import MUON, ROWS, install, multipliers, rescale_attention, uninstall
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.interop.tracing import is_offset
@@ -147,6 +147,7 @@ def parametrize(
     """
     target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
     _require_no_multipliers(target)
+    uninstall(target)  # what an interrupted call has left
     structure, base_structure = inspect_model(target), inspect_model(base_model)
     try:
         stated = {"alpha": alpha, "token_exponent": token_exponent, "scale_decay_with_depth": scale_decay_with_depth}
@@ -197,8 +198,7 @@ def parametrize(
     if initialise:
         _initialise(structure, rows, seed)
     install(target, hooks, logit_scales)
-    setattr(target, ROWS, tuple(rows))
-    setattr(target, MUON, tuned.muon)
+    vars(target).update({MUON: tuned.muon, ROWS: tuple(rows)})  # last, because it marks the model as parametrized
     return groups(target)
 
 
