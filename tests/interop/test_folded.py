@@ -5,12 +5,14 @@ import pickle
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks.families import FAMILIES as ANOTHER
 from tests.interop.families import FAMILIES, MIXTURES, Build, Home, gpt2, llama, logits, loss_of, tokens
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -133,6 +135,15 @@ def test_compiled_and_pickled_models_fold_too() -> None:
     torch.testing.assert_close(
         outputs(leaven.fold(torch.compile(again, backend="eager"))._orig_mod), wanted, rtol=1e-4, atol=1e-5
     )
+
+
+def test_blocks_compiled_or_checkpointed_one_by_one_are_saved_under_their_own_names(tmp_path: Path) -> None:
+    model = trained(llama)
+    wanted = outputs(model)
+    layers: Any = model.get_submodule("model.layers")
+    layers[0], layers[1] = torch.compile(layers[0], backend="eager"), checkpoint_wrapper(layers[1])
+    leaven.save_folded(model, tmp_path)
+    torch.testing.assert_close(outputs(type(model).from_pretrained(tmp_path)), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from leaven.distributed.pieces import cut, piece_of
 from leaven.errors import InputError
 from leaven.interop.roles import is_linear
-from leaven.interop.structure import ModelStructure, inspect_model, is_a, labelled, logit_scales, unwrapped
+from leaven.interop.structure import ModelStructure, bare_name, inspect_model, is_a, labelled, logit_scales, unwrapped
 from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import GAINS, ParameterRow
 
@@ -267,14 +267,13 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
         hook.warned = True  # not needed here: this state dict is folded
-    state = target.state_dict()
+    held = target.state_dict(keep_vars=True)  # the parameters themselves, under whatever names wrappers give them
     for hook, warned in guards.items():
         hook.warned = warned
-    for name, parameter in target.named_parameters(remove_duplicate=False):
-        if parameter in factors:
-            state[name] = parameter * factors[parameter]
-            if parameter in offset:
-                state[name] += factors[parameter] - 1
+    state = {bare_name(name): value.detach() if isinstance(value, Tensor) else value for name, value in held.items()}
+    for name, value in held.items():
+        if isinstance(value, nn.Parameter) and value in factors:
+            state[bare_name(name)] = value * factors[value] + (factors[value] - 1 if value in offset else 0)
     target.save_pretrained(folder, state_dict=state, **options)
 
 
