@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
-from leaven.interop.multipliers import MUON, ROWS, install, multipliers, rescale_attention, uninstall
+from leaven.interop.multipliers import LOGIT_SCALES, MUON, ROWS, install, multipliers, rescale_attention, uninstall
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.interop.tracing import is_offset
@@ -146,7 +146,7 @@ def parametrize(
         InputError: if the model or an argument is not supported. The model is then unchanged.
     """
     target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
-    _require_no_multipliers(target)
+    _require_no_multipliers(target, base_model)
     uninstall(target)  # what an interrupted call has left
     structure, base_structure = inspect_model(target), inspect_model(base_model)
     try:
@@ -227,7 +227,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _require_no_multipliers(model: nn.Module) -> None:
+def _require_no_multipliers(model: nn.Module, base: nn.Module) -> None:
+    if vars(base).get(LOGIT_SCALES):
+        raise InputError(
+            "parametrize: leaven.parametrize has changed the attention scales of this base; give a new model of its "
+            "size"
+        )
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
