@@ -157,6 +157,19 @@ def test_sharded_models_fold_in_place(build: Build, one_rank: DeviceMesh, tmp_pa
     torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_has_lost_multipliers_is_refused(tmp_path: Path) -> None:
+    """As when nn.Linear modules are replaced by those of another class, which have no hooks."""
+    model = trained(llama)
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers:
+        replacement = nn.Linear(192, 64, bias=False)
+        replacement.weight = layer.mlp.down_proj.weight
+        layer.mlp.down_proj = replacement
+    for use in (leaven.fold, partial(leaven.save_folded, folder=tmp_path / "folded"), groups):
+        with pytest.raises(InputError, match=r"^3 of the multipliers of this LlamaForCausalLM are gone, because"):
+            use(model)
+
+
 class OnePlus(nn.Module):
     """A norm that multiplies by 1 + gain."""
 

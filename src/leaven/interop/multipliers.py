@@ -186,6 +186,19 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
             torch.compiler.reset()  # compiled graphs do not contain the new hooks
 
 
+def require_hooks(model: nn.Module) -> None:
+    """Raise InputError if a parametrized model has fewer hooks than `install` gave it."""
+    modules = [(*module._forward_hooks.values(), *module._forward_pre_hooks.values()) for module in model.modules()]
+    found = sum(isinstance(hook, ScaleOutput | ScaleInput) for hooks in modules for hook in hooks)
+    counts = [hook.multipliers for hook in model._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)]
+    gone = sum(counts) - len(getattr(model, LOGIT_SCALES, ())) - found
+    if gone > 0:
+        raise InputError(
+            f"{gone} of the multipliers of this {type(model).__name__} are gone, because modules were replaced after "
+            "leaven.parametrize; make a new model, replace its modules, and then call leaven.parametrize on it"
+        )
+
+
 def uninstall(model: nn.Module) -> None:
     """Undo :func:`install`, also if it was interrupted, and remove the marks of a parametrized model."""
     for module in model.modules():
@@ -291,6 +304,7 @@ def _factors(target: nn.Module) -> Factors:
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
+    require_hooks(target)
     sites = {site.parameter: site for site in inspect_model(target).sites}
     named = {row.name: row for row in rows}
     modules = {parameter: named[site.name].module if site.name in named else "" for parameter, site in sites.items()}
