@@ -82,6 +82,32 @@ def test_a_killed_folder_is_whole_or_absent(tmp_path: Path, moment: str) -> None
     assert names(tmp_path / "it") == ["d"]
 
 
+@pytest.mark.skipif(not hasattr(os, "getgroups"), reason="groups of files")
+def test_an_empty_folder_keeps_its_link_and_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, link = tmp_path / "shared", tmp_path / "link"
+    shared.mkdir()
+    shared.chmod(0o2770)
+    groups = {os.getgid(), *os.getgroups(), *([1] if os.getuid() == 0 else [])}
+    os.chown(shared, -1, max(groups))
+    before = shared.stat()
+    link.symlink_to(shared)
+    with storage.written_folder(link) as made:
+        (made / "file").touch()
+    after = shared.stat()
+    assert (after.st_mode, after.st_gid) == (before.st_mode, before.st_gid)
+    assert (shared / "file").stat().st_gid == before.st_gid
+    assert link.is_symlink()
+    assert names(tmp_path) == ["link", "shared"]
+    link.unlink()
+    link.symlink_to("nowhere")
+    with refused("link exists already"):
+        storage.require_free(link)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with refused(". is the current folder; give a new folder in it, such as model"):
+        storage.require_free(Path())
+
+
 def test_an_error_leaves_the_old_content(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(OLD)
     (tmp_path / "full").mkdir()

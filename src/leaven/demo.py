@@ -34,9 +34,9 @@ from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.live import LiveScreen
 
-COPIED, MOVED = RULES  # scaling rules: COPIED keeps the hyperparameters of the base, MOVED scales them by width
+COPIED, MOVED = RULES  # the scaling rules that copy and that move hyperparameters
 START_SECONDS = 8.0  # estimated time to start the worker processes and write the page
-MOST_SECONDS = 600.0  # the default size is quick if the full size is estimated to take longer
+MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estimated to take longer
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Size:
     """The widths, learning rates and seeds of a demo, for one value of ``--size``."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
-    lrs: tuple[float, ...]  # learning rates at the base
+    lrs: tuple[float, ...]  # at the base
     seeds: int  # number of seeds at the smallest width, and of the final runs at the largest width
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of the grid: at the base every lr with all seeds, at larger widths every lr with both rules."""
+        """The runs at each lr: all seeds at the smallest width; one seed and both rules at each larger width."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -57,7 +57,8 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width with both rules, without seed 0 (in the grid)."""
+        """Return the final runs: ``lr`` at the largest width, with both rules, for each seed but the first. The grid
+        has the runs of the first seed."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -72,7 +73,7 @@ class Size:
 class DemoPoint:
     """One training run of a demo."""
 
-    rule: str  # scaling rule: COPIED or MOVED
+    rule: str  # scaling rule: COPIED keeps the hyperparameters of the base width, MOVED scales them
     width: int
     lr: float  # lr at the base width
     seed: int
@@ -110,7 +111,7 @@ def run_demo(
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with LockedFolder(folder, "demo folder") as locked:
-            # Made before any run: :func:`_earlier` takes a demo without this folder for one that has lost its runs.
+            # Make the folder before any run: a demo without this folder is not resumed, because its runs are lost.
             make_folder(folder / "runs")
             _save(document, folder)
             try:
@@ -134,8 +135,8 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into this folder, or None if the demo is new. Raise InputError
-    for a folder with other files, a demo of another size or text, or a demo without its runs."""
+    """Return the document that an earlier call wrote into the folder, or None if the demo is new. Raise InputError
+    for a folder with other files, a demo of another size or text, or a demo without the folder ``runs``."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -163,7 +164,7 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
 
 
 def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: LiveScreen) -> DemoDocument:
-    """Choose the size, print what the demo will train and how long that takes, and return the new demo's document."""
+    """Choose the size, print what the demo will train and for how long, and return the document of the new demo."""
     seconds = {}
     for name, size in SIZES.items():
         of_width = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
@@ -250,8 +251,8 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run in a worker process (one thread) from the speed of four steps. A validation token
-    is assumed to take a third of the time of a training token."""
+    """Estimate the seconds of a run on one thread from the speed of four steps. A validation token is assumed to
+    take a third of the time of a training token."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -123,7 +123,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _is_device(path: Path) -> bool:
-    """Return whether a path is a device, a pipe, or a link in /dev or /proc, such as /dev/stdout."""
+    """Return whether a path is a device or a pipe, or a link in /dev or /proc, such as /dev/stdout. A link elsewhere
+    does not count."""
     if path.is_symlink():  # outside /dev and /proc, somebody else may have made the link, so it does not count
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
@@ -262,8 +263,8 @@ def may_pass(error: str) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if ``path`` is a URL, or if leaven is not permitted to write or create it. Call this before
-    long work."""
+    """Raise InputError if leaven is not permitted to write or create the folder ``path``, or if
+    :func:`require_folder_name` refuses it, such as a URL. Call this before long work."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -287,28 +288,39 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path) -> None:
-    """Raise InputError if the path is a URL or the root of a disk, or exists and is not an empty folder."""
+    """Raise InputError if the path exists and is not an empty folder, or cannot be replaced.
+
+    The current folder and the root of a disk cannot be replaced. Also refuse the paths that
+    :func:`require_folder_name` refuses, such as a URL.
+    """
     require_folder_name(path)
-    if os.path.ismount(path):
-        raise InputError(f"{path} is the root of a disk; give a new folder in it, such as {path / 'model'}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    current = path.exists() and path.samefile(os.curdir)
+    if current or os.path.ismount(os.path.realpath(path)):
+        what = "current folder" if current else "root of a disk"
+        raise InputError(f"{path} is the {what}; give a new folder in it, such as {path / 'model'}")
+    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} exists already; give another name")
 
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. An empty
+    folder at ``path`` leaves its permissions and its group; a link stays one.
 
     Raises:
         InputError: if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.
     """
     require_free(path)
-    final = path.absolute()
+    final = Path(os.path.realpath(path))
     make_folder(final.parent)
     _remove_leftovers(final)
     temporary = _temporary(final)
     try:
         temporary.mkdir()
+        if final.is_dir():
+            if (group := final.stat().st_gid) != temporary.stat().st_gid:
+                os.chown(temporary, -1, group)
+            shutil.copystat(final, temporary)
         yield temporary
         for folder, _, names in os.walk(temporary):
             for name in names:
@@ -354,7 +366,7 @@ def sync_folder(folder: Path) -> None:
 
 @cache
 def _machine() -> str:
-    """Return a hash that identifies this machine and, in a container, the process namespace."""
+    """Return a hash of the host name and, on Linux, of the process namespace, which differs between containers."""
     named = socket.gethostname()
     with suppress(OSError):
         named += os.readlink("/proc/self/ns/pid")
@@ -444,13 +456,14 @@ class JsonLines:
     documents: list[dict[str, Any]]  # the JSON objects, in order
     damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
     numbers: list[int]  # the line number of each entry of ``documents``
+    torn: bool = False  # whether an incomplete last line was ignored
 
 
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line counts if it lacks only its newline. If it is incomplete, it is ignored. ``decode`` turns a line into
-    a value, and raises ValueError if it cannot.
+    A last line counts if it lacks only its newline. If it is incomplete, it is ignored, and ``torn`` is true.
+    ``decode`` turns a line into a value, and raises ValueError if it cannot.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -466,7 +479,7 @@ def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> 
             numbers.append(number)
         elif line.strip() and number <= len(lines):
             damaged.append(number)
-    return JsonLines(documents, damaged, numbers)
+    return JsonLines(documents, damaged, numbers, torn=bool(tail.strip()) and document is None)
 
 
 def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dict[str, Any] | None:
@@ -480,13 +493,14 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file during the ``with`` block, so that other processes and threads wait. A kill releases the lock.
+    """Hold a lock file during the ``with`` block, so that other processes and threads wait. Where flock works, a kill
+    releases the lock.
 
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is
-            taken, and ``seconds`` is 0 or its file is empty: a process that is gone may have left the file.
+        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is taken
+            and either ``seconds`` is 0 or the lock file is empty: a process that is gone may have left the file.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

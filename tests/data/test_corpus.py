@@ -220,9 +220,14 @@ def flipped(raw: bytes) -> bytes:
 
 LINES = b"\n".join(good_lines(2_000))
 BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
-    "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-2_000], "ended before the end-of-stream"),
+    "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-2_000], "Truncated compressed stream"),
     "empty gzip": ("x.jsonl.gz", lambda: b"", "0 bytes"),
-    "no gzip": ("x.jsonl.gz", lambda: LINES, "Not a gzipped file"),
+    "no gzip": ("x.jsonl.gz", lambda: LINES, "incorrect header check"),
+    "zeros in place of a gzip member": (
+        "x.jsonl.gz",
+        lambda: gzip.compress(LINES) + bytes(100) + gzip.compress(LINES),
+        "cannot be read to its end (",
+    ),
     "flipped gzip": ("x.jsonl.gz", lambda: flipped(gzip.compress(LINES)), "cannot be read to its end ("),
     "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
     "truncated parquet": ("x.parquet", lambda: table(5_000)[:-10], "Parquet magic bytes not found"),

@@ -1,7 +1,9 @@
 """hf:// data sets and tokenizers in a folder; errors without the Hub or without the extra."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,23 @@ def test_a_data_set_in_a_folder_is_read_row_by_row(folder: Path, name: str) -> N
 def test_a_split_is_chosen_by_name(folder: Path, name: str) -> None:
     documents = opened(f"hf://{folder}/{name}?split=test").documents()
     assert "".join(document.text for document in documents) == "of the test split"
+
+
+def test_files_replaced_with_the_same_time_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "set" / "data.jsonl"
+    path.parent.mkdir()
+
+    def texts() -> set[str]:
+        return {document.text for document in opened(f"hf://{path.parent}").documents()}
+
+    for found in ({"the fox", "a dog"}, {"two cats", "a cow"}, {"one", "two", "three"}):
+        path.write_text("\n".join(json.dumps({"text": text}) for text in found))
+        os.utime(path, (315_532_800, 315_532_800))
+        assert texts() == found
+        time.sleep(0.02)  # the clock of a file system has steps of up to 0.01 s
+    copies = {file: file.stat().st_mtime_ns for file in (tmp_path / "datasets").rglob("*.arrow")}
+    texts()
+    assert copies == {file: file.stat().st_mtime_ns for file in copies}
 
 
 def test_a_data_set_is_tokenised_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -591,15 +591,6 @@ def test_missing_keys_of_config_json_have_defaults(tmp_path: Path, tokenizer_fil
             recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
 
 
-def test_weights_left_of_an_earlier_model_are_refused(tmp_path: Path) -> None:
-    for size in ("5GB", "50KB"):
-        foreign("llama", tmp_path, max_shard_size=size)
-    with refused("model.safetensors: not a file of model.safetensors.index.json", "remove that one"):
-        read_huggingface(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    read_huggingface(tmp_path)
-
-
 def test_a_tied_matrix_that_is_saved_twice_is_read(tmp_path: Path) -> None:
     foreign("llama, tied", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -630,6 +621,18 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
             InputError, match=r"index.json: (weight_map must map tensors to files in its folder|not a JSON object)"
         ):
             read_huggingface(tmp_path)
+
+
+def test_weights_beside_those_of_an_earlier_model(tmp_path: Path) -> None:
+    """save_pretrained writes a model into the folder of an earlier one, of which it leaves files."""
+    foreign("llama", tmp_path, max_shard_size="50KB")
+    foreign("llama", tmp_path)  # removes the shards, and leaves their index
+    read_huggingface(tmp_path)
+    foreign("llama", tmp_path, max_shard_size="50KB")  # leaves model.safetensors
+    with refused("model.safetensors and model.safetensors.index.json with its files are two models; remove one"):
+        read_huggingface(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    read_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])

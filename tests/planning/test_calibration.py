@@ -23,6 +23,7 @@ from leaven.planning.calibration import (
     weighted_median,
 )
 from leaven.planning.plan import plan_recipe
+from leaven.planning.this_machine import processor
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -61,6 +62,16 @@ def test_runs_on_other_accelerators_or_dtypes_do_not_count() -> None:
         assert calibration(records, H100, SMALL.params, Layout(), compute="bf16", step_seconds=1.0) is None
     found = factors([*others, took(1.25)])
     assert (found.time, found.runs, found.memory) == (pytest.approx(1.25), 1, None)
+
+
+def test_the_text_has_the_numbers_of_threads() -> None:
+    """A plan does not know how many threads its run will have, so the reader has to compare them."""
+    runs = [record(accelerator="cpu", device=processor(), threads=threads) for threads in (1, 4, 1)]
+    for records, text in (
+        (runs[:1], "1 run on this accelerator with 1 CPU thread"),
+        (runs, " with 1 or 4 CPU threads"),
+    ):
+        assert text in factors(records, "cpu").says
 
 
 def test_far_runs_are_ignored_if_near_ones_exist() -> None:

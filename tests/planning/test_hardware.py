@@ -22,6 +22,7 @@ def no_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("384xA100-80GB", 384, "A100-SXM-80GB", 8),
         ("1_024 x h100", 1024, "H100-SXM-80GB", 8),
+        ("1,024xh100", 1024, "H100-SXM-80GB", 8),
         ("8xH100-PCIe", 8, "H100-PCIe-80GB", 8),
         ("2×H200", 2, "H200-SXM-141GB", 8),
         ("16x4xA100-80GB", 64, "A100-SXM-80GB", 4),
@@ -57,7 +58,7 @@ def test_cpu_is_this_machine_and_marked_as_a_guess() -> None:
     [
         *(
             (text, "is not a cluster; write for example 64xH100-80GB")
-            for text in ("64", "H100x8", "-8xH100", "8x8x8xH100", "0xH100", "8x0xH100", "2xcpu")
+            for text in ("64", "H100x8", "-8xH100", "8x8x8xH100", "0xH100", "8x0xH100", "2xcpu", "1,5xH100")
         ),
         ("8xabacus", r"no accelerator 'abacus' in the table; the nearest are [^,]*(, [^,]+){2} \(leaven hardware"),
     ],

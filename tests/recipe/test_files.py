@@ -96,6 +96,7 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
         ),
         ('model.d_model="wide"', r"\[model\] d_model: input should be a valid integer, not 'wide'"),
         ("hyperparameters.lr=-1", r"\[hyperparameters\] lr: input should be greater than 0, not -1"),
+        ("hyperparameters.lr=0,002", r"\[hyperparameters\] lr: input should be a valid number, not '0,002'"),
         ("hyperparameters.lr=nan", r"\[hyperparameters\] lr: input should be a finite number"),
         (
             "hyperparameters.grad_clip=-1",

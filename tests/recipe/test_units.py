@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from leaven.errors import InputError
 from leaven.recipe.units import format_number, format_quantity, format_seconds, parse_quantity
 
+DECIMAL_COMMAS = ["1,5M", "0,002", "0,1M", "1,0", "1,00", "1,5e3", "1,0000", "1000,000", "1_0,000", "1,000,5"]
+
 
 @pytest.mark.parametrize(
     ("text", "value"),
@@ -15,6 +17,7 @@ from leaven.recipe.units import format_number, format_quantity, format_seconds, 
         ("0.58b", 580 * 10**6),
         ("32_768", 32_768),
         ("1,000", 1_000),
+        ("12,345,678.5k", 12_345_678_500),
         ("1.5e3", 1_500),
         (" .5 M ", 500_000),
     ],
@@ -23,7 +26,7 @@ def test_quantities_as_people_write_them(text: str, value: int) -> None:
     assert parse_quantity(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "B", "7X", "-3", "1.5", "1e-3", "1.2345k"])
+@pytest.mark.parametrize("text", ["", "B", "7X", "-3", "1.5", "1e-3", "1.2345k", *DECIMAL_COMMAS])
 def test_bad_quantities_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(InputError, match="write for example|whole number"):
         parse_quantity(text)

@@ -6,7 +6,8 @@ from leaven.errors import InputError
 from leaven.recipe.batch import Ramp
 from leaven.recipe.recipe import Average, Recipe, differences
 from leaven.scaling.table import parameter_table
-from leaven.scaling.transfer import transfer, transfer_like
+from leaven.scaling.tested_ranges import untuned
+from leaven.scaling.transfer import searched_paths, transfer, transfer_like
 
 
 def test_only_shape_budget_and_base_change(tiny: Recipe) -> None:
@@ -145,6 +146,14 @@ def test_a_number_of_tokens_that_the_study_left_at_its_start_is_the_targets(tiny
     big = transfer_like(tuned.replace({"why": why}), target)
     assert (big.schedule, big.batch, big.why["schedule.warmup_tokens"]) == (target.schedule, target.batch, "5%")
     assert "batch.tokens" not in big.why
+
+
+def test_searched_values_are_those_whose_reasons_name_a_trial(tiny: Recipe) -> None:
+    why = {"batch.tokens": "mine: study tiny-1.5, trial 3 (tpe)", "schedule.warmup_tokens": "study of warm-ups: 5%"}
+    assert searched_paths(tiny.replace({"why": why})) == {"batch.tokens"}
+    assert not untuned(tiny.replace({"why": why}))
+    (warning,) = untuned(tiny)
+    assert warning.message.startswith("no reason in [why] of the first recipe names a study")
 
 
 @pytest.mark.parametrize(

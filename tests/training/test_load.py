@@ -1,3 +1,5 @@
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.load import export_run, load_run
 from leaven.training.trainer import Training, train
+from leaven.views.folders import read_run
 
 
 @pytest.fixture
@@ -61,6 +64,38 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run: Path) -> 
     damage(before)
     with pytest.raises(InputError, match=rf"no checkpoint can be used \(damaged: {newest.name}, {before.name}\)"):
         leaven.load(run)
+
+
+def _without_digest(line: str) -> str:
+    event = json.loads(line)
+    if event["event"] == "finish":  # as older versions wrote it
+        del event["blake2b"]
+    return json.dumps(event) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [("validation", r"its first \d+ lines have been"), ("finish", "its finish event has been")],
+)
+def test_a_loss_in_changed_events_is_not_believed(
+    run: Path, tokens: TokenSet, tmp_path: Path, event: str, why: str
+) -> None:
+    events = run / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(map(_without_digest, lines)))
+    assert load_run(run).changed is None
+    last = max(at for at, line in enumerate(lines) if f'"event": "{event}"' in line)
+    lines[last] = lines[last].replace('"loss": ', '"loss": 1')
+    events.write_text("".join(lines))
+    loaded = load_run(run)
+    assert re.search(f"events.jsonl was changed after the checkpoint: {why}.*; bring back", loaded.changed or "")
+    export_run(loaded, tmp_path / "exported")
+    assert "| validation loss | not measured |" in (tmp_path / "exported" / "README.md").read_text()
+    assert re.search(f"events.jsonl is not as it was when the run finished: {why}", read_run(run).gaps)
+    said: list[str] = []
+    train(read_recipe(run / "recipe.toml"), tokens, run, on_event=lambda _, values: said.append(values["why"]))
+    assert len(said) == 1
+    assert re.match(why, said[0])
 
 
 def test_a_folder_without_a_whole_run_is_refused(run: Path) -> None:

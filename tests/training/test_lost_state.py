@@ -22,6 +22,7 @@ from tests.training.conftest import losses
 from leaven import storage
 from leaven.cli.train import _exit_if_stopped_on_purpose
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe, render, write_recipe
 from leaven.recipe.recipe import Recipe
@@ -31,7 +32,7 @@ from leaven.training.integrity import RECIPE, TOKENIZER, identity_of, newest_sta
 from leaven.training.load import export_run, load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
-from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
+from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, tokens_of
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
 
@@ -898,7 +899,7 @@ def test_files_that_were_changed_after_the_end_of_a_run_are_reported(
     assert (event, values["file"]) == ("finished_file_changed", name)
     assert re.fullmatch(why, values["why"])
     if name == "events.jsonl" or len(losses(run.path)) > 0:  # a report needs a step
-        assert read_run(run.path).gaps == f"{name} is not as it was when the run finished: {values['why']}"
+        assert read_run(run.path).gaps == f"{run.path / name} is not as it was when the run finished: {values['why']}"
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"ev', b'{"event": "odd"}'])
@@ -1315,7 +1316,7 @@ def seal(
         }
     state |= {"format": 3, "tensors": tensors}
     change(state)
-    (checkpoint / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+    (checkpoint / "state.json").write_text(json.dumps(sealed(state)))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import pytest
 import torch
 from tests.training.planted import STEP, in_order, recipe, text
 
+from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training import run_folder
 from leaven.training.rewind import ManualRewind
-from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, state_digest, tokens_of
+from leaven.training.run_folder import IDENTITY, RunFolder, checkpoints, read_state, tokens_of
 from leaven.training.trainer import check, train
 
 KEPT = {"stability__keep_every_tokens": 16 * STEP, "data__tokens": 64 * STEP}
@@ -150,7 +151,7 @@ def test_a_rewind_that_cannot_be_trained_writes_nothing(run: RunFolder, harm: st
     else:
         state = read_state(newest)
         state["state"][IDENTITY] = "another"
-        (newest / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+        (newest / "state.json").write_text(json.dumps(sealed(state)))
     before = run.events_file.read_bytes(), run.recipe_file.read_bytes()
     with pytest.raises(InputError, match="this is a link|different runs"):
         train(LOWER, text(), run.path, rewind=ManualRewind(40 * STEP))

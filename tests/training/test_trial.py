@@ -17,6 +17,7 @@ import pytest
 from tests.training.conftest import KEPT_STATE
 
 from leaven.data.tokens import prepare
+from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
@@ -24,7 +25,7 @@ from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.metrics import Step
 from leaven.training.outcome import Baseline, Outcome
-from leaven.training.run_folder import checkpoints, state_digest
+from leaven.training.run_folder import checkpoints
 from leaven.training.trial import TRIAL, WorkerPool, cooldown_start, train_trial
 
 STEP = 256  # tokens
@@ -169,11 +170,11 @@ def test_a_checkpoint_copied_from_another_trial_is_ignored(
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Change the state of the callbacks in the only checkpoint in a folder, and its digest."""
-    (sealed,) = checkpoints(folder)
-    state = json.loads((sealed / "state.json").read_text())
+    (checkpoint,) = checkpoints(folder)
+    state = json.loads((checkpoint / "state.json").read_text())
     del state["blake2b"]
     state["state"] = change(state["state"])
-    (sealed / "state.json").write_text(json.dumps(state | {"blake2b": state_digest(state)}))
+    (checkpoint / "state.json").write_text(json.dumps(sealed(state)))
 
 
 @pytest.mark.parametrize("d_ff", [48, 128])
@@ -208,9 +209,14 @@ def test_a_checkpoint_of_an_older_version_is_continued(
 
 
 def test_a_short_trial_writes_nothing_and_a_full_disk_does_not_stop_one(brief: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
+    away = tmp_path / "checkpoints"
+    away.symlink_to(tmp_path / "unmounted" / "scratch")
     whole = train_trial(brief)
-    assert results(train_trial(brief, checkpoint=tmp_path / "file" / "trial", checkpoint_seconds=0)) == results(whole)
+    with pytest.warns(
+        UserWarning, match=f"^no checkpoint of a trial can be saved in {away} \\(File exists\\); aft"
+    ) as told:
+        assert results(train_trial(brief, checkpoint=away / "000000-000000", checkpoint_seconds=0)) == results(whole)
+    assert len({str(each.message) for each in told}) == 1
     assert results(train_trial(brief, checkpoint=tmp_path / "none")) == results(whole)
     assert not (tmp_path / "none").exists()
 
@@ -283,7 +289,7 @@ BASE = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}
         ({}, DURATIONS, "durations: with decay cosine they cannot share one run; set schedule.decay = wsd"),
         (WSD, (3_000, 3_584), "3,000 tokens are not a whole number of batches; take 2,816 or 3,072"),
         (WSD, (1_024, 3_584), "1,024 tokens do not exceed the warm-up of 1,024"),
-        (WSD, (3_584, 10_240_000), "10,240,000 tokens repeat the text"),
+        (WSD, (3_584, 10_240_000), "10,240,000 tokens read .* times, which"),
         (WSD | {"scaling.base": BASE}, DURATIONS, "rule complete-d-p gives each duration different hyperparameters"),
     ],
 )

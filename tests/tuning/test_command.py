@@ -1,6 +1,7 @@
 """Studies over a command: another trainer reports its losses, and its failures mean something."""
 
 import errno
+import json
 import math
 import os
 import re
@@ -536,6 +537,21 @@ def test_losses_of_a_further_attempt_lie_between_those_of_the_first(write: Write
         command_space(file)
 
 
+@pytest.mark.parametrize(
+    ("again", "loss", "told"),
+    [("echo done already", 2, True), ("echo iter 2: val loss 2", 2, False), ("echo iter 1: val loss 1", 1, False)],
+)
+def test_a_further_attempt_that_adds_no_loss_is_named(write: Write, again: str, loss: float, told: bool) -> None:
+    first = "test -e {out}/began || { for i in 1 2; do echo iter $i: val loss $i; done; touch {out}/began; exit 1; }"
+    file = write(f"{first}; {again}; : {{lr}} {{seed}}", f"resume = true\n{PATTERN}", ONE)
+    with trainer(file, works=True) as run:
+        with pytest.raises(WorkerDied):
+            run(Proposal({"lr": 0.0}, 4))
+        assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == loss
+    added = "trial 6 ended with exit code 0 and added no loss to those of an earlier attempt, whose last one counts"
+    assert run.notes[1:] == ([f"{added}; see trials/000004/output.log"] if told else [])  # type: ignore[attr-defined]
+
+
 def test_two_commands_share_a_study(write: Write) -> None:
     write("echo {seed} {lr} >> ran; echo iter 1: val loss {lr}", PATTERN, ONE)
     line = [sys.executable, "-m", "leaven", "tune", "tiny.toml", "--study", "study", "--trials", "8", "--noise", "0"]
@@ -829,6 +845,30 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "diverged"),
+    [
+        ([{"i": 1, "loss": 3, "norm": 1}, {"i": 2, "loss": 2}, {"i": 3, "loss": None, "norm": None}], True),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 2, "val": 2}, {"i": 3, "loss": None}, {"i": 4}], True),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 3, "loss": None}, {"i": 4, "loss": 2}], False),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}, {"i": 3, "loss": 2}, {"i": 4, "loss": None}], False),
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}], False),  # perhaps of every tenth step
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 2, "loss": None, "test": 2}], False),  # a summary
+        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"loss": None}], False),
+    ],
+)
+def test_null_after_losses_in_every_line_is_nan(
+    rows: list[dict[str, object]], diverged: bool, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "loss", "step": "i"}}).loss
+    assert math.isnan(read_losses(source, log, complete=True)[-1][1]) == diverged
+    unnumbered = source.model_copy(update={"step": None})
+    assert math.isnan(read_losses(unnumbered, log, complete=True)[-1][1]) == (diverged or "i" not in rows[-1])
+    assert all(math.isfinite(loss) for _, loss in read_losses(source, log, complete=False))  # more may follow
+
+
+@pytest.mark.parametrize(
     ("text", "losses"),
     [
         ("loss 3.25, next", [3.25]),
@@ -1059,6 +1099,8 @@ def test_commands_on_a_database_may_have_other_folders(write: Write, monkeypatch
             there.chdir(folder)
             code, printed = tune(file, "--study", store, "--out", Path("/", file.parent, "results"), "--trials", 1)
         assert code == 0, printed
+        # One machine with two folders may have two programs.
+        assert ("on this machine, and its command now runs in" in printed) == (folder != "one")
 
 
 @pytest.mark.parametrize("other", ['["lion", "adamw"]', '["adamw", "muon"]'])

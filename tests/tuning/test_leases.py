@@ -196,7 +196,7 @@ if __name__ == "__main__":
     folder, name, skew, slow = sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4])
     real, draw = time.time, random.Random(name)
     time.time = lambda: real() + skew
-    leases._machine = lambda: name  # each command has a machine of its own
+    leases.machine = lambda: name  # each command has a machine of its own
     search_loop.STORE_POLL = 0.05
     def slowly(method):
         def call(self, *arguments):

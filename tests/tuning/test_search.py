@@ -144,7 +144,10 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     found = search(objective, SPACE, trials=20, seed=2, storage=storage)
     assert objective.calls == 13
     assert found.trials[:7] == whole.trials[:7]
-    again = search(objective, SPACE, trials=20, seed=2, storage=storage)
+    with pytest.warns(
+        UserWarning, match="ran no trial, because the stored study leaven has all of its 20 trials; if"
+    ):
+        again = search(objective, SPACE, trials=20, seed=2, storage=storage)
     assert (again, objective.calls) == (found, 13)
     more = search(objective, SPACE, trials=32, seed=2, storage=str(storage))
     assert objective.calls == 25
@@ -155,6 +158,13 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     ):
         with pytest.raises(InputError, match=said):
             search(bowl, SPACE, storage=storage, **({"trials": 20, "seed": 2} | changed))  # type: ignore[arg-type]
+
+
+def test_a_box_of_a_stored_study_is_not_searched_without_a_word(tmp_path: Path) -> None:
+    storage = tmp_path / "study.log"
+    search(bowl, SPACE, trials=1, method="random", near={"a": (-1, 1)}, storage=storage)
+    with pytest.raises(InputError, match="another near: a only in the study; give it another name"):
+        search(bowl, SPACE, trials=1, method="random", storage=storage)
 
 
 def change_journal(old: str, new: str) -> Callable[[Path], None]:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -28,6 +29,7 @@ from typer.testing import CliRunner
 
 from leaven.cli import INTERRUPTED, app
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import is_sealed, sealed
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe
@@ -264,7 +266,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
         def submit(self, *_: object, checkpoint: Path, **__: object) -> "Future[Any]":
             checkpoint.mkdir(parents=True, exist_ok=True)
             left.append([file.name for file in checkpoint.iterdir()])
-            (checkpoint / "kept").touch()
+            (checkpoint / f"{3:024x}").touch()
             shutil.copytree(checkpoint, f"{checkpoint}.bak")
             future: Future[Any] = Future()
             future.set_exception(BrokenProcessPool())
@@ -276,9 +278,28 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     assert (done.exit_code, "diverged" in done.output) == (1, False)
     assert "no trial ended: 2 died at every attempt" in done.stderr
     assert [trial["state"] for trial in saved(tmp_path / "study")] == ["failed"] * 2
-    assert left == [[], ["kept"], [], ["kept"]]
+    assert left == [[], [f"{3:024x}"], [], [f"{3:024x}"]]
     copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("*")}
     assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_checkpoints_of_another_program_are_no_study_and_stay(study: Callable[..., Study], tmp_path: Path) -> None:
+    folder = tmp_path / "study" / "checkpoints"
+    other = folder / "000000-001000" / "model.pt"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    with pytest.raises(InputError, match="is not empty and contains no study"):
+        study()
+    shutil.move(folder, tmp_path / "scratch")
+    folder.symlink_to(tmp_path / "scratch-that-is-empty")
+    with study() as opened:
+        folder.unlink()
+        shutil.move(tmp_path / "scratch", folder)
+        (folder / "000000-000000" / f"{3:024x}").mkdir(parents=True)
+        opened.run(1, 1)
+    assert [path.name for path in folder.iterdir()] == ["000000-001000"]
+    assert other.exists()
 
 
 def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
@@ -681,6 +702,31 @@ def test_a_study_that_has_lost_its_trials_does_not_start_again(
     assert tree(folder) == before
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_study_whose_journal_was_cut_before_a_damaged_line_goes_on(
+    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaven.tuning.service.stores.SECOND_LOOK", 0.0)
+    with study() as first:
+        first.run(2, 1)
+    folder = tmp_path / "study"
+    lose_ended_trials(folder)
+    journal = folder / "journal.log"
+    journal.write_bytes(journal.read_bytes() + b"x\n{}\n")
+    with pytest.raises(InputError, match=r"is damaged; .* keep only the lines before it: head -n (\d+)$") as damaged:
+        study().__enter__()
+    kept = int(str(damaged.value).split()[-1])
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:kept]))
+    with pytest.raises(InputError, match="has lost 1 of them") as lost:
+        study().__enter__()
+    command = re.search("or type (mv .*) to go on without them$", str(lost.value))
+    assert command is not None
+    subprocess.run(command[1], shell=True, check=True)
+    with study() as again:
+        again.run(2, 1)
+    assert [trial["state"] for trial in saved(folder)] == ["complete"] * 2
+
+
 def swap_the_journal(folder: Path, other: Path) -> None:
     shutil.copy(other / "journal.log", folder / "journal.log")
 
@@ -697,7 +743,7 @@ def write_as_a_copy(folder: Path, other: Path) -> None:
     """Write study.json with the losses of a copy of the study, which went on by itself."""
     document = json.loads((folder / "study.json").read_text())
     document["trials"][0]["loss"] += 1.0
-    (folder / "study.json").write_text(json.dumps(document))
+    (folder / "study.json").write_text(json.dumps(sealed(document)))
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -740,7 +786,7 @@ def test_a_result_that_another_attempt_would_replace_is_noticed(study: Callable[
         assert [trial.number for trial in opened.run(2, 1).trials] == [0, 2]
     changed = json.loads(before)
     changed["trials"][1]["loss"] += 1.0
-    results.write_text(json.dumps(changed))
+    results.write_text(json.dumps(sealed(changed)))
     with pytest.raises(InputError, match="has the loss .* for trial 1, but"), study():
         pass
     results.write_text(before)  # the same loss as that of the retry
@@ -833,6 +879,14 @@ def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], 
         study()
 
 
+def test_another_study_in_the_journal_locks_nobody_out(study: Callable[..., Study], tmp_path: Path) -> None:
+    with study():
+        pass
+    optuna.create_study(study_name="notebook", storage=open_store(tmp_path / "study" / "journal.log"))
+    with study():
+        pass
+
+
 def test_a_journal_of_another_user_is_one_line(
     study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -880,11 +934,16 @@ def test_trials_begin_with_the_same_weights(short: Recipe, tokens: TokenSet, tmp
 
 def without_numbers(document: dict[str, Any]) -> str:
     document["trials"][0]["number"], document["trials"][1]["number"] = "x", 99
+    return json.dumps(sealed(document))
+
+
+def with_another_loss(document: dict[str, Any]) -> str:
+    document["trials"][0]["loss"] += 1.0
     return json.dumps(document)
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers])
+@pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers, with_another_loss])
 def test_a_study_with_damaged_results_goes_on(
     study: Callable[..., Study], tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
 ) -> None:
@@ -894,6 +953,7 @@ def test_a_study_with_damaged_results_goes_on(
     results.write_text(damaged(json.loads(results.read_text())))
     with study() as again:
         assert len(again.run(3, 1).trials) == 3
+    assert is_sealed(json.loads(results.read_text()))
 
 
 def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is_made(

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.views.written import proxy, write_run
 
 from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
+from leaven.training.line_digests import digest
+from leaven.training.run_folder import RunFolder
 from leaven.verification.logged_runs import LoggedRow, _last, curves_of, read_rows, transfer_of_runs
 
 OCTAVES = range(-9, -3)
@@ -198,6 +201,17 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -> None:
+    file = write(tmp_path / f"runs{suffix}", rows({64: -6.0, 128: -6.0}))
+    whole = file.read_text().removesuffix("\n")
+    file.write_text(whole)  # only the newline is missing
+    transfer_of_runs(file)
+    file.write_text(whole[: whole.rindex(",")])
+    with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+        transfer_of_runs(file)
+
+
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file or folder"):
         transfer_of_runs(tmp_path / "none.csv")
@@ -254,6 +268,24 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
     events = tmp_path / "64-0" / "events.jsonl"
     events.write_text("".join(line for line in events.open() if '"finish"' not in line))
     with pytest.raises(InputError, match="has not finished; resume it, or remove it from the folder"):
+        curves_of(tmp_path)
+
+
+@pytest.mark.parametrize("changed", ["metrics", "events"])
+def test_a_run_of_leaven_whose_lines_were_changed_is_refused(tmp_path: Path, changed: str) -> None:
+    run = RunFolder(tmp_path / "run")
+    write_run(run.path, proxy(**{"data.tokens": 81_920}), 2.0)
+    *events, finish = run.lines_of(run.events_file)
+    lines = {"metrics": run.lines_of(run.metrics_file), "events": events}
+    digests = {name: {"lines": len(each), "blake2b": digest(each).hexdigest()} for name, each in lines.items()}
+    lines["events"].append(json.dumps(json.loads(finish) | digests).encode() + b"\n")
+    run.events_file.write_bytes(b"".join(lines["events"]))
+    assert len(curves_of(tmp_path)) == 1
+    lines[changed][0] = lines[changed][0].replace(b'"tokens": ', b'"tokens": 1')
+    (run.path / f"{changed}.jsonl").write_bytes(b"".join(lines[changed]))
+    with pytest.raises(
+        InputError, match=f"{changed}.jsonl is not as it was when the run finished: .*; to leave the run out"
+    ):
         curves_of(tmp_path)
 
 
@@ -385,6 +417,79 @@ def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
         )
     with pytest.raises(InputError, match="a and .*b were trained on different texts"):
         transfer_of_runs(tmp_path)
+
+
+@pytest.mark.parametrize("read", [transfer_of_runs, curves_of])
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        (
+            "recipe.toml",
+            lambda text: text.replace("residual = 0.7", "residual = 0.8"),
+            "residual was 0.7, is now 0.8",
+        ),
+        ("metrics.jsonl", lambda text: text[: text.index('{"step": 3')], "steps 3 to 40 are missing"),
+        (
+            "events.jsonl",
+            lambda text: text.replace('"loss": ', '"loss": 1', 1),
+            r"its first \d+ lines have been changed",
+        ),
+    ],
+)
+def test_runs_of_leaven_whose_files_were_changed_are_not_compared(
+    scaled_run: Path, tmp_path: Path, read: Callable[[Path], Any], name: str, change: Callable[[str], str], why: str
+) -> None:
+    folder = shutil.copytree(scaled_run, tmp_path / "run")
+    (folder / name).write_text(change((folder / name).read_text()))
+    with pytest.raises(InputError, match=rf"run/{name} .*{why}.*; to leave the run out, move it to another folder"):
+        read(tmp_path)
+
+
+def a_run(folder: Path, width: int, lr: float) -> None:
+    base = proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr})
+    write_run(folder, transfer(base, width=width) if width > 64 else base, 2 + abs(math.log2(lr * width)))
+
+
+def moved(run: Path) -> Path:
+    run.rename(away := run.parents[1] / "away")
+    run.symlink_to(away)
+    return away
+
+
+def test_a_run_behind_a_link_is_read_once(tmp_path: Path) -> None:
+    for width, lr in product((64, 128), (0.001, 0.002, 0.004)):
+        a_run(tmp_path / "runs" / f"{width}-{lr}", width, lr)
+    expected = transfer_of_runs(tmp_path / "runs")
+    away = moved(run := tmp_path / "runs" / "128-0.001")
+    (run.parent / "latest").symlink_to("64-0.001")
+    (run.parent / "up").symlink_to(tmp_path)
+    (away / "data").symlink_to(tmp_path / "nothing")
+    (away / "tensorboard").mkdir()
+    assert transfer_of_runs(run.parent) == expected
+
+
+LOST: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder": (
+        lambda run: (shutil.rmtree(run), run.mkdir(), (run / ".lock").touch()),
+        "is empty; if a disk belongs there, mount it, or",
+    ),
+    "target of a link": (lambda run: shutil.rmtree(moved(run)), "is a link to .*away, which is missing .is its disk"),
+    "recipe": (lambda run: (run / "recipe.toml").unlink(), "/recipe.toml: no such file"),
+    "metrics": (
+        lambda run: (run / "metrics.jsonl").unlink(),
+        "/metrics.jsonl is not as it was .* 1 to 40 are missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_a_run_that_has_lost_files_is_not_left_out(scaled_run: Path, tmp_path: Path, what: str) -> None:
+    for name in "ab":
+        shutil.copytree(scaled_run, tmp_path / "runs" / name)
+    lose, why = LOST[what]
+    lose(tmp_path / "runs" / "b")
+    with pytest.raises(InputError, match=f"runs/b ?{why}"):
+        transfer_of_runs(tmp_path / "runs")
 
 
 def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.errors import refused
 from written import demo, write_demo, write_losses_check
 
+from leaven.documents import sealed
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.recipe.files import write_recipe
@@ -20,7 +21,7 @@ EMPTY_STUDY = StudyDocument(name="x", method="tpe", space=(), trials=()).model_d
 
 
 def edit(name: str, *keys: Any) -> None:
-    """Change a JSON file. ``keys`` are the path of a value, the new value (None removes it), and the folder."""
+    """Change a JSON file and its digest. ``keys``: the path of a value, the new value or None, and the folder."""
     *outer, last, value, folder = keys
     document = json.loads((folder / name).read_text())
     inside = document
@@ -30,7 +31,7 @@ def edit(name: str, *keys: Any) -> None:
         del inside[last]
     else:
         inside[last] = value
-    (folder / name).write_text(json.dumps(document))
+    (folder / name).write_text(json.dumps(sealed(document)))
 
 
 @pytest.fixture
@@ -178,6 +179,20 @@ def test_an_unreadable_folder_is_a_one_line_error(folder, part, breaking, messag
         edit(*breaking, folder / part)
     with refused(message):
         read_folder(folder / part)
+
+
+@pytest.mark.parametrize(("part", "file"), [("check", "check.json"), ("proxy", "study.json")])
+def test_a_changed_result_is_not_believed(folder: Path, part: str, file: str) -> None:
+    path = folder / part / file
+    document = sealed(json.loads(path.read_text()))
+    changed = json.dumps(document).replace("4.", "3.", 1)
+    path.write_text(changed)
+    with refused(f"{file}: its content was changed after it was written; to write the file again, run the command"):
+        read_folder(folder / part)
+    older = json.loads(changed)
+    del older["blake2b"]
+    path.write_text(json.dumps(older))
+    read_folder(folder / part)
 
 
 def test_a_best_toml_of_another_study_is_named_and_not_shown(folder):

@@ -25,7 +25,7 @@ class Expectation:
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return the expected best learning rate, batch, weight decay and init std, by their paths in the recipe.
+    """Return how far the expected best lr, batch, weight decay and init std are from the recipe's values, by path.
 
     Values that are 0 in the recipe, and an init std that no near run publishes, are left out.
     """

@@ -312,7 +312,8 @@ def critical_batch(laws: Iterable[LawRow]) -> float:
 
 
 def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | None:
-    """Return a law's lr converted to another batch by four rules. Return None if the law predicts no lr.
+    """Return a law's lr converted to another batch by four rules. Return None if the law predicts no lr, or the batch
+    of its lr is not known.
 
     The results of the four rules disagree:
 

@@ -92,7 +92,8 @@ def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]
 
 
 def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message with their fields filled in, without the parts that are omitted.
+    """Return the parts of a message with their fields filled in. A part is omitted if a value in its text is missing
+    in ``facts`` or None, or if its condition, ``{a:if}`` or ``{a:unless}``, is not met.
 
     >>> filled(["{a} of {b}", "in {c}"], {"a": 1, "b": 2})
     ['1 of 2']

@@ -67,11 +67,12 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is 1/8. Runs of ``kind`` come first, and among
-    them the runs that fit ``stack``. Then the first run of each lineage is moved to the front.
+    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. Runs of ``kind`` come
+    first, and among them the runs that fit ``stack``. Then the first run of each lineage is moved to the front.
 
     Only runs within ``factor`` of the model's size are returned. If there is none, runs of all sizes are returned,
-    ordered by distance alone. Runs with unknown tokens, or an lr that cannot be compared (such as muP), are left out.
+    and ``kind`` and ``stack`` do not affect the order. Runs with unknown tokens, or an lr that cannot be compared
+    (such as muP), are left out.
 
     Args:
         limit: the largest number of runs to return.
@@ -186,7 +187,8 @@ class Neighbours:
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
     def of_size(self) -> list[PublishedRun]:
-        """Return all published runs within `FACTOR` of the model's size, with any optimizer, from small to large."""
+        """Return all published runs within `FACTOR` of the model's size, with any optimizer, from small to large.
+        Mixtures of experts are included only if the model is one."""
         kinds = {"dense", "moe"} if self.experts else {"dense"}
         near = [run for run in load_runs() if run.kind in kinds and size_ratio(run, self.params) <= FACTOR]
         return sorted(near, key=lambda run: run.params_active)

@@ -20,7 +20,10 @@ def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any)
 
 
 def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters."""
+    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters.
+
+    The arguments are those of :func:`squared_gradient`.
+    """
     return (small_squared - big_squared) / (1 / small - 1 / big)
 
 

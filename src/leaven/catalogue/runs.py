@@ -104,7 +104,7 @@ class PublishedRun(Part):
 
     @property
     def batch_tokens(self) -> int | None:
-        """Return the final global batch in tokens."""
+        """Return the final global batch in tokens, or None if it is unknown."""
         return self.batch.global_batch_tokens if self.batch else None
 
     @property
@@ -114,7 +114,7 @@ class PublishedRun(Part):
 
     @property
     def ramp(self) -> groups.BatchRamp | None:
-        """Return how the batch grew, or None if it did not grow or if that is not known."""
+        """Return how the batch grew, or None if it did not grow or this is not known."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
     @property
@@ -127,7 +127,7 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """Return the first batch of the ramp in tokens."""
+        """Return the first batch of the ramp in tokens, or None if it is unknown or there is no ramp."""
         ramp, seq_len = self.ramp, self.data.seq_len if self.data else None
         if ramp is None:
             return None
@@ -137,13 +137,14 @@ class PublishedRun(Part):
 
     @property
     def ramp_start(self) -> float | None:
-        """Return the first batch of the ramp as a share of the final batch."""
+        """Return (first batch of the ramp) / (final batch), or None if one of them is unknown."""
         start = self.ramp_start_tokens
         return start / self.batch_tokens if start and self.batch_tokens else None
 
     @property
     def ramp_tokens(self) -> int | None:
-        """Return the number of tokens after which the batch has its full size."""
+        """Return the number of tokens after which the batch has its full size, or None if unknown or without a
+        ramp."""
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
@@ -200,7 +201,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_fraction(self) -> float | None:
-        """Return the share of the run's tokens that the warm-up takes.
+        """Return the share of the run's tokens that the warm-up takes, or None if it is not known.
 
         A warm-up in steps is converted to tokens only if the batch is not known to grow.
         """
@@ -215,7 +216,8 @@ class PublishedRun(Part):
 
     @property
     def warmup_tokens(self) -> float | None:
-        """Return the warm-up in tokens; a warm-up in steps is converted with the batch of each step."""
+        """Return the warm-up in tokens, or None if it is unknown. In a ramp with stages, a warm-up in steps is
+        converted with the batch of each step."""
         if self.warmup_fraction is not None and self.tokens:
             return self.warmup_fraction * self.tokens
         steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
@@ -250,7 +252,7 @@ class PublishedRun(Part):
 
     @property
     def init_scale(self) -> float | None:
-        """Return init std x sqrt(d_model), which can be compared between widths."""
+        """Return init std x sqrt(d_model), which can be compared between widths, or None if unknown."""
         return self.init_std * math.sqrt(self.arch.d_model) if self.init_std and self.arch.d_model else None
 
     @property
@@ -286,7 +288,7 @@ class PublishedRun(Part):
 
     @property
     def query_groups(self) -> float | None:
-        """Return the number of query heads per key-value head."""
+        """Return the number of query heads per key-value head, or None if one of these numbers is unknown."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
 
     @property
@@ -318,7 +320,7 @@ class PublishedRun(Part):
 
 
 def load_runs() -> tuple[PublishedRun, ...]:
-    """Return all published runs, from the smallest to the largest."""
+    """Return all published runs, from the smallest to the largest, without the runs that leaven tuned itself."""
     return tuple(run for run in _load(FOLDER) if run.tuning is None)
 
 

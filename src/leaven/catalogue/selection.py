@@ -115,7 +115,7 @@ def values(run: PublishedRun) -> dict[str, Any]:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """Return the three known paths most similar to ``path``, such as ``schedule.shape`` for ``shape``."""
+    """Return up to three known paths that are most similar to ``path``, such as ``schedule.shape`` for ``shape``."""
     if "." in path:
         return closest(path, known)
     keys = closest(path, {one.rpartition(".")[2] for one in known})

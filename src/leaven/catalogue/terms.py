@@ -25,7 +25,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name; for ``adam`` with weight decay `L2_DECAY`, because papers write Adam for AdamW."""
+    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay: papers write Adam for AdamW, too."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -123,8 +123,8 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value of a run that recipes cannot state, or of a recipe that runs cannot state.
 
-    Left out are the paths that ``terms.toml`` lists under ``not_compared`` and ``given``, default values of a recipe,
-    and values of a run that are false.
+    Left out are paths that ``terms.toml`` lists under ``not_compared``. Of a recipe, default values are left out,
+    too. Of a run, values that are false or equal to those under ``given`` are left out.
     """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):

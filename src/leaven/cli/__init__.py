@@ -52,8 +52,8 @@ class Verbs(TyperGroup):
 
 
 def command_of(verb: str) -> Any:
-    """Import the file of a verb such as ``train``, and return the verb's command: ``app`` of the file if the verb has
-    subcommands, or the function with the name of the verb."""
+    """Import the file of a verb such as ``train``, and return the verb's command. The command is ``app`` in the file
+    of a verb with subcommands. In other files, it is the function with the name of the verb."""
     module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
     app = getattr(module, "app", None)
     if app is None:
@@ -95,7 +95,7 @@ _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # The disk or its server does not answer.
 _DISK_FAULTS = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.EHOSTDOWN)
-# What to do about an error of the file system, by its number. Other numbers are bugs of leaven.
+# What the user can do about an error of the file system, by error number. A full disk has its own message.
 _ADVICE = {
     **dict.fromkeys(_DISK_FAULTS, "check that the disk is mounted, and run the same command again"),
     **dict.fromkeys(
@@ -138,7 +138,7 @@ def main() -> None:
     """
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # its encoding may lack characters of a name or a sample
+        if isinstance(stream, TextIOWrapper):  # the encoding of the stream may lack characters
             stream.reconfigure(errors="backslashreplace")
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # not under torchrun; some clusters set RANK in every shell
         code = _run()
@@ -160,8 +160,8 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of each closed standard stream, as of ``leaven ... >&-``. Otherwise the next file
-    that is opened would get the stream's number, and printed text would go into this file."""
+    """Open the null device in place of each standard stream that is closed, for example by ``leaven ... >&-``.
+    Otherwise the next file that is opened would get the stream's number, and printed text would go into the file."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # as standard streams are
     os.close(descriptor)
@@ -176,13 +176,13 @@ def _run() -> int:
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         return FAILED
-    except KeyboardInterrupt:  # while modules are imported; of a running command, typer returns the same code
+    except KeyboardInterrupt:  # during imports; if a command is interrupted, typer returns this code
         code = _CTRL_C
     except ProcessLost as error:
         sys.stderr.write(f"error: {shown(str(error))}\n")  # each process prints its own message
         return FAILED
     except BaseException as error:
-        # A panic of a Rust library is a BaseException, but no Exception.
+        # A panic of a Rust library is a BaseException, but not an Exception.
         if os.environ.get(DEBUG) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         message, notes = error_message(error), getattr(error, "__notes__", [])
@@ -235,14 +235,15 @@ def _message_of_system(error: OSError) -> str | None:
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
-    if error.errno in _ADVICE and (error.filename or error.errno in {errno.EIO, errno.ESTALE}):  # reads have no name
+    if error.errno in _ADVICE and (error.filename or error.errno in {errno.EIO, errno.ESTALE}):  # reads name no file
         what, advice = os.strerror(error.errno).lower(), _ADVICE[error.errno]
         return f"{os.fsdecode(error.filename)}: {what}; {advice}" if error.filename else f"{what} on a disk; {advice}"
     return None
 
 
 def bug_message(error: BaseException) -> str:
-    """Write a bug's traceback to a file that only this user can read, and return a message that names the file."""
+    """Write a bug's traceback to a file that only this user can read, and return a message that names the file. If
+    the file cannot be written, the message says how to see the traceback."""
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
@@ -259,7 +260,7 @@ def bug_message(error: BaseException) -> str:
 
 
 def usage_message(error: Any) -> str | None:
-    """Return what is wrong with the command line and what to type, or None if typer or click did not raise it."""
+    """Return what is wrong with the command line and what to type, or None if the error is not of typer."""
     # This does not test the class, because some versions of typer contain their own copy of click.
     if not hasattr(error, "format_message"):
         return None

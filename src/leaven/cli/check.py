@@ -148,8 +148,8 @@ def memory(
     """Compare the planned memory of a rank with the memory of two simulated training steps.
 
     The simulation runs the real model, layout and optimizer on this machine's CPU, with tensors that have shapes but
-    no data. The check passes if plan and simulation differ by at most 2% between the steps, and by at most 5% at the
-    peak.
+    no data. The check passes if the planned memory is within 2% of the simulated one in the pause between the two
+    steps, and within 5% at the peak.
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 
@@ -210,13 +210,13 @@ def collapse(
     ] = None,
     loss: LossOption = "loss",
 ) -> None:
-    """Check that the loss curves of several sizes coincide, as (loss - irreducible loss) / its value at the end.
+    """Check that the normalised loss curves of several sizes coincide.
 
-    The check trains the recipe at each size, with the same number of steps and of tokens per parameter. Or check the
-    curves of runs that you have trained: LOGS is a file, or a folder with files or with the run folders of leaven,
-    TensorBoard or W&B (offline). The columns of a file are loss, and tokens or step. A file with several runs also
-    has columns for the size (width, depth or batch) and the seed. If each run has a file of its own, each size has a
-    subfolder.
+    A loss is normalised as (loss - irreducible loss) / (final loss - irreducible loss). The check trains the recipe
+    at each size, with the same number of steps and of tokens per parameter. Or check the curves of runs that you have
+    trained: LOGS is a file, or a folder with files or with the run folders of leaven, TensorBoard or W&B (offline).
+    The columns of a file are loss, and tokens or step. A file with several runs also has columns for the size (width,
+    depth or batch) and the seed. If each run has a file of its own, each size has a subfolder.
     """
     from leaven.verification.collapse import collapse, collapse_of_family
     from leaven.verification.logged_runs import curves_of
@@ -266,7 +266,7 @@ def duration(
     document = options.train(lambda store: duration(family, size, durations, lrs, store, seeds=options.seeds))
     measured, more = measured_exponent(document, options.run), []
     if write is not None and measured is not None and isinstance(recipe, Recipe):
-        require_new(write)  # the check took a while
+        require_new(write)  # the file may have been written during the check
         write_recipe(recipe.replace(measured), write, template=read_text(Path(subject)))
         more = [f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"]
     elif write is not None:

@@ -54,7 +54,7 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of fin
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with an option for each field of the data class that is its first parameter.
 
-    typer does not support data classes. For ``init(options: RecipeRunOptions, scales)`` it sees the signature
+    typer does not support data classes. From ``init(options: RecipeRunOptions, scales)``, this function makes
     ``init(*, subject, run, scales, seeds=3, ...)``.
     """
     shared, *own = inspect.signature(command).parameters.values()
@@ -115,8 +115,10 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Write the page, and print a check's result and the lines ``more``. Exit with code 1 if the check failed.
-        ``following`` are the commands to suggest if it passed."""
+        """Print the result of a check and the lines ``more``. Write the page if the user has named a file for it.
+
+        Exit with code 1 if the check failed. ``following`` are the commands to suggest if it passed.
+        """
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -191,7 +193,7 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the family, which makes the recipe's model at any size, and ``scale`` or else the recipe's size."""
+        """Return the family, which makes the recipe's model at any size, and the size: ``scale``, or the recipe's."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
@@ -259,7 +261,7 @@ class RunOptions(RecipeRunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRunOptions(RunOptions):
-    """Options of the checks that train whole runs, or read the results of runs that have been trained already."""
+    """Options of the checks that train whole runs, or read the results of finished runs."""
 
     subject: Annotated[
         str,
@@ -274,7 +276,7 @@ class LoggedRunOptions(RunOptions):
         typer.Option(
             metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."
         ),
-    ] = None  # type: ignore[assignment]  # :meth:`logs` requires it unless results are read
+    ] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
         """Return the path of the user's logs (results of finished runs), or None if the check trains runs. Raise

@@ -143,12 +143,12 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for the recipe in a file: the file's, with hyphens for special characters; else ``default``."""
+    """Return a name for a recipe: the stem of the file with hyphens for special characters, or else ``default``."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
 def group() -> typer.Typer:
-    """Return the typer app of a command with subcommands. Without a subcommand, it prints its help."""
+    """Return the typer app of a command with subcommands. Without a subcommand, the command prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -177,7 +177,7 @@ def print_document(
         data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
         if following:
             data["next"] = list(following)
-        # Other encodings than UTF-8 lack characters. JSON must escape these itself.
+        # Other encodings than UTF-8 lack characters, which are then written as JSON escapes.
         ascii_only = codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"
         echo(json.dumps(finite(data), indent=2, ensure_ascii=ascii_only))  # infinite numbers and NaN become null
         return
@@ -186,7 +186,7 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether this is a terminal, pipe or socket, which somebody reads while leaven writes."""
+    """Return whether a file descriptor is a terminal, pipe or socket, which can be closed at the other end."""
     with suppress(OSError):
         mode = os.fstat(descriptor).st_mode
         return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
@@ -194,13 +194,12 @@ def _has_reader(descriptor: int) -> bool:
 
 
 def _drop_output(descriptors: Iterable[int]) -> None:
-    """Send what is written to these file descriptors to the null device from now on."""
     for descriptor in descriptors:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _without_reader(descriptor: int) -> bool:
-    """Return whether the reader of a terminal, pipe or socket has ended. On Windows, always return False."""
+    """Return whether a terminal, pipe or socket is closed at the other end. On Windows, always return False."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()
@@ -208,29 +207,28 @@ def _without_reader(descriptor: int) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-AGAIN_AFTER = 1.0  # seconds; an earlier second Ctrl-C does not interrupt
+AGAIN_AFTER = 1.0  # seconds; a second Ctrl-C that comes earlier is ignored
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
-    A later Ctrl-C raises KeyboardInterrupt, if it comes `AGAIN_AFTER` seconds or more after the first signal. Other
-    repeats do nothing: under torchrun, a process gets a scheduler's signal twice (from the scheduler and from
-    torchrun), and a closed terminal often sends SIGHUP twice. If the terminal is closed, or the program that reads
-    the output has ended, the command goes on, and what it prints is lost.
+    A Ctrl-C more than `AGAIN_AFTER` seconds after the first signal raises KeyboardInterrupt. Other repeats are
+    ignored: under torchrun, a process gets a scheduler's signal twice (from the scheduler and from torchrun), and a
+    closed terminal often sends SIGHUP twice. If the terminal is closed, or the program that reads the output has
+    ended, the command continues without output.
     """
-    requested: float | None = None  # when the first one arrived, by time.monotonic()
+    requested: float | None = None  # time.monotonic() of the first signal
     readers = [number for number in (1, 2) if _has_reader(number)]
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         now, first = time.monotonic(), requested is None
         requested = now if requested is None else requested
-        # The repeat of torchrun comes at once; a person presses Ctrl-C again later.
         if number == signal.SIGINT and now > requested + AGAIN_AFTER:
             raise KeyboardInterrupt
-        if number == hang_up:  # later lines to a closed terminal or pipe would raise errors
+        if number == hang_up:  # to print to a closed terminal would raise an error
             _drop_output(readers)
         # RuntimeError: the signal has interrupted another write to this stream.
         with suppress(OSError, RuntimeError):
@@ -246,10 +244,10 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         yield lambda: requested is not None
     finally:
         for number, handler in before.items():
-            # A scheduler may repeat SIGTERM until the command has ended, which must not change its exit code.
+            # A scheduler may repeat SIGTERM until the command has ended. Repeats must not change the exit code.
             if requested is None or number == signal.SIGINT:
                 signal.signal(number, handler)
-        _drop_output(filter(_without_reader, readers))  # Ctrl-C also ends `tee log`
+        _drop_output(filter(_without_reader, readers))  # Ctrl-C may have ended the reader, for example `tee log`
 
 
 def exit_interrupted(message: str) -> NoReturn:
@@ -259,7 +257,7 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
-    """Return the tokens of the text that ``data`` names, and show the progress of reading and tokenising it."""
+    """Return the tokens of the text that ``data`` names. Show the progress of reading and tokenising the text."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

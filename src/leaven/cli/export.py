@@ -50,7 +50,8 @@ def weights(
 ) -> None:
     """Write the model of a run as a folder that transformers can load, with multipliers folded into the weights.
 
-    Its file README.md is a model card with the recipe, the reasons for its values, the validation loss and the data.
+    The README.md in the folder is a model card with the recipe, the reasons for its values, the validation loss and
+    the data.
     """
     from leaven.training.load import export_run, load_run
 

@@ -40,8 +40,8 @@ def laws(
         int,
         typer.Option(
             min=1,
-            help="Number of experts for each that a token uses, e.g. 16 for 8 of 128 experts. One law of the loss "
-            "depends on it.",
+            help="Number of experts for each that a token uses, e.g. 16 for 8 of 128 experts. One loss law "
+            "depends on this number.",
         ),
     ] = 1,
     json_output: JsonOption = False,

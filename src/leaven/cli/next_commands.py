@@ -1,6 +1,6 @@
-"""Chooses the commands that leaven suggests after the result of a command (with ``--json``, under the key ``next``).
+"""Chooses the commands that leaven suggests below the result of a command (with ``--json``, under the key ``next``).
 
-The order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan -> train ->
+The usual order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan -> train ->
 report.
 
 ``leaven new`` chooses the names of files. OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is
@@ -35,7 +35,7 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``check coordinates`` passed: tune a proxy not tuned yet, or train."""
+    """Return the commands to suggest after ``check coordinates`` passed: tune an untuned proxy, or train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -45,17 +45,17 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
 
 
 def after_findings(changes: Mapping[str, Any]) -> list[str]:
-    """Return the same command with ``changes`` as ``--set`` options, or [] if there are no changes."""
+    """Return the command that the user typed with ``changes`` as ``--set`` options, or [] without changes."""
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a failed check, the first of these that applies, or []:
+    """Return the command to suggest after a failed check. It is the first of these that applies, or []:
 
-    - if no row failed for certain, and the check says which options would decide it: the same check with these;
+    - if all failed rows are undecided, and ``check.options`` would decide them: the same check with these options;
     - if a row failed with another rule than complete-d-p: the same check with complete-d-p;
-    - if no ``page`` was written: a command that writes a page with charts. ``run`` is the folder of its runs, if any.
+    - if no ``page`` was written: a command that writes one. ``run`` is the folder of the check's runs, if any.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -72,12 +72,11 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
-    """Return the commands to suggest after a study: transfer the best values to the target or, without a target,
-    train with them; or ``command``, the user's own one with these values. Then report on the study."""
+    """Return the commands to suggest after a study: use the best values, and then report on the study."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
-    if command:
+    if command:  # the user's own training command, with the best values
         return [command, report]
     if target == path or not target.exists():
         return [_line("recipes", "check", best), *train(best, read_recipe(best)), report]
@@ -87,7 +86,8 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
     """Return the commands to suggest after ``transfer`` and ``import config``: check the new recipe, and train it.
 
-    If no file was written (``output`` is None), return the same command with ``-o name``.
+    If no file was written (``output`` is None), return the command that the user typed with ``-o name`` added, or
+    with a similar name if this file exists.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
@@ -95,13 +95,13 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after the plan of a recipe: tune its proxy, if that is still to do, and train.
+    """Return the commands to suggest after the plan of a recipe: tune its proxy if it is not tuned, and train. For
+    the plan of a proxy: tune the proxy. Return [] if leaven cannot train with the plan.
 
     The training command sets the planned layout. With ``overrides``, no proxy is tuned, because the proxy was made
-    for the recipe without them. There are no commands if the layout does not fit in memory or has context
-    parallelism, which leaven cannot train.
+    for the recipe without overrides.
     """
-    if not found.memory.fits or found.layout["cp"] > 1:
+    if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []
     if path.stem.endswith(PROXY):
         return after_coordinates(path, recipe, overrides)[-1:]  # without the plan, which is done
@@ -136,7 +136,9 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
     """Return the commands to suggest after a finished run: write a report, sample text and export the weights.
-    Sampling and export need a tokenizer."""
+
+    Without a tokenizer, only the report is suggested. The export is suggested only for models that it supports.
+    """
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]
@@ -162,7 +164,7 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
     if to not in ("transformers", "megatron", "torchtitan"):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
-        return []  # a recipe has no such scaling rule
+        return []  # a recipe cannot express Megatron-LM's muP
     first: list[str] = []
     imported = _free(Path(f"{path.stem}-imported.toml"))
     if to == "torchtitan":
@@ -179,8 +181,11 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``, with as many trials as are worth their cost for
-    the target, if there is one. If the proxy is too large for this machine, a command that plans it comes first."""
+    """Return the command that tunes the proxy in the file ``path``.
+
+    With a ``target``, the command has the number of trials that are worth their cost. If the proxy is too large for
+    this machine, a command that plans the proxy comes first.
+    """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
@@ -208,27 +213,27 @@ def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster
 
 
 def _proxy_to_tune(path: Path) -> Recipe | None:
-    """Return the proxy of the target at ``path``, or None if there is none or it has been tuned."""
+    """Return the proxy of the target at ``path``, or None if there is no proxy or the proxy has been tuned."""
     proxy = beside(path, PROXY)
     return read_recipe(proxy) if proxy.exists() and not beside(path, TUNED).exists() else None
 
 
 def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
-    """Return the commands that tune the proxy of the target at ``path``, and write the tuned target."""
     best = Path("studies", target.name, "best.toml")
     transfer = _line("transfer", best, "--like", path, "-o", beside(path, TUNED))
     return [*tune(beside(path, PROXY), proxy, target), transfer]
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Cluster | None = None) -> list[str]:
-    """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
+    """Return the command that trains a recipe or, if the recipe is too large for this machine, plans its training."""
     if trainable_here(recipe):
         return [launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
     return [_line("plan", path, "--gpus", cluster or _cluster(recipe), sets=sets)]
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: the known one, else one of the target's GPUs, else of H100s."""
+    """Return the cluster on which to plan a recipe: the known cluster of the recipe, if any. Otherwise, a cluster of
+    the GPUs in the known cluster of the target, or of H100s."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -238,7 +243,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return a line about why the first ``leaven plan`` in ``following`` has its cluster, or [] if there is none."""
+    """Return a line with the reason for the cluster in the first ``leaven plan`` of ``following``, or []."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
@@ -256,7 +261,7 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
-    """Return the command that trains a recipe, with torchrun if there are several ranks (``node_size`` on a node)."""
+    """Return the command that trains a recipe. Several ranks need torchrun, with ``node_size`` ranks on a node."""
     run = _free(Path("runs", _run_name(path)))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
@@ -264,7 +269,8 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
 
 
 def _run_name(recipe: Path) -> str:
-    """Return the name of a recipe's run folder: its file name without ending, or the name of the study it is from."""
+    """Return the name for a recipe's run folder: the stem of the file or, for a study's best.toml or fewest.toml, the
+    name of the study's folder."""
     best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
     return recipe.resolve().parent.name if best else recipe.stem
 
@@ -284,7 +290,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return the path or, if it exists, the first of its name with -2, -3 and so on that does not."""
+    """Return ``path`` or, if it exists, the first path with -2, -3 and so on after the name that does not exist."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

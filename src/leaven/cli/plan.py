@@ -152,7 +152,10 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return a plan with times calibrated by steps on this machine (``measure``), else by past runs (``history``)."""
+    """Return the plan with its times corrected by measurements, if there are any.
+
+    With ``measure``, steps on this machine are measured now. Otherwise, with ``history``, past runs count.
+    """
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 

@@ -43,6 +43,6 @@ def show(
 
 
 def resolved(recipe: Recipe, found: list[CautionRow], worth: Sequence[WorthRow] = ()) -> ShowDocument:
-    """Return the document of the values of every parameter. Print the warnings in ``found`` on standard error."""
+    """Return the document with the values of every parameter. Print the warnings ``found`` to standard error."""
     warn(each.message for each in found)
     return describe(recipe, flops_per_token(recipe.model), found, worth)

@@ -68,7 +68,7 @@ def train(
     skip_tokens: Annotated[
         int | None,
         count_option(
-            "With --rewind-to: leave out this number of tokens of the data that follow the checkpoint.",
+            "With --rewind-to: leave out this many tokens of the data that follow the checkpoint.",
             parse=parse_quantity,
         ),
     ] = None,
@@ -95,9 +95,9 @@ def train(
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
     if "WORLD_SIZE" in os.environ and not layout_is_set and RunFolder(folder).recipe_file.exists():
-        loaded = resized(loaded, world_size())  # after torchrun has lost a node or got one back
+        loaded = resized(loaded, world_size())  # torchrun has lost a node, or got it back
     require_trainable(loaded, world_size())
-    if loaded.start.folder is not None and not RunFolder(folder).begun:  # an error, before hours of tokenising
+    if loaded.start.folder is not None and not RunFolder(folder).begun:  # raise errors before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
         _exit_if_stopped_on_purpose(RunFolder(folder))
@@ -132,8 +132,8 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run's last event is a stop since torchrun was started. torchrun restarts every command that ends
-    with an error, but only the user may resume a run that has stopped."""
+    """Exit if the run has stopped since the user started torchrun. torchrun restarts every command that ends with an
+    error, but only the user may resume a run that has stopped."""
     from leaven.training.integrity import events_before_torchrun
 
     events, before = run.events(), events_before_torchrun(run)

@@ -20,7 +20,7 @@ from leaven.cli.common import (
 from leaven.cli.show import resolved
 from leaven.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
-from leaven.scaling.tested_ranges import dropped, unlike, warnings
+from leaven.scaling.tested_ranges import dropped, unlike, untuned, warnings
 from leaven.scaling.transfer import searched_paths, transfer_like
 from leaven.scaling.transfer import transfer as scaled
 from leaven.views.terminal.recipe import transfer_screen
@@ -95,6 +95,8 @@ def transfer(
     tuned = load_recipe(recipe, None).model  # without --set, which may change the vocabulary or the sequence length
     sizes_before = {"vocab_size": tuned.vocab_size, "seq_len": tuned.seq_len}
     found = [*dropped(before, big), *unlike(sizes_before, big), *warnings(big)]
+    if like is not None:
+        found = [*untuned(small), *found]
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
     shown = resolved(big, found, worth_at(recipe, big))

@@ -219,7 +219,8 @@ def tune(
 
 
 def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return (URL of the database or None, folder for the results) of ``--study`` and ``--out``."""
+    """Return (URL of the database or None, folder for the results) from ``--study`` and ``--out``. ``name`` is the
+    name of the folder if ``--study`` is a URL and ``--out`` is missing."""
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     if "://" in study:
@@ -253,7 +254,7 @@ def _command(
 
 
 def _space(recipe: "Recipe", which: str | None, prior: str | None) -> "Space":
-    """Return the search space around a recipe. With ``prior``, it has the optima that laws predict. Print these."""
+    """Return the search space around a recipe. With ``prior``, add the optima that laws predict, and print them."""
     from leaven.tuning.space import space as space_of
 
     if prior is None:
@@ -279,7 +280,6 @@ def _devices(workers: int | None, command: "Command | None") -> tuple[str, ...]:
 
 
 def _usual_workers() -> int:
-    """Return the default number of workers that train a recipe."""
     from leaven.planning.this_machine import cores
     from leaven.training.device import default_device
 
@@ -296,10 +296,11 @@ def _study_of_recipe(
     gpus: int,
     given: dict[str, Any],
 ) -> "Study":
-    """Return the study in which leaven's own trainer trains a recipe. Tokenise its text first.
+    """Return the study in which leaven's own trainer trains a recipe. Tokenise the recipe's text first.
 
-    With ``gpus``, leaven chooses how many trials each of these GPUs trains at once. Without, each worker trains
-    ``stack`` trials at once, or one if this search cannot be stacked.
+    If ``gpus`` is above 0 and the device is a CUDA GPU, leaven chooses how many trials each GPU trains at once.
+    Otherwise, each worker trains at most ``stack`` trials at once. It trains one if ``stack`` is None or this search
+    cannot be stacked.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

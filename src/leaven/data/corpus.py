@@ -1,8 +1,8 @@
 """Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
-The split of a document depends only on its key: its path below the source and its line or row. Therefore no document
-is in both splits, and adding a document does not move another one. :meth:`Corpus.documents` states the exceptions for
-corpora of very few documents.
+The split of a document depends only on the document's key: the path of the file below the source, and the line or row
+in the file. So adding documents moves no other document to the other split. Exceptions for corpora of very few
+documents are in :meth:`Corpus.documents`.
 """
 
 import json
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 VALIDATION_SHARE = 0.05
 
-FORMAT = 3
+FORMAT = 4
 """Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
 
 NAMED_FAULTS = 3
@@ -64,7 +64,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts and hashes of the documents in a file or split. Blank documents are left out."""
+    """Counts and hashes of the documents in a file, or in a split of a data set. Blank documents are left out."""
 
     documents: int
     bytes: int  # bytes of UTF-8 text
@@ -72,9 +72,7 @@ class Survey:
     lowest: int  # smallest hash of a document's key
     highest: int  # largest hash of a document's key
     corrupt: int  # number of lines or rows that cannot be read
-    # 1 if the whole file or split cannot be used, else 0. Its text is not used, because all of it may be wrong: the
-    # checksum of a gzip file is at the end of the file.
-    broken: int
+    broken: int  # 1 if the whole file or split cannot be used, else 0
     faults: tuple[str, ...]  # one line for each of the first few lines, rows or files that cannot be read
 
 
@@ -84,12 +82,12 @@ class TextDocument:
 
     key: str  # path of the file below the source, or name of the split, followed by the line or row
     text: str
-    validation: bool  # whether the document belongs to validation; otherwise, it belongs to training
+    validation: bool  # True for a validation document, False for a training document
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source. Each call of :meth:`documents` reads them again, file by file and line by line."""
+    """The documents of a source. Each call of :meth:`documents` reads the files again, line by line."""
 
     source: str
     parts: tuple[TextPart, ...]
@@ -118,8 +116,8 @@ class Corpus:
         """Yield every document, marked as training or validation.
 
         Validation gets the documents whose keys have hashes in the lowest `VALIDATION_SHARE` of all possible hashes.
-        Neither split is empty: the document with the lowest hash is always in validation, and that with the highest
-        in training. A single document is cut in two, at the start of a line if possible.
+        The document with the lowest hash is always in validation, and the document with the highest hash always in
+        training, so neither split is empty. A single document is cut in two, at the start of a line if possible.
 
         Raises:
             InputError: if a file or split has changed since the corpus was opened.
@@ -162,10 +160,10 @@ def open_corpora(
     progress: OnProgress | None = None,
     parts: Sequence[tuple[TextPart, ...]] | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source of text. ``parts`` are the parts of the sources, if they are known.
+    """Open a corpus for each source of text.
 
-    Every file or split is read once, to count its documents and to hash its text. With ``memory``, the results are
-    cached in this folder and reused until the file or split changes.
+    Every part (file or split) is read once, to count the documents and to hash the text. These surveys are cached in
+    the folder ``memory``, if it is given, until the part changes. ``parts`` are the parts of each source, if known.
 
     Raises:
         InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
@@ -189,7 +187,8 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the path of the cache file for the surveys of a source that is read with these ``options``."""
+    """Return the file in ``folder`` that caches the surveys (counts and hashes) of a source. ``options`` say how the
+    source is read."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
 
@@ -203,11 +202,12 @@ def cached_surveys(
 ) -> list[AnySurvey]:
     """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
 
-    New surveys are saved in that file. If ``path`` is None, all parts are read, and nothing is saved.
+    New surveys are saved in the cache file. If ``path`` is None, all parts are read, and nothing is saved.
 
     Args:
-        survey: reads a part and returns its survey (a data class).
-        restored: makes a survey from cached values. None, KeyError or TypeError: the part must be read again.
+        survey: reads a part and returns the survey (a data class).
+        restored: makes a survey from cached values. If it returns None or raises KeyError or TypeError, the part is
+            read again.
     """
     known = {} if path is None else _read(path)
     surveys: list[AnySurvey] = []
@@ -228,7 +228,7 @@ def cached_surveys(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the entries of a cache file by part; {} if it is missing, damaged or of another version."""
+    """Return the entries of a cache file by part; {} if the file is missing, damaged or of another version."""
     try:
         document: Any = storage.json_object(storage.read(path))
         known = dict(document["parts"])
@@ -281,7 +281,7 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
                 advanced = min(len(raw), left)  # text is longer than its compressed file
                 meter.advance(advanced)
                 left -= advanced
-    except BrokenFile as error:
+    except BrokenFile as error:  # earlier documents may be wrong, too: a gzip file has its checksum at the end
         return Survey(0, 0, "", 2**64, 0, corrupt=0, broken=1, faults=(_line(f"{part.name} {error}"),))
     finally:
         meter.advance(left)
@@ -289,7 +289,7 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about unreadable text, or "". Raise InputError if more than ``corrupt_share`` cannot be read."""
+    """Return a line about unreadable documents and files, or "". Raise InputError above ``corrupt_share``."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

@@ -1,9 +1,10 @@
-"""Read token ids from files, a slice at a time. A block is compared with its checksum when it is first read, and
-again after its file has changed.
+"""Read token ids from files, a slice at a time.
 
-Files are read with ``pread``, so that the user gets an error message if a file is truncated or its disk fails. With a
-memory map, a signal (SIGBUS) would end the process. Arrow files are mapped by the package ``datasets``, so their
-sizes are compared before each read.
+A block of a file is compared with its checksum when the block is first read, and again after the file has changed.
+
+If a file is truncated, ``pread`` returns fewer bytes. If a disk fails, ``pread`` raises an error. In both cases,
+reading a memory map would end the process with a signal (SIGBUS). So files are read with ``pread``. The package
+``datasets`` maps Arrow files; before each read, their sizes are checked.
 """
 
 import os
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 from leaven.errors import InputError
 
 BLOCK = 2**18
-"""Bytes that a checksum covers. At the start of a run every window is in another block, so large blocks would make
-the first steps slow; small ones make the index large."""
-MOST_OPEN = 128  # files that are held open
+"""Bytes that a checksum covers. Large blocks would make the first steps of a run slow, because nearly every window is
+in a block that was not read before. Small blocks would make the index large."""
+MOST_OPEN = 128  # largest number of files that are held open
 ADVICE = "restore it, or write it again"
 
 _seek = Lock()
@@ -64,21 +65,19 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """Token ids in blocks. A block is compared with its checksum when it is first read, and again after each change.
-
-    A change is one of the files' time stamps. Index the ids with slices of step 1.
+    """Token ids in files or in memory. Index them with slices of step 1.
 
     Args:
         count: number of token ids.
-        checksums: of the blocks, from :class:`BlockChecksums`. If None, nothing is compared.
+        checksums: the checksums of the blocks, from :class:`BlockChecksums`. If None, no block is checked.
     """
 
     def __init__(self, dtype: np.dtype[Any], count: int, checksums: str | None) -> None:
         self.dtype, self._count = dtype, count
         self.n_bytes = count * dtype.itemsize
         self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums or ""), "<u4")
-        self._unread = np.ones(len(self._checksums), bool)  # the blocks that have not been compared yet
-        self._stamp: Any = None  # changes with the files
+        self._unread = np.ones(len(self._checksums), bool)  # the blocks that are not checked yet
+        self._stamp: Any = None  # time stamps of the files at the last read
 
     def __len__(self) -> int:
         return self._count
@@ -105,15 +104,15 @@ class CheckedTokens:
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
     def _stamp_now(self) -> Any:
-        """Return a value that changes when the files are written to."""
+        """Return the time stamps of the files."""
         raise NotImplementedError
 
     def _read(self, first: int, last: int) -> bytes:
-        """Return the bytes from ``first`` to ``last``. Raise InputError if they cannot be read."""
+        """Return the bytes from ``first`` up to ``last``. Raise InputError if they cannot be read."""
         raise NotImplementedError
 
     def _damage(self, first: int, last: int) -> str:
-        """Return the message that these bytes are wrong."""
+        """Return the error message for a block with a wrong checksum, the bytes from ``first`` up to ``last``."""
         raise NotImplementedError
 
 
@@ -151,7 +150,7 @@ class FileTokens(CheckedTokens):
         with suppress(OSError):
             found = os.fstat(_open(self).number)
             return found.st_mtime_ns, found.st_ctime_ns
-        return self._stamp  # reading gives the error
+        return self._stamp  # :meth:`_read` raises the error
 
     def _read(self, first: int, last: int) -> bytes:
         try:
@@ -171,7 +170,7 @@ class MappedFile:
     """A file that another package has mapped into memory."""
 
     path: str
-    size: int  # bytes when it was opened
+    size: int  # bytes when the file was opened
 
     def require_whole(self) -> None:
         """Raise InputError if the file has been truncated. Reading the missing part would end the process."""
@@ -184,7 +183,7 @@ class MappedFile:
 
 
 class ArrayTokens(CheckedTokens):
-    """The token ids in an array. ``files`` are mapped into the array; an array in memory has none."""
+    """The token ids in an array. ``files`` are the files that are mapped into the array, none for data in memory."""
 
     def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...], checksums: str | None = None) -> None:
         super().__init__(ids.dtype, len(ids), checksums)

@@ -28,7 +28,7 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class _Split:
-    """One split of a data set. Its properties are those of :class:`leaven.data.readers.File`."""
+    """One split of a data set, with the attributes of a :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
     name: str  # name of the split in messages
@@ -40,7 +40,7 @@ class _Split:
         return self.dataset.dataset_size or 0
 
     def stamp(self) -> FileStamp | None:
-        # In a folder of save_to_disk, the fingerprint is only a text beside the files.
+        # The fingerprint in a folder of save_to_disk does not change if a program changes the data files.
         stamp: FileStamp = [self.dataset._fingerprint, len(self.dataset)]
         for file in self.dataset.cache_files:
             of_file = file_stamp(Path(file["filename"]))
@@ -77,7 +77,8 @@ class HubTokens(_Split):
         """Return the token ids, mapped into memory.
 
         Raises:
-            BrokenFile: if the ids contain nulls, or if the attention mask shows padding or cannot be read.
+            BrokenFile: if there are nulls among the ids, or if the attention mask shows padding, contains nulls or
+                is not made of lists of integers or booleans.
         """
         table = self.dataset.data
         if self.column == INPUT_IDS and MASK in table.column_names:
@@ -111,8 +112,8 @@ def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
 def open_split(source: str, text: str) -> HubSplit | HubTokens:
     """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``. The default split is ``train``.
 
-    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. The
-    only option of the latter is ``split``.
+    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``, for
+    which the only option is ``split``.
 
     ``text`` is the column of the text or of the token ids. A column "input_ids" replaces a missing column "text".
 
@@ -141,10 +142,12 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
             empty = not json.loads((folder / "state.json").read_bytes())["_data_files"]
             found = None if empty else datasets.load_from_disk(str(folder))
         else:
-            revision = options.get("revision")
-            found = datasets.load_dataset(place, options.get("config"), split=name, revision=revision)
+            builder = datasets.load_dataset_builder(place, options.get("config"), revision=options.get("revision"))
+            again = {"download_mode": "reuse_cache_if_exists", "verification_mode": "no_checks"}
+            builder.download_and_prepare(**again if _is_outdated(builder) else {})
+            found = builder.as_dataset(split=name)
     except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
-        if "corresponds to no data" not in str(error):  # the split has no rows
+        if "corresponds to no data" not in str(error):  # this is the message for a split without rows
             raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
         found = None
     if not found:
@@ -154,6 +157,17 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
     # Lists that are all empty have the type null.
     kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer", "is_null") else HubSplit
     return kind(name, f"{source}:{name}", found, text)
+
+
+def _is_outdated(builder: Any) -> bool:
+    """Return whether files on this machine have changed since the package ``datasets`` copied them to its cache.
+
+    The package compares their modification times, which are the same for different files of some archives.
+    """
+    files = [file for files in (builder.config.data_files or {}).values() for file in files]
+    changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
+    copied = Path(builder.cache_dir, "dataset_info.json")
+    return copied.exists() and max(changed, default=0) >= copied.stat().st_mtime_ns
 
 
 def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
@@ -170,10 +184,10 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or of ``hf:///folder``.
 
-    A file on the Hub is downloaded, unless an earlier download exists. Whether a folder has the file is not checked.
+    A file on the Hub is downloaded, unless an earlier download exists. The file in a folder may be missing.
 
     Raises:
-        InputError: if the file cannot be downloaded, or ``tokenizer`` is not such an address.
+        InputError: if the address is invalid, huggingface_hub is not installed, or the file cannot be downloaded.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():
@@ -188,7 +202,7 @@ def fetch_tokenizer(tokenizer: str) -> Path:
     fetch = partial(hf_hub_download, place, "tokenizer.json", revision=options.get("revision"))
     try:
         with suppress(LocalEntryNotFoundError):
-            # An earlier download is used without asking the Hub for a newer one.
+            # Use an earlier download without asking the Hub for a newer version.
             return Path(fetch(local_files_only=True))
         return Path(fetch())
     except Exception as error:

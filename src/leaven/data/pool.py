@@ -22,11 +22,11 @@ Done = tuple[int, tuple[Encoded, Encoded]]
 text and of its validation text."""
 
 BYTES_A_PROCESS = 2**24
-"""A process is started only if it gets at least this much text. Starting it takes half a second; encoding this much
-text takes several times as long."""
+"""A process is started only for at least this many bytes of text. To start a process takes half a second; to encode
+this much text takes several times as long."""
 
 NO_SEMAPHORE = {errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS}
-"""Errors of a system whose /dev/shm, which has the semaphores of processes, is full, missing or cannot be written."""
+"""Error numbers if semaphores cannot be made, because /dev/shm is full, missing or cannot be written."""
 
 _encoder: Encoder
 
@@ -36,8 +36,8 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
     Close this generator to end its processes.
 
-    ``n_bytes`` is the size of the text. By default, there is one process per core, or fewer for little text. A single
-    process is the calling process, which uses all cores.
+    ``n_bytes`` is the size of the text. By default, there is one process per core, or fewer for little text. With one
+    process, the calling process encodes the text itself, on all cores.
 
     Raises:
         InputError: if one of the processes dies.
@@ -66,7 +66,7 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
             "run the same command again to continue"
         ) from None
     finally:
-        # After an error or Ctrl-C, results are not needed any more.
+        # After an error or Ctrl-C, processes may still be working.
         for process in active_children():
             if process not in others:
                 process.kill()
@@ -80,7 +80,7 @@ def new_processes(count: int, initialise: Callable[..., None], *arguments: objec
         InputError: if the semaphores of the executor cannot be made.
     """
     try:
-        with signals_blocked():  # also in the process that tracks the semaphores
+        with signals_blocked():  # this also starts the process that tracks the semaphores
             return ProcessPoolExecutor(count, get_context("spawn"), initializer=initialise, initargs=arguments)
     except OSError as error:
         if error.errno not in NO_SEMAPHORE:
@@ -95,8 +95,8 @@ def new_processes(count: int, initialise: Callable[..., None], *arguments: objec
 def signals_blocked() -> Iterator[None]:
     """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends. On Windows, do nothing.
 
-    Processes that are started inside the block never receive them, although a terminal or a scheduler sends them to
-    all processes of a command: this process decides when they end, with SIGKILL.
+    A terminal or a scheduler sends these signals to all processes of a command. Processes that are started inside the
+    block never receive them: this process ends them with SIGKILL.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -109,7 +109,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def _start(encoder: Encoder) -> None:
-    """Initialise a new process: make it use one thread, and exit when its parent exits."""
+    """Initialise a new process, which uses one thread and exits when its parent exits."""
     global _encoder  # noqa: PLW0603
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder

@@ -1,10 +1,8 @@
 """Read text files of several formats document by document."""
 
-import gzip
 import io
 import json
 import time
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +12,13 @@ from leaven import storage
 from leaven.errors import InputError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 LONGEST_LINE, LARGEST_TEXT = 2**27, 2**32
-"""Limits in bytes on a line, and on a .txt file, which is one document. A document is read whole."""
+"""Largest sizes in bytes of a line, and of a .txt file, which is one document. Each is read whole into memory."""
 
 SETTLED_NS = 2 * 10**9
-"""A file that changed less than this many ns ago can change again without a new modification time."""
+"""A file that changed less than this many ns ago may change again without a new modification time."""
 
 
 FileStamp = list[int | str]
@@ -27,10 +26,7 @@ FileStamp = list[int | str]
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """Return a stamp of a file, which changes when the file is changed. It is None if the file is missing.
-
-    It is also None if the file changed less than `SETTLED_NS` ns ago: another change might give the same stamp.
-    """
+    """Return a stamp of a file. Return None if the file is missing, or changed less than `SETTLED_NS` ns ago."""
     try:
         found = path.stat()
     except OSError:
@@ -88,11 +84,11 @@ class File:
             storage.require_file(self.path)
             if self.path.name.endswith(".parquet"):
                 yield from _parquet_rows(self.path, self.text)
-            elif self.path.suffix == ".py":  # the standard library, where invalid UTF-8 cannot be repaired
+            elif self.path.suffix == ".py":  # the standard library: users cannot repair invalid UTF-8 there
                 yield TextRow("", storage.read(self.path).decode("utf-8-sig", errors="replace"))
             elif self.path.name.endswith(".txt"):  # a file named exactly .txt has no suffix
                 content = storage.read(self.path, LARGEST_TEXT)
-                if b"\0" in content:  # what a crash or an unfinished download leaves
+                if b"\0" in content:  # left by a crash or an unfinished download
                     raise BrokenFile("has zero bytes, which no text has; write it again or leave it out")
                 yield TextRow("", content.decode("utf-8-sig"))
             else:
@@ -106,7 +102,7 @@ class File:
                             yield _json_row(f":{number}", line, self.text)
         except InputError:
             raise
-        except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
+        except (OSError, ValueError, NotImplementedError) as error:
             if isinstance(error, UnicodeDecodeError) and self.path.name.endswith(".txt"):
                 raise BrokenFile(f"is not UTF-8 ({error})") from None
             reason = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
@@ -115,15 +111,14 @@ class File:
 
 
 def _open_lines(path: Path) -> Any:
-    if path.suffix in {".gz", ".zst"} and not path.stat().st_size:  # Python takes it for an empty text
+    if path.suffix not in COMPRESSIONS:
+        return path.open("rb")
+    if not path.stat().st_size:  # read without an error as an empty text
         raise ValueError("it has 0 bytes, which no compressed file has")
-    match path.suffix:
-        case ".gz":
-            return gzip.open(path)
-        case ".zst":
-            stream = _pyarrow(path).input_stream(str(path), compression="zstd")
-            return io.BufferedReader(stream, 2**20)
-    return path.open("rb")
+    # gzip.open skips zeros between the members of a file, which a crash or an unfinished download leaves.
+    # A file, not a path: pyarrow opens no path that is not UTF-8.
+    stream = _pyarrow(path).input_stream(path.open("rb"), compression=COMPRESSIONS[path.suffix])
+    return io.BufferedReader(stream, 2**20)
 
 
 def _json_row(place: str, line: bytes, text: str) -> TextRow:
@@ -170,7 +165,7 @@ def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:
 
     number = 0
     for chunk in chunks:
-        # A column of strings may contain invalid UTF-8. Read as bytes, an invalid row does not affect the others.
+        # A column of strings may contain invalid UTF-8. Rows are decoded one by one, so that others can be used.
         binary = pyarrow.large_binary() if pyarrow.types.is_large_string(chunk.type) else pyarrow.binary()
         for raw in chunk.cast(binary).to_pylist():
             number += 1

@@ -1,15 +1,15 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
-A shard contains the tokens of `SHARD_BATCHES` batches of text (the last one: of the rest) in two files, one for
+A shard contains the tokens of `SHARD_BATCHES` batches of text (the last shard may have fewer) in two files, one for
 training and one for validation. Each file is written under a temporary name, synced and renamed. Then a line is added
-to ``shards.jsonl``. So a process that is killed loses only the shard that it was writing. ``index.json`` is written
-last: a folder without it is unfinished.
+to ``shards.jsonl``. So a process that is killed loses only one shard. A folder is unfinished until ``index.json`` is
+written.
 
 At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
 the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
 
-An index that is damaged or does not fit the text is written again. Before that, the checksums of all files are
-compared, and damaged shards are written again.
+If the index is damaged or does not fit the text, the checksums of all files are compared. Then damaged shards and the
+index are written again.
 """
 
 import json
@@ -59,7 +59,7 @@ class ShardedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
 
     def between(self, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens from position ``start`` to ``stop``, a part for each shard. Nothing is read."""
+        """Return the tokens from position ``start`` to ``stop`` as a range for each shard. Nothing is read yet."""
         return [TokenRange(shard, first, last) for shard, first, last in self._between(start, stop)]
 
     def _between(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
@@ -76,7 +76,7 @@ class TokenRange:
 
     tokens: Tokens  # the shard
     start: int  # position of the first token of the range
-    stop: int  # position after the last one
+    stop: int  # position after the last token
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -95,7 +95,7 @@ class ShardFile:
     documents: int  # number of documents that end in this file
     bytes: int  # bytes of UTF-8 text that the tokens encode
     blake2b: str  # checksum of the file
-    blocks: str = ""  # checksums of its blocks, from BlockChecksums; set when the file is complete
+    blocks: str = ""  # checksums of the file's blocks, from BlockChecksums; "" until the file is complete
 
 
 ShardRecord = dict[str, ShardFile]
@@ -136,7 +136,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
-    """Open the shards in a folder. Return None if the folder is unfinished or damaged."""
+    """Open the shards in a folder. Return None if the folder is unfinished, damaged, or does not fit the corpus."""
     path = folder / "index.json"
     try:
         index: Any = storage.json_object(storage.read(path))
@@ -151,7 +151,7 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
         return None
     files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
     newest = max(file.stat().st_mtime_ns for file in files)
-    if newest >= checked:  # later than the index, but the checksums match: do not compare them next time
+    if newest >= checked:  # not older than the index: its checksum is right, so do not compute it next time
         with suppress(OSError):  # the folder cannot be written
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
@@ -172,11 +172,11 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
     """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
-    Return the files that had to be rebuilt, each with a phrase that says what was wrong.
+    Return the files that were rebuilt, each with what was wrong.
     """
     records: dict[int, ShardRecord] = {}
-    known: dict[int, Any] = {}  # digests of the texts of finished shards
-    texts: dict[int, Any] = {}  # the same of the corpus as it is read now
+    known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
+    texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
     log = folder / "shards.jsonl"
     for entry in storage.read_json_lines(log).documents:
         with suppress(KeyError, TypeError, ValueError):
@@ -228,7 +228,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             known[shard] = texts[shard].hexdigest()
             storage.append_json(log, {"shard": shard, TEXT: known[shard]} | _entry(records[shard]))
     ordered = [records[shard] for shard in sorted(records)]
-    # A file may have changed while a build read it that was then stopped, so that its shards have another text.
+    # Shards of an earlier build that was stopped have another text if a source file changed meanwhile.
     other = any(known[shard] != text.hexdigest() for shard, text in texts.items())
     if log_used and (other or not _has_all(ordered, corpus)):  # write all shards again
         log.unlink()
@@ -246,7 +246,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _digest(index: Mapping[str, Any]) -> str:
-    """Return the hash of the keys of an index other than ``DIGEST``."""
+    """Return the hash of the values of an index, without ``DIGEST``."""
     content = {key: value for key, value in index.items() if key != DIGEST}
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -267,7 +267,7 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
-    """Return the index entry of a shard: the values of its files by split, and under `BLOCKS` the checksums."""
+    """Return the index entry of a shard: the values of each file by split, and the block checksums at `BLOCKS`."""
     files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 

@@ -15,18 +15,18 @@ from leaven.data.token_files import TOKEN_SUFFIXES, MappedTokens, TokenFile
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
 
-# Tests are half of the standard library (33 MB in Python 3.11), and many distributions ship Python without them.
-# Without them, reading is faster and all machines have the same text. The modules of encodings are tables, which are
-# easy to predict and would be half of the validation text.
+# Folders that are not part of python-stdlib. Tests are half of the standard library (33 MB in Python 3.11), and many
+# distributions ship Python without tests. The modules in encodings are tables, which are easy to predict and would be
+# half of the validation text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
-# Keys that the first line has, by the name of a file in the folder of a run or check.
+# Files in the folder of a run or check, with the keys of their first lines.
 _KEYS_OF_LEAVEN = {
     "events.jsonl": {"event", "time", "device"},
     "metrics.jsonl": {"step", "tokens", "loss", "grad_norm"},
     "runs.jsonl": {"key", "loss", "flops"},
 }
-_OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # folders of disks that users cannot list
+OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # system folders of a disk
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
 """1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in
@@ -35,6 +35,7 @@ the public domain; the selection is that of "tinyshakespeare" (Karpathy 2015, gi
 BYTES_PER_TOKEN = 3.75
 """Typical number of bytes of a token. With a BPE of a few thousand tokens, 10.7 MB of python-stdlib became 2.86 M
 tokens (docs/log.md)."""
+# Typical bytes of text per byte of a compressed file.
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
 
@@ -49,7 +50,7 @@ class SourceParts(NamedTuple):
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
     validation: tuple[TokenPart, ...] = ()  # the parts of ``source.validation``
-    empty: tuple[Path, ...] = ()  # folders without any file that the pattern has matched, as of a disk that is away
+    empty: tuple[Path, ...] = ()  # empty folders that the pattern has matched: a disk may not be mounted there
 
 
 def source_parts(source: DataSource) -> SourceParts:
@@ -120,7 +121,7 @@ def text_tokens(sources: Sequence[DataSource]) -> int | None:
 
 
 def opened(part: TokenPart) -> MappedTokens:
-    """Return the token ids of a part. Raise InputError if it cannot be used."""
+    """Return the token ids of a part. Raise InputError if the part cannot be used."""
     try:
         return part.open()
     except BrokenFile as error:
@@ -128,7 +129,8 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key. Add folders without any file to ``empty``."""
+    """Return the key and path of each file of a source, sorted by key. Add to ``empty`` the empty folders that are
+    searched."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -175,12 +177,12 @@ def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
 def _matches(
     folder: Path, pattern: tuple[str, ...], empty: dict[Path, None], above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files below a folder that the parts of a pattern match, as ``glob.glob(recursive=True)`` does.
+    """Yield the files below a folder that match the parts of a pattern, as in ``glob.glob(recursive=True)``.
 
-    glob leaves out what it cannot read, so that a part of a text could be missing without a word.
+    Where glob would leave out files without a word, this function raises an error.
 
     Args:
-        empty: gets the folders that have no entry at all.
+        empty: this function adds the folders without any entry.
         above: (device, inode) of the folders that ``**`` has matched, because a link may lead back to one of them.
 
     Raises:
@@ -193,7 +195,7 @@ def _matches(
     recursive = name == "**"
     while recursive and rest[:1] == ("**",):
         rest = rest[1:]
-    if not (recursive or _MAGIC & set(name)):  # also "..", and a name in other letters on a disk that ignores case
+    if not (recursive or _MAGIC & set(name)):  # no entry is named "..", and a disk may ignore case
         _require_target(folder / name)
         if rest and (folder / name).is_dir():
             yield from _matches(folder / name, rest, empty, above)
@@ -209,7 +211,7 @@ def _matches(
     with os.scandir(folder) as entries:
         for entry in entries:
             hidden = entry.name.startswith(".") and not name.startswith(".")
-            if hidden or entry.name in _OF_DISKS or not (recursive or fnmatch(entry.name, name)):
+            if hidden or entry.name in OF_DISKS or not (recursive or fnmatch(entry.name, name)):
                 continue
             path = folder / entry.name
             if not recursive:
@@ -221,7 +223,7 @@ def _matches(
 
 
 def _is_of_leaven(path: Path) -> bool:
-    """Return whether a file has the lines of a run or check, whose folder may lie beside the text."""
+    """Return whether a file was written by a run or check. A pattern for .jsonl files may match such files."""
     if path.name not in _KEYS_OF_LEAVEN:
         return False
     with suppress(OSError), storage.open_file(path) as file:
@@ -231,12 +233,11 @@ def _is_of_leaven(path: Path) -> bool:
 
 def _is_empty(folder: Path) -> bool:
     with suppress(OSError), os.scandir(folder) as entries:
-        return all(entry.name in _OF_DISKS for entry in entries)
+        return all(entry.name in OF_DISKS for entry in entries)
     return False
 
 
 def _require_target(path: Path) -> None:
-    """Raise InputError if a path is a link to nothing."""
     if path.is_symlink() and not path.exists():
         raise InputError(
             f"{path} is a link to {os.readlink(path)}, which is missing (is its disk mounted?); remove the link, or "

@@ -35,8 +35,8 @@ class Tokens(Protocol):
 class Stream:
     """An endless stream of windows of ``seq_len`` tokens in random order. The order is different in each epoch.
 
-    Window w consists of tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. Its last token is only a target,
-    and is also the first input of window w + 1. Tokens at the end that do not fill a window are left out.
+    Window w consists of tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. The last token is only a target in
+    window w, and the first input of window w + 1. Tokens at the end that do not fill a window are left out.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -66,11 +66,11 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of streams: of its first n samples, each stream has its share of n, up to one sample more or less."""
+    """A mixture of streams. Each stream has its share of the first n samples, plus or minus at most one sample."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
-    skip: tuple[tuple[int, int], ...] = ()  # as in `Stream`, of the mixture's sample numbers
+    skip: tuple[tuple[int, int], ...] = ()  # ranges of the mixture's sample numbers to leave out, as in `Stream`
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         """Return ``count`` samples from number ``first`` on, not counting those in ``skip``, [count, seq_len + 1]."""
@@ -139,11 +139,13 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Shuffle: return the new position in [0, size) of each of ``places``, with another permutation in each epoch.
+    """Return the shuffled position in [0, ``size``) of each of ``places``. Each epoch has another permutation.
 
-    The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. It is
-    applied again to every result that is not below ``size`` (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"). It is good for shuffling, but not secure: its round function is a mixer, not a cipher.
+    ``epochs`` has the epoch of each place.
+
+    The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. A
+    result that is not below ``size`` passes through the network again (Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains").
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)

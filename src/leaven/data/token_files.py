@@ -4,9 +4,9 @@
   (`megatron/core/datasets/indexed_dataset.py`);
 - llm.c: a ``.bin`` file with a header of 256 32-bit integers: a magic number, a version and the number of tokens
   (`dev/data/data_common.py`);
-- nanoGPT: any other ``.bin`` file, nothing but ids, 16-bit unless the recipe says otherwise (`data/*/prepare.py`);
+- nanoGPT: any other ``.bin`` file, which contains only ids, by default of 16 bits (`data/*/prepare.py`);
 - numpy: a ``.npy`` file with one dimension;
-- Arrow: the column of a data set whose rows are lists of ids.
+- Arrow: a column of a data set that contains lists of ids.
 """
 
 import os
@@ -36,16 +36,15 @@ _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
 BLOCKS = 16
-"""At least so many rows of the same length are blocks of a longer text, not documents."""
-_CHECKED_IDS = 2**20  # ids at the start of a file, which show whether its dtype is plausible
+"""At least this many rows of the same length (the last may be shorter) are blocks of a longer text, not documents."""
+_CHECKED_IDS = 2**20  # number of ids at the start of a file that are read to check the dtype
 
 
 @dataclass(frozen=True)
 class MappedTokens:
     """The token ids of a file, or of a split of a data set."""
 
-    # the ids, one array after the other; of a file, there is one
-    arrays: tuple[FileTokens | ArrayTokens, ...]
+    arrays: tuple[FileTokens | ArrayTokens, ...]  # the ids, one array after the other; a file has one array
     ends: NDArray[np.int64] | None  # positions after the last token of each document, ascending; None if unknown
     raw: bool = False  # whether neither the file nor the recipe states the dtype of the ids
 
@@ -59,7 +58,7 @@ class TokenFile:
 
     key: str  # path of the file below the source
     path: Path
-    dtype: str | None = None  # dtype of a .bin file that does not state it itself
+    dtype: str | None = None  # dtype that the recipe states; None if it states none
 
     @property
     def name(self) -> str:
@@ -127,7 +126,7 @@ class TokenFile:
                 f"has {size:,} bytes, not a whole number of {dtype.name} ids; copy it again, or give its dtype"
             )
         ids = _tokens(self.path, dtype)
-        # Of 32-bit ids read as 16-bit ids, every second one is 0; of 64-bit ids, three of four.
+        # If 32-bit ids are read as 16-bit numbers, every second number is 0; for 64-bit ids, three of four are 0.
         start, size = ids[:_CHECKED_IDS], dtype.itemsize
         while size < 8 and len(start) > 1 and not start[1::2].any() and start.any():
             start, size = start[::2], 2 * size
@@ -165,7 +164,7 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
             f"has an index {index.name} of version {version} with dtype {code}; write version 1 with integers"
         )
     dtype = np.dtype(_MEGATRON_DTYPES[code])
-    # Lengths of the sequences, their places in bytes, and the first sequence of each document and one more.
+    # After the header: the length and the place (in bytes) of each sequence, and the first sequence of each document.
     whole = _MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
     if size != whole:
         raise BrokenFile(
@@ -184,7 +183,7 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
         )
     if lengths.min() < 0 or (places != (stops - lengths) * dtype.itemsize).any():
         raise BrokenFile(f"has an index {index.name} whose sequences do not follow one another; write it again")
-    ends = stops  # Megatron-LM's GPTDataset, too, takes each sequence as a document
+    ends = stops  # as in Megatron-LM's GPTDataset, where each sequence is a document
     if documents and firsts[-1] == sequences:
         if firsts[0] != 0 or (np.diff(firsts) < 0).any():
             raise BrokenFile(f"has an index {index.name} whose documents are not in order; write it again")
@@ -212,10 +211,10 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists, which is given as Arrow arrays. Each row is a document.
+    """Return the token ids in a column of lists, which is given as Arrow arrays.
 
-    The exception: if all rows, at least 16 (`BLOCKS`), have the same length, except for a shorter last row, they are
-    blocks of a longer text, and the ends of its documents are unknown.
+    Each row is a document. But `BLOCKS` or more rows of equal length (the last may be shorter) are taken for blocks
+    of a longer text, and the ends of documents are then unknown.
 
     Args:
         files: for each of the arrays, the files that are mapped into it.
@@ -229,7 +228,7 @@ def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> 
         ids = chunk.flatten()
         if ids.null_count:
             raise BrokenFile("has nulls among its token ids; remove these rows")
-        if len(ids):  # else the type may be null
+        if len(ids):  # an empty array may have the type null
             arrays.append(ArrayTokens(ids.to_numpy(zero_copy_only=True), some))
         lengths.append(chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
     rows = np.concatenate([*lengths, np.zeros(0, np.int64)]).astype(np.int64)

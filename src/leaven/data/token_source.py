@@ -1,7 +1,7 @@
 """Read token ids in place: check them, and hold out a part of them for validation.
 
 Every id is read once, to check that it is in the vocabulary and to compute hashes and checksums. The results are
-cached as for text. In later runs, each block of a file is compared with its checksum when it is first read.
+cached until a file changes. In later runs, each block of a file is compared with its checksum when it is first read.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -28,14 +28,14 @@ FORMAT = 1
 STRETCHES = 64
 STRETCH_TOKENS = 2**20
 """A file is divided into at most `STRETCHES` stretches of at least `STRETCH_TOKENS` tokens. The end of each stretch
-is held out, so a file that is sorted, or that consists of several corpora, is validated on all of them."""
+is held out, so that validation covers a file evenly. The file may be sorted, or consist of several corpora."""
 
 _BLOCK = 2**20  # ids that are read at once
 
 
 @dataclass(frozen=True)
 class TokenSurvey:
-    """What is known of a file, or of a split of a data set, after reading all of its token ids."""
+    """Hashes and counts of all token ids in a file, or in a split of a data set."""
 
     digest: str  # hash of the ids, their dtype and the ends of documents
     lowest: int  # smallest id if it is negative, else 0
@@ -108,11 +108,11 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        A source with ``validation`` trains on all of its ids. From any other source, the last `VALIDATION_SHARE` of
-        each of up to `STRETCHES` stretches of a file is held out. Whole documents are held out, if their ends are
-        known and a document begins in this part.
+        All ids of a source with ``validation`` are training tokens. From any other source, the last
+        `VALIDATION_SHARE` of each stretch of a file (`STRETCHES`) is held out. If the ends of documents are known,
+        the held-out part begins at the first document that begins in this share, if there is one.
 
-        If the files say where documents end, but do not contain ``end_of_text``, this id is added after each
+        If the ends of documents are known, but the ids do not contain ``end_of_text``, this id is added after each
         document.
 
         Raises:
@@ -201,7 +201,10 @@ class TokenReader:
                 "packed documents"
             )
         return _SourceIds(
-            [_verified(ids, survey) for ids, survey in zip(mapped.values(), surveys, strict=True)],
+            [
+                replace(ids, arrays=tuple(array.with_checksums(sums) for array, sums in _of_arrays(ids, survey)))
+                for ids, survey in zip(mapped.values(), surveys, strict=True)
+            ],
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
@@ -220,7 +223,10 @@ class _SourceIds:
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens of a part from position ``start`` to ``stop``, with added end-of-text tokens."""
+        """Return the tokens of ``mapped`` from position ``start`` to ``stop``.
+
+        If ``added`` is set, this end-of-text token follows each document. Positions do not count these tokens.
+        """
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
@@ -255,14 +261,8 @@ def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
     return survey if fit else None
 
 
-def _verified(mapped: MappedTokens, survey: TokenSurvey) -> MappedTokens:
-    """Return the token ids of a part with the checksums of its blocks, so that reading finds damaged blocks."""
-    arrays = tuple(ids.with_checksums(checksums) for ids, checksums in _of_arrays(mapped, survey))
-    return replace(mapped, arrays=arrays)
-
-
 def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[FileTokens | ArrayTokens, str]]:
-    """Yield the arrays of a part, each with its checksums."""
+    """Yield each array of ``mapped`` with its checksums, a part of ``survey.blocks``."""
     at = 0
     for array in mapped.arrays:
         yield array, survey.blocks[at : (at := at + checksums_size(array.n_bytes))]
@@ -284,7 +284,8 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first end of a document from ``position`` on, at most ``stop``. Unknown ends give ``position``."""
+    """Return the first end of a document from ``position`` on, or ``stop`` if that is lower. Return ``position`` if
+    the ends of documents are unknown."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

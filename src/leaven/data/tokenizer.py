@@ -52,7 +52,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder that turns pieces of text into token ids. It adds an end-of-text token after every document."""
+    """An encoder of pieces of text into token ids, with an end-of-text token after every document."""
 
     tokenizer: "Tokenizer"
 
@@ -153,8 +153,8 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
     """Yield the text on which a tokenizer is trained: pieces of training documents.
 
-    All sources have the same limit, `TRAINING_BYTES` / their number, whatever their weights in the mixture. So all
-    mixtures of the same sources have the same tokenizer, and their losses can be compared.
+    Each source gives at most about `TRAINING_BYTES` / (number of sources) bytes, whatever its weight in the mixture.
+    So all mixtures of the same sources have the same tokenizer, and the losses of runs can be compared.
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
@@ -171,7 +171,7 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
     """Yield a document in pieces that end at line ends if possible.
 
-    Several cores can encode them at the same time. A whole document would need a hundred bytes of memory per token.
+    Several cores encode the pieces at the same time. Encoding needs a hundred bytes of memory for each token.
     """
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -187,7 +187,7 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 def _without_long_words(text: str) -> Iterator[str]:
     """Yield a text in parts, so that no run of white space or of other characters is longer than `LONGEST_WORD`."""
-    # Looking for runs takes as long as encoding. Every long run contains one of these short stretches.
+    # The search for long runs takes as long as encoding. Every long run fills at least one of these short stretches.
     short = LONGEST_WORD // 2
     stretches = (text[at : at + short] for at in range(0, len(text) - short + 1, short))
     start = 0
@@ -203,7 +203,7 @@ def _without_long_words(text: str) -> Iterator[str]:
 def parallel_tokenizers() -> Iterator[None]:
     """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it.
 
-    A fork may hang while other threads exist. A user's TOKENIZERS_PARALLELISM takes precedence.
+    A process that is forked while threads exist may hang. If the user has set TOKENIZERS_PARALLELISM, it is kept.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
@@ -216,8 +216,8 @@ def parallel_tokenizers() -> Iterator[None]:
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     """Return the number of UTF-8 bytes of each token id.
 
-    The result is None if the tokenizer neither is byte-level nor writes spaces as "▁" (SentencePiece). The latter may
-    add a space before a text, which is counted. Special tokens, for example end-of-text, have 0 bytes.
+    Special tokens, for example end-of-text, have 0 bytes. A space that SentencePiece adds before a text is counted.
+    The result is None for other tokenizers than byte-level and SentencePiece (which writes spaces as "▁").
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""

@@ -68,7 +68,8 @@ class TokenSet:
         return sum(source.validation_bytes for source in self.sources)
 
     def stream(self, seq_len: int, seed: int) -> "Stream | Mixture":
-        """Return the endless stream of training samples. Raise InputError if a source does not fill one window."""
+        """Return the endless stream of training samples. Raise InputError if a source has too few tokens for one
+        sample."""
         if len(self.sources) == 1:
             return Stream(self.sources[0].train, seq_len, seed)
         # The order within a source does not depend on the other sources or on weights.
@@ -173,7 +174,11 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if keys of ``data`` do not fit its sources. ``of_ids``: the parts of sources of token ids."""
+    """Raise InputError if keys of ``data`` do not fit its sources, or training and validation have the same token
+    ids.
+
+    ``of_ids`` has the parts of each source of token ids, by source.
+    """
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
@@ -196,11 +201,7 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
-    """Raise InputError if a file belongs to two sources.
-
-    Each source chooses its own validation documents, so a document could be used for training in one source and for
-    validation in the other.
-    """
+    """Raise InputError if a file belongs to two sources."""
     owner: dict[Path, str] = {}
     for source, parts in texts.items():
         for path in {part.path.resolve() for part in parts if isinstance(part, File)}:
@@ -219,7 +220,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the path of a tokenizer in the cache, and its encoder: ``given``, or one trained on ``corpora``."""
+    """Return the cached file and the encoder of a tokenizer: ``given`` or, if None, one trained on ``corpora``."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
@@ -236,7 +237,7 @@ def _tokenizer(
 
 
 def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
-    """Save a tokenizer in a folder named by its hash, and return its path and its encoder."""
+    """Save a tokenizer in a folder named by its hash. Return the path of the file, and the encoder."""
     raw = tokenizer.to_str(pretty=True).encode()
     path = folder / _hash(raw) / "tokenizer.json"
     if not path.exists() or path.read_bytes() != raw:

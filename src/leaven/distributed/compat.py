@@ -78,8 +78,8 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``on_resize`` with every storage that is resized in the block. FSDP frees and reallocates gathered
-    parameters by resizing."""
+    """Call ``on_resize`` with every storage that is resized in the ``with`` block. FSDP frees and reallocates
+    gathered parameters by resizing."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:

@@ -71,8 +71,10 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until the store has all keys. Return False after ``timeouts`` x the timeout. Polls the store,
-        because :meth:`shorten_timeout` could not interrupt a waiting call."""
+        """Wait until the store has all keys, and return True. Return False after ``timeouts`` x the timeout.
+
+        The store is polled, because :meth:`shorten_timeout` could not interrupt a waiting call.
+        """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
@@ -86,11 +88,12 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Run ``work`` on the first process, and then on all others in parallel. Return its result.
+    """Return the result of ``work()``, which runs on the first process, and then on all others in parallel.
 
-    The others wait for up to 60 days. They find the files that the first process has written.
+    The others find the files that the first process has written.
 
     Raises:
+        ProcessLost: on the others, if the first process has not finished after 60 days.
         InputError: on all processes, if the first process raises it. If another process raises it, only there.
     """
     exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None

@@ -193,8 +193,9 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tensor of 2-norms, (rows,), for each of ``groups``: a norm for each row of the parameter table,
-        over all processes. A group has a tensor, such as the gradient, for each of ``local_parameters``."""
+        """Return a list with a tensor of 2-norms, (rows,), for each of ``groups``: one norm for each row of the
+        parameter table, over all processes. A group is a sequence with one tensor, such as the gradient, for each of
+        ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -238,7 +239,8 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradients of a tied embedding."""
+        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradient of a tied embedding over
+        the first and the last pipeline stage."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad
@@ -320,8 +322,9 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Shard parameters, gradients and optimizer states over the data-parallel ranks, as the ZeRO stage requires
     (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    Parameters of attention and MLPs are communicated in the compute dtype, others and gradients in fp32. Gradients
-    are summed and never averaged, because the loss is divided by the tokens of all ranks before the backward pass.
+    Parameters of attention, MLPs and experts are communicated in the compute dtype. All other parameters and all
+    gradients are communicated in fp32. Gradients are summed and never averaged, because the loss is divided by the
+    tokens of all ranks before the backward pass.
     """
     assert group.mesh is not None
     mesh = replicas(group.mesh)
@@ -364,7 +367,7 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(pieces: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill the blocks of this process with the initial values of a run with a single process."""
+    """Fill the blocks of this process with the same initial values as in a run with a single process."""
     for piece in pieces:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

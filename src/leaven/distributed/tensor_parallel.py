@@ -81,7 +81,7 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors, not DTensors. It computes with the
+    """The parallel style of a module that each rank computes with plain tensors, not DTensors. A rank uses only the
     parts of the parameters that it stores.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
@@ -139,7 +139,10 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module whose first of ``arguments`` arguments is gathered over the sequence."""
+    """Return the style of a module that gathers its first argument over the sequence.
+
+    ``arguments`` is the number of arguments of the module. The others are passed on unchanged.
+    """
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),

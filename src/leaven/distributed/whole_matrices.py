@@ -30,8 +30,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return which ranks send which block to the ``owner``, by rank. Each block has one sender. The owner sends
-        itself the block that it stores."""
+        """Return the block that each rank sends to the ``owner``, by rank, without ranks that send nothing. Each
+        block has one sender. The owner sends itself the block that it stores."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -67,7 +67,8 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply the function to at most one matrix for each rank. Rank r owns matrix r."""
+        """Apply the function to ``matrices``, at most one for each rank, and return this process's block of each
+        result. Rank r gathers matrix r and applies the function to it."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]

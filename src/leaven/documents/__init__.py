@@ -5,12 +5,45 @@ The number in ``schema`` changes when the meaning of a key changes. docs/referen
 these files: the comment of a field becomes its description.
 """
 
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 Number = int | float
 """A number that may be whole in JSON (a count) or decimal (a measurement)."""
+
+DIGEST = "blake2b"  # key of the digest of all other keys, in a JSON object that is kept in a file
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """Return the digest of the keys of a JSON object other than ``DIGEST``."""
+    content = {key: value for key, value in document.items() if key != DIGEST}
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its digest."""
+    return {**document, DIGEST: digest_of(document)}
+
+
+def is_sealed(document: Mapping[str, Any]) -> bool:
+    """Return whether the digest of a JSON object is right. Without one, as in files of older versions, it is."""
+    return DIGEST not in document or document[DIGEST] == digest_of(document)
+
+
+class Sealed(BaseModel):
+    """A document whose file may have a digest, which is compared when the file is read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_digest(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not is_sealed(values):
+            raise PydanticCustomError("digest", "its content was changed after it was written")
+        return values
 
 
 class Entry(BaseModel):
@@ -19,7 +52,7 @@ class Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
-class Document(Entry):
+class Document(Sealed, Entry):
     """The result of a command, declared as ``class TrainDocument(Document, schema="train/1")``."""
 
     SCHEMA: ClassVar[str] = ""
@@ -31,11 +64,9 @@ class Document(Entry):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, values: Any) -> Any:
-        """Check and remove the key ``schema``, which :meth:`dump` adds."""
-        if isinstance(values, dict) and "schema" in values:
-            if values["schema"] != cls.SCHEMA:
-                raise ValueError(f"the schema is {values['schema']}, expected {cls.SCHEMA}")
-            values = {key: value for key, value in values.items() if key != "schema"}
+        """Check the key ``schema``, which :meth:`dump` adds."""
+        if isinstance(values, dict) and values.get("schema", cls.SCHEMA) != cls.SCHEMA:
+            raise ValueError(f"the schema is {values['schema']}, expected {cls.SCHEMA}")
         return values
 
     def dump(self) -> dict[str, Any]:

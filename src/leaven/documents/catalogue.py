@@ -45,7 +45,7 @@ class PublishedRunDocument(Document, schema="published-run/1"):
 
 
 class DifferenceRow(Document, schema="difference/1"):
-    """A value in which two published runs differ. ``leaven recipes diff`` prints a list of these."""
+    """A value in which two published runs or recipes differ. ``leaven recipes diff`` prints a list of these."""
 
     path: str  # path of the value, e.g. model.d_model
     a: Any  # value of the first run or recipe

@@ -1,4 +1,5 @@
-"""Define the documents of the other commands, such as ``leaven show``, ``train``, ``tune`` and ``demo``."""
+"""Define the documents of the commands without a file of their own here, such as ``leaven show``, ``train`` and
+``tune``."""
 
 from typing import Any
 

@@ -47,7 +47,8 @@ class Stored:
 
     @property
     def of_router_bias(self) -> bool:
-        """Whether these are a router's biases on the scores of experts. transformers keeps them in fp32."""
+        """Whether the tensor has a router's biases on the scores of experts. transformers keeps such biases in
+        fp32."""
         return next(iter(self.parts)).endswith("router.bias")
 
     @property

@@ -56,7 +56,7 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
-    """Return the architecture that a config.json names."""
+    """Return the architecture that a config.json names. Raise InputError if leaven does not support it."""
     names = config.get("architectures")
     names = [] if names is None else names
     if config.get("model_type") is not None:
@@ -151,7 +151,11 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
 
 
 def _nest_experts(values: dict[str, Any]) -> None:
-    """Replace the keys ``experts.KEY`` by a table ``experts``."""
+    """Replace the keys ``experts.KEY`` by a table ``experts``, and set a missing ``d_ff``.
+
+    Raises:
+        InputError: if a layer without experts comes after one with experts.
+    """
     experts = {key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")}
     dense = experts.get("dense_layers", 0)
     if isinstance(dense, list):
@@ -194,6 +198,9 @@ def _set_global_layers(architecture: Architecture, given: Config, values: dict[s
     """Replace the list of layer types under ``global_every`` by a recipe's number n: every n-th layer has no window.
 
     If all layers have a window, ``global_every`` is removed. If no layer has one, ``window`` is removed, too.
+
+    Raises:
+        InputError: if the list has another pattern.
     """
     if "global_every" not in architecture.keys:
         if "window" in values and any(kind != "sliding_attention" for kind in given.get("layer_types", ())):

@@ -153,7 +153,7 @@ def rescale_attention(
 
 @dataclass(eq=False)
 class WarnOfMultipliers:
-    """A state-dict hook that warns the user once: the state dict does not contain the multipliers."""
+    """A state-dict hook that warns the user once that the state dict does not contain the multipliers."""
 
     multipliers: int
     warned: bool = False
@@ -170,7 +170,8 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks and set the attention scales. If there are any, the first call of ``state_dict`` warns."""
+    """Install the hooks and set the attention scales. With at least one hook or scale, the first call of
+    ``state_dict`` warns."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)

@@ -268,10 +268,11 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width).
+    """Return the row, corrected for an embedding module that multiplies its output by a factor, such as sqrt(width).
 
     ``c`` is the factor in this model / the factor in the base. AdamW trains the same function as without the factor
-    if weight, std and lr are divided by c, and eps and decay are multiplied by c.
+    if weight, std and lr are divided by c, and eps and decay are multiplied by c. The logits of a tied embedding are
+    then multiplied by c. Rows of other roles are returned unchanged.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -286,7 +287,9 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether to draw initial values."""
+    """Return the validated hyperparameters, and whether to draw initial values. ``wanted`` is the argument
+    ``initialise``. Raise InputError if parametrize does not support the hyperparameters or their combination with
+    ``wanted``."""
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):
@@ -319,7 +322,8 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return a ratio above 0 as a float. ``name`` is the argument and ``size`` the compared size, for errors."""
+    """Return the ratio ``value`` as a float. Raise InputError if it is not a finite number above 0. The message says
+    that the argument ``name`` is the ratio of the ``size`` of the model to that of the base."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -330,7 +334,11 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``."""
+    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``.
+
+    Raises:
+        InputError: if a ratio is not a positive number, or a width or depth other than 1 is not the measured one.
+    """
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -346,7 +354,11 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
-    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention."""
+    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention.
+
+    Raises:
+        InputError: if attention modules have different head dimensions, or no attribute ``head_dim``.
+    """
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")

@@ -131,7 +131,11 @@ class Classifier:
     # Roles: found from type and position, then checked against the shape.
 
     def _role(self, site: ParameterSite) -> Role:
-        """Return the role of a parameter, or refuse the parameter."""
+        """Return the role of a parameter.
+
+        Raises:
+            InputError: if the parameter has none of the known roles.
+        """
         if is_norm(site):
             return self._norm_role(site)
         if is_linear(site.owner) and site.is_bias:
@@ -215,7 +219,12 @@ class Classifier:
     # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
-        """Return the name under which a parameter is tuned, such as ``mlp.out``, or refuse the parameter."""
+        """Return the name under which a parameter is tuned, such as ``mlp.out``.
+
+        Raises:
+            InputError: if the name of the parameter does not show this, or a name in ``modules`` does not fit its
+                role.
+        """
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
@@ -308,7 +317,7 @@ class Classifier:
     # or one tensor with the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Raise InputError if a block has no branch, or a branch does not have exactly one last matrix."""
+        """Raise InputError if a block has no residual branch, or a branch does not have exactly one last matrix."""
         branches: dict[tuple[str, int, str, tuple[str, ...]], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]

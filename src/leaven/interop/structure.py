@@ -98,7 +98,8 @@ def is_a(module: nn.Module, name: str) -> bool:
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside a wrapper of torch.compile, or the model itself. ``argument`` names it in errors."""
+    """Return the model inside a wrapper of torch.compile, or the model itself. If it is not an nn.Module, raise an
+    InputError that names ``argument``."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -236,7 +237,11 @@ def bare_name(name: str) -> str:
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
     """Return the keys of the blocks in each outermost list of blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` (of one type) whose members all have submodules.
+    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` whose members all have submodules. The members of an
+    ``nn.Sequential`` must also have the same type.
+
+    Raises:
+        InputError: if a list contains a block twice.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

@@ -1,4 +1,5 @@
-"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running them."""
+"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running the model or the
+norm."""
 
 import copy
 from collections.abc import Mapping, Sequence

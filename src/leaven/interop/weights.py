@@ -41,6 +41,7 @@ from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others hold quantised weights
+WHOLE = "model.safetensors"  # the file of all weights, unless they are in shards
 SHARD_BYTES = 5 * 10**9
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
@@ -152,7 +153,8 @@ def _factors(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Return the tensors of each file, by name. A file has at most ``limit`` elements, or one larger tensor."""
+    """Return the tensors of each file, by the name of the file. A file has at most ``limit`` elements, or one larger
+    tensor."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -162,7 +164,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
         shards[-1].append(each)
         room -= each.size
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {WHOLE: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
@@ -181,7 +183,7 @@ def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Split a tensor of the file into leaven's tensors. Factors and offsets are not applied."""
+    """Return leaven's tensors that a tensor of the file contains. Factors and offsets are not applied."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
@@ -329,7 +331,8 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     """Return a description of the model in a folder, from which a run with this shape can start.
 
     Raises:
-        InputError: if the model cannot be read, or its shape differs in a key other than those of ``_FREE``.
+        InputError: if the model cannot be read, or its shape differs from ``shape`` in a key on which weights depend.
+            Those in ``_FREE`` may differ, except ``seq_len`` with learned positions.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -439,8 +442,13 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a folder; map each tensor's full name to (open file, name in the file)."""
-    files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
+    """Open the weight files of a folder. Yield (open file, name in the file) for each tensor, by the tensor's full
+    name.
+
+    Raises:
+        InputError: if a file is missing or damaged, or the folder has two models.
+    """
+    files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")
         # A name of a file, not a path, which might lead out of the folder.
@@ -449,7 +457,12 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
             for file in places.values()
         ):
             raise InputError(f"{index}: weight_map must map tensors to files in its folder; save the model again")
-        files = sorted(set(places.values()))
+        # save_pretrained may leave the index of an earlier model, or its model.safetensors, which transformers reads.
+        shards = sorted(set(places.values()))
+        if WHOLE in shards or not (plain.folder / WHOLE).exists():
+            files = shards
+        elif any((plain.folder / file).exists() for file in shards):
+            raise InputError(f"{plain.folder}: {WHOLE} and {index.name} with its files are two models; remove one")
     tensors = {}
     with ExitStack() as stack:
         for file in files:
@@ -464,9 +477,4 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
                 raise InputError(f"{plain.folder / file}: damaged, or not a safetensors file ({error})") from None
             for name in opened.keys():  # noqa: SIM118  # not a mapping
                 tensors[plain.architecture.whole_name(name)] = (opened, name)
-        single = plain.folder / "model.safetensors"
-        if single.name not in files and single.exists():  # save_pretrained leaves it in a folder that it writes again
-            raise InputError(
-                f"{single}: not a file of {index.name}, so one of both is left of an earlier model; remove that one"
-            )
         yield tensors

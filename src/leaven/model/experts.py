@@ -128,7 +128,8 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chosen experts of each token, their weights, and the load of each expert in each sequence."""
+        """Return the chosen experts of each token (B, T, k), their weights (B, T, k), and the load of each expert in
+        each sequence (B, E)."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -183,7 +184,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies``.
+    """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies`` of ``x_ND``.
 
     ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The backward pass gathers
     rows, too. If it scattered them, gradients on a GPU would differ from run to run.

@@ -1,6 +1,7 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-The other functions here call private functions of torch, such as ``torch._foreach_norm``, which may change.
+Functions for other purposes, such as :func:`norms`, call private functions of torch, such as ``torch._foreach_norm``,
+which may change.
 
 Shape suffixes of attention: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E
 entries of a head, t queries of a block, s keys that the block attends to. Elsewhere D, F, K, M and N are any sizes.
@@ -32,7 +33,7 @@ memory."""
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of the tensors as one tensor, (number of tensors,).
 
-    This function and the next three launch a few kernels for all tensors together. A loop would launch hundreds.
+    A few kernels compute the norms of all tensors together. A loop over the tensors would launch hundreds.
     """
     return torch.stack(torch._foreach_norm(list(tensors)))
 
@@ -283,7 +284,7 @@ class _CausalAttention(torch.autograd.Function):
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
     """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may attend.
 
-    For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255, so s is 256.
+    For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255.
     """
     ends = [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
     starts = [max(first - window + 1, 0) if window else 0 for first, _ in ends]
@@ -291,7 +292,8 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence (no window, no softcap)."""
+    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence, if it has no window or
+    softcap."""
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))
@@ -306,7 +308,8 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap) or None."""
+    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap). Without ``softcap``,
+    the second result is None."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]

@@ -173,7 +173,8 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
 
 
 def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
-    """Return why a model cannot be split over ``tp`` tensor-parallel ranks, with the sizes that would be split."""
+    """Return why a model cannot be split over ``tp`` tensor-parallel ranks: ``qk_norm_whole``, or sizes of which not
+    all are divisible by ``tp``."""
     sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
         if model.qk_norm_whole:

@@ -91,7 +91,7 @@ class BlockTable:
 
     @cached_property
     def split_vectors(self) -> int:
-        """The number of gains and biases that tensor-parallel ranks split."""
+        """The number of parameters in the gains and biases that tensor-parallel ranks split."""
         return self.split_gains + sum(row.n for row in self.matmuls if row.bias and row.split == "column")
 
     @cached_property

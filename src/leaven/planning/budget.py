@@ -168,7 +168,10 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the row of a law, whose function ``size`` maps FLOPs to the best number of parameters."""
+        """Return the model size that a law recommends for the budget.
+
+        ``size`` is the law's function from training FLOPs to the best number of parameters.
+        """
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
@@ -196,7 +199,12 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model of this size, or the known speed of a model within 5% of this size."""
+        """Return the training speed of a model with ``params`` parameters. If a model within 5% of this size is known
+        already, return its speed.
+
+        Raises:
+            InputError: if leaven cannot plan this number of parameters or tokens.
+        """
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

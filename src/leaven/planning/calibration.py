@@ -174,6 +174,8 @@ def calibration(
     time, low, high = weighted_median(times), min(times)[0], max(times)[0]
     measurement = len(found) == 1 and found[0][2].by == "measurement"
     runs = "a measurement" if measurement else "1 run" if len(times) == 1 else f"{len(times)} runs"
+    threads = sorted({record.threads for *_, record, _ in found if record.threads is not None})
+    using = f" with {' or '.join(map(str, threads))} CPU thread{'s' * (threads[-1] > 1)}" if threads else ""
     spread = f" ({low:.3g} to {high:.3g})" if len(times) > 1 else ""
     return CalibrationRow(
         time=time,
@@ -183,7 +185,7 @@ def calibration(
         high=high,
         measurement=measurement,
         uncalibrated_step_seconds=step_seconds,
-        says=f"x{time:.3g} by {runs} on this accelerator{spread}",
+        says=f"x{time:.3g} by {runs} on this accelerator{using}{spread}",
     )
 
 

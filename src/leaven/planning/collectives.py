@@ -95,7 +95,8 @@ def send_once(
     number, used = experts
 
     def reached(groups: int) -> float:
-        """Return how many of ``groups`` equal groups of experts have, on average, at least one expert of a token."""
+        """Return how many of ``groups`` equal groups of experts have, on average, at least one of a token's
+        experts."""
         each = max(1, number // groups)
         return number // each * (1 - comb(number - each, used) / comb(number, used))
 
@@ -108,9 +109,10 @@ def send_once(
 
 
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
-    """Return the seconds that a rank needs to send ``size`` bytes to other ranks of its group.
+    """Return the seconds that a rank needs to send ``size`` bytes to other ranks.
 
-    ``span`` is (number of ranks in the group) x stride. ``share`` is the share of the bandwidth that is reached.
+    ``span`` is the number of neighbouring ranks that include the sender and all receivers. If it is above the size of
+    a node, the bytes go over the network. ``share`` is the share of the bandwidth that is reached.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

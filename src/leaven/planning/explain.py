@@ -41,10 +41,11 @@ _TRIED = 64
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
+    """Return a comparison of the chosen layout with the best layout that has the values ``asked``, such as
+    ``pp=8,zero=1``.
 
-    If no layout with these values fits into memory, the one that needs the least memory is compared. If there is no
-    layout with these values, ``line`` of the result says why.
+    If no layout with these values fits into memory, the chosen layout is compared with the one that needs the least
+    memory. If there is no layout with these values, ``line`` of the result says why.
 
     Raises:
         InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.
@@ -71,7 +72,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
                 except InputError as error:
                     line = str(error)
         else:
-            line = _slower(found, chosen) + notes if found.fits else memory_and_limit(found)
+            line = _against_chosen(found, chosen) + notes if found.fits else memory_and_limit(found)
     step = found.time if found and found.fits else None
 
     def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
@@ -157,8 +158,9 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
 
 
-def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return how a layout differs from the chosen one in time and memory, and why."""
+def _against_chosen(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
+    """Return a text that says how a layout differs from the chosen one in time and memory and, if it is slower,
+    why."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -211,7 +213,7 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
-    """Return that not even ``least``, the layout with the least memory, fits, and what to change."""
+    """Return a message: not even ``least``, the layout with the least memory, fits. It also says what to change."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
@@ -231,7 +233,8 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether a layout with one stage per pipeline rank fits into memory and would be allowed for the job."""
+    """Return whether a layout of the job with one stage per pipeline rank fits into memory. With ``job.by_leaven``,
+    only layouts without context parallelism count."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:
@@ -253,7 +256,10 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below the job's on which a layout fits, or None if 64 tried numbers fail."""
+    """Return the largest number of GPUs below the job's on which a layout fits.
+
+    Return None if none of the 64 largest possible numbers fits.
+    """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -269,7 +275,8 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes that make the plan fit, as in ``; zero=1 would fit in 61.0 GiB``; "" if none do."""
+    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or "" if no
+    layout fits."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

@@ -63,7 +63,8 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
     """Return the utilisations mfu, mfu_causal and hfu of a run that has the MFU ``mfu``.
 
-    The MFU counts full attention. The HFU (hardware FLOPs utilisation) counts full attention and recomputation.
+    ``mfu`` counts full attention, ``mfu_causal`` causal attention, and ``hfu`` (hardware FLOPs utilisation) full
+    attention and recomputation.
     """
     full = flops_per_token(model)
     return {

@@ -10,8 +10,9 @@ from leaven.planning.accelerators import EXAMPLE, Accelerator, accelerators, use
 from leaven.planning.flops import flops_per_token
 from leaven.planning.this_machine import gpus_here, this_machine
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import WHOLE
 
-_COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
+_COUNT = rf"({WHOLE})\s*[x×*]\s*"
 _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
 MOST_GPUS = 10**7  # the largest clusters have 10^5
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
@@ -114,7 +115,8 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, or None."""
+    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, or None if it is
+    unknown."""
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
         return None

@@ -177,7 +177,8 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """With ``job.by_leaven``, the best fitting layout leaven cannot train, if 2% faster than all ``choices``."""
+        """The fastest layout that fits but that leaven cannot train, if it is more than 2% faster than all
+        ``choices``; otherwise None. Always None without ``job.by_leaven``."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -248,7 +249,10 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Try every layout of :func:`layouts` with every micro-batch size, except multiples of sizes that do not fit."""
+    """Return the result of trying every layout of :func:`layouts` with every micro-batch size.
+
+    Multiples of a size that does not fit into memory are not tried.
+    """
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None

@@ -3,7 +3,8 @@
 The parts are the fields of :class:`Memory`. Weights, gradients and optimizer states are sharded as in the ZeRO paper
 (arXiv 1910.02054). Activations are mainly the tensors that autograd saves for the backward pass.
 
-Errors: docs/evidence/planner-accuracy.md on published measurements, benchmarks/memory.py on leaven's own steps.
+The results are compared with published measurements in docs/evidence/planner-accuracy.md, and with leaven's own steps
+in benchmarks/memory.py.
 """
 
 from collections import defaultdict
@@ -248,7 +249,8 @@ def activation_parts(
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
     With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all other
-    activations: outside the blocks, kept after sending, or temporary during a backward pass.
+    activations: those outside the blocks, those that a pipeline stage keeps after sending them, and those that exist
+    only during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp
@@ -340,7 +342,7 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """Return the activation memory of one block on one rank, with the given recomputation."""
+    """Return the activation memory of one block on one rank, in bytes per token, with the given recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1

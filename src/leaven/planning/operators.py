@@ -91,7 +91,7 @@ def matmul_seconds(
 
 
 def flash_flops(accelerator: Accelerator) -> tuple[float, float]:
-    """Return the FLOP/s of a flash attention kernel, forward and backward, if all scores are counted."""
+    """Return the FLOP/s of a flash attention kernel, forward and backward, with masked scores counted as work."""
     rate, measured = accelerator.matmul_flops * accelerator.sustained_share, accelerator.sustained
     if measured is None:
         return FLASH * rate, FLASH * rate

@@ -236,12 +236,13 @@ def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
 
 
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
-    """Return the plan of a run over ``tokens`` tokens, in the fastest layout that fits into memory or in ``layout``.
+    """Return the plan of a run over ``tokens`` tokens, in ``layout`` or, by default, in the fastest layout that fits.
 
     A given ``layout``, such as ``tp=8,pp=12,mbs=2``, is planned even if it needs too much memory.
 
     Raises:
-        InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits.
+        InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits into
+            memory.
     """
     asked = None
     if layout:

@@ -61,8 +61,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
 
-    A hint is the cluster that ``leaven new --gpus`` was given, or a published run with the same n_layers, d_model,
-    d_ff and tokens.
+    A hint is the cluster that ``leaven new --gpus`` was given, or a published run with the same n_layers, d_model and
+    d_ff, and with the same tokens within 1%. The recipe's layout must have a rank for each GPU of the cluster. With a
+    published run, it may also have a single rank.
     """
     planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
     if planned_for:
@@ -146,7 +147,10 @@ def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> li
     n_layers, d, d_head = _known(arch, "n_layers"), _known(arch, "d_model"), _known(arch, "d_head")
 
     def width(ends: tuple[float, float], layer: int, divisor: int) -> int:
-        """Return the multiple of ``divisor`` that is nearest to a layer's exact width, but at least 90% of it."""
+        """Return the multiple of ``divisor`` that is nearest to a layer's exact width, but at least 90% of it.
+
+        ``ends`` has (exact width) / d_model of the first and the last layer; other layers are interpolated.
+        """
         first, last = ends
         exact = round(first + (last - first) * layer / (n_layers - 1), 2) * d
         rounded = max(divisor, int(exact + divisor / 2) // divisor * divisor)

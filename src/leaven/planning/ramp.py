@@ -157,7 +157,8 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start`` and, for each of 1, 1/2, 1/4, ... full batches, the smallest of ``starts`` not below this."""
+    """Return ``start``, and the smallest of ``starts`` with at least 1, 1/2, 1/4, ... of the full batch, from small
+    to large."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -217,9 +218,9 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    The first stage has the largest batch that is at most ``multiple`` x the noise scale at the start of the run, but
-    at least one sequence. Each later stage about doubles the batch as soon as the noise scale allows this, up to the
-    full batch.
+    A stage has the full batch, or half, a quarter and so on, down to one sequence. The first stage has the largest of
+    these batches that is at most ``multiple`` x the noise scale at the start of the run, or else one sequence. Each
+    larger batch begins as soon as the noise scale allows it.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

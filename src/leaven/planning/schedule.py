@@ -53,7 +53,8 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return the largest number of a rank's forward passes that wait for their backward or ``weight`` pass."""
+        """Return the largest number of a rank's forward passes that wait at once for their backward or ``weight``
+        pass."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]

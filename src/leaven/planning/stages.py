@@ -51,7 +51,10 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage by the rule ``work``; ``weights`` has the FLOPs / 2 of each block."""
+    """Return the number of blocks of each stage by the rule ``work``: stages have about the same FLOPs.
+
+    ``weights`` has the FLOPs / 2 of each block, and ``unembedding`` those of the unembedding.
+    """
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for number, weight in enumerate(weights):

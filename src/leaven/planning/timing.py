@@ -100,7 +100,8 @@ def _block_time(  # noqa: PLR0917 (a cache)
 
 
 def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
-    """Return the seconds that recomputation adds to the backward pass of a block."""
+    """Return the seconds that recomputation adds to the backward pass of a block. ``once`` is the time of its forward
+    pass."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")

@@ -14,7 +14,8 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes."""
+    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes, or cannot measure
+    the gradient noise scale as the recipe says."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
@@ -70,7 +71,8 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the gradient noise scale cannot be measured, or None if it can.
+    """Return why the gradient noise scale cannot be measured. Return None if it can, or if the recipe does not
+    measure it.
 
     The noise scale is measured by comparing the gradients of the first micro-batch with those of the whole batch.
     """

@@ -139,7 +139,7 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
 
 
 def _take_out(document: dict[str, Any], path: str) -> None:
-    """Remove a key from a document, as ``--set a.b=`` requests."""
+    """Remove a key from a document, as ``--set a.b=`` requests. Raise InputError if the key is missing."""
     *outer, last = split_path(path)
     part: Any = document
     for key in outer:
@@ -218,8 +218,11 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return ``rows``, if it is a list of tables, without the default values that the template does not contain.
-    ``own`` has the same tables without defaults, and ``stated`` is the list in the template."""
+    """Return the tables ``rows`` without the default values that the template does not contain.
+
+    Return other values than a list of tables unchanged. ``own`` has the same tables without any default values, and
+    ``stated`` is the list in the template.
+    """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)

@@ -50,7 +50,8 @@ class DepthProfile(Part):
 
     @staticmethod
     def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
-        """Return the multiplier of block ``layer`` (counted from 0) in a model with ``n_layers`` blocks."""
+        """Return the multiplier of block ``layer`` (counted from 0) in a model with ``n_layers`` blocks: the
+        geometric interpolation between the points of ``profile``."""
         position = (layer / (n_layers - 1) if n_layers > 1 else 0.0) * (len(profile) - 1)
         below = min(int(position), len(profile) - 1)
         above = min(below + 1, len(profile) - 1)

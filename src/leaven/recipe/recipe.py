@@ -78,7 +78,8 @@ class Precision(Part):
 
 
 class Stability(Part):
-    """What a run does at a loss spike (:mod:`leaven.training.spikes`), and which checkpoints it keeps."""
+    """What a run does at a loss spike (:mod:`leaven.training.spikes`), when it saves checkpoints, which of them it
+    keeps, and when it measures the gradient noise scale."""
 
     # rollback: return to a checkpoint before the spike and skip the data of the spike; skip: do not apply a step
     # whose loss or gradient norm is an outlier; stop: end the run; off: do nothing.
@@ -148,7 +149,11 @@ Octaves = Annotated[float, Field(ge=-64, le=64)]  # n octaves are a factor of 2^
 
 
 def _both_sides(value: Any) -> Any:
-    """Return a search range in octaves as (low, high). The value n, a single number, means (-n, n)."""
+    """Return a search range in octaves as (low, high). The value n, a single number, means (-n, n).
+
+    Raises:
+        ValueError: if the value is not a range, or if the range does not contain 0.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from leaven.errors import InputError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)(?:e([+-]?[0-9]+))?"
+# A whole number. Commas only between groups of three digits: elsewhere, as in 0,5, one is a decimal comma.
+WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9][0-9_]*)"
+_NUMBER = rf"({WHOLE}(?:\.[0-9]+)?|\.[0-9]+)(?:e([+-]?[0-9]+))?"
 _QUANTITY = re.compile(_NUMBER + r"\s*([KMBGT]?)", re.IGNORECASE)
 
 

@@ -144,7 +144,10 @@ def parameter_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model. ``at``: its ratios to the base; ``match`` is computed here."""
+    """Return the row of one parameter of any model.
+
+    ``at`` has the parameter's ratios to the base, except ``match``, which is computed here.
+    """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     muon, match = base.muon_of(role), 0.0
@@ -207,9 +210,11 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     """Return factors on the weights that replace the multipliers of the forward pass, by parameter name.
 
     A model without multipliers computes the same function with the weights (and biases) multiplied by these factors.
-    Factors of 1 are left out. The factor of a branch goes into its last matrix, or into the norm on its output. The
-    factor of the attention logits, relative to 1 / sqrt(d_head), goes into the query norm, or into the query matrix.
-    The factor of the logits goes into the unembedding, or into the final norm if the embeddings are tied.
+    Factors of 1 are left out. Where each multiplier is folded:
+
+    - of a branch: into the norm on its output. Without such a norm, into the last matrix of the branch.
+    - of the attention logits, relative to 1 / sqrt(d_head): into the query norm. Without it, into the query matrix.
+    - of the logits: into the unembedding. If the embeddings are tied, into the final norm.
     """
     rows = table.multipliers
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}

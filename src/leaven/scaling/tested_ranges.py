@@ -16,6 +16,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
 from leaven.scaling.table import ParameterTable, parameter_table
+from leaven.scaling.transfer import searched_paths
 
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
@@ -68,6 +69,11 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
 
 
+def untuned(tuned: Recipe) -> list[CautionRow]:
+    """Return the warning, if any, that ``leaven transfer --like`` finds no searched values in ``tuned``."""
+    return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
+
+
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
     """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
 
@@ -116,9 +122,10 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on branch outputs in a model more than twice as wide or deep as the base.
+    """Warn about norms on branch outputs in a model more than twice as wide or more than twice as deep as the base.
 
-    Only for complete-d-p, and over depth only for alpha 1: for these the best lr was measured to change.
+    Warn only for the rule complete-d-p, and about depth only if alpha is 1: there, the best lr was measured to
+    change.
     """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
@@ -162,7 +169,7 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Adam's eps is too large compared with sqrt(v) for a matrix in a block, where v is the second moment.
+    """Yield a caution if Adam's eps is too large compared with sqrt(v) of a block's matrix. v is the second moment.
 
     The estimate of sqrt(v) spreads the limit of the global gradient norm (1 if there is none) evenly over all
     parameters. Real gradients in blocks are smaller: most of the norm is in the unembedding, and the norm soon falls

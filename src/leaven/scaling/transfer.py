@@ -6,6 +6,7 @@ run. The smaller batches of a ramp or of stages keep their share of the full bat
 because each transfer rounds to whole sequences.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
+# In the reason that leaven tune writes for a value. A user may write a note before it.
+_STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
     "stability.checkpoint_every_tokens",
@@ -214,8 +217,8 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """Return the paths of the values that ``leaven tune`` chose: their reasons begin with "study NAME"."""
-    return {path for path, why in recipe.why.items() if why.startswith("study ")}
+    """Return the paths of the values that ``leaven tune`` chose: their reasons have "study NAME, trial N"."""
+    return {path for path, why in recipe.why.items() if _STUDY.search(why)}
 
 
 def _require_moments(recipe: Recipe) -> None:

@@ -1,8 +1,8 @@
 """The web server of ``leaven serve``: pages of folders, a planner and a page of published runs.
 
 The server answers only GET requests that are addressed to this machine and contain the token from the address that
-``leaven serve`` prints. A request cannot open any path: the server shows only folders that
-:func:`leaven.server.folders.find` finds.
+``leaven serve`` prints. It shows no other folders than those that :func:`leaven.server.folders.find` finds, whatever
+path a request contains.
 """
 
 import secrets
@@ -99,8 +99,11 @@ class TokenRequired:
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises. A page of the
-    folders ``found`` updates itself: the browser asks every two seconds whether they have changed."""
+    """Return the HTML page that ``make`` returns, or a page with the InputError or OSError that ``make`` raises.
+
+    A page of the folders ``found`` updates itself: every two seconds, the browser asks whether they have changed. If
+    they have not, the response is an empty one with status 304.
+    """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
         return Response(status_code=304, headers=HEADERS | {"ETag": mark})
@@ -193,7 +196,8 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the shell command that prints the same plan. ``given`` is as in :func:`_planned`."""
+    """Return the shell command that prints the plan of :func:`_planned`. ``given`` has the texts of the form by
+    field."""
     options = ["--gpus", given["gpus"]]
     options += [part for key in ("layout", "price") if given[key] for part in (f"--{key}", given[key])]
     if given["size"] and not given["size"][0].isdigit():

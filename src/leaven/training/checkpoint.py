@@ -28,12 +28,14 @@ from leaven import storage
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from leaven.documents import sealed
 from leaven.errors import InputError, Settled
 from leaven.recipe.recipe import Recipe
 from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
+from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
@@ -44,7 +46,6 @@ from leaven.training.run_folder import (
     checkpoint_name,
     checkpoints,
     read_state,
-    state_digest,
     tokens_of,
 )
 
@@ -59,7 +60,6 @@ _KINDS = ("model", "optimizer")
 _ADAM, _MUON = ("step", "exp_avg", "exp_avg_sq"), "momentum_buffer"
 # Keys of the state of a run's checkpoint:
 TEXT = "text"  # the fingerprint of the text
-EVENTS = "events"  # number and digest of the lines of events.jsonl
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         state |= {"format": FORMAT_OF_MANY, "tensors": where}
     with (temporary / "state.json").open("w", encoding="utf-8") as file:
         # Indented for people, except with many processes, where the table of blocks makes that slow.
-        json.dump(state | {"blake2b": state_digest(state)}, file, indent=1 if len(parts) == 1 else None)
+        json.dump(sealed(state), file, indent=1 if len(parts) == 1 else None)
     sync_file(temporary / "state.json")
     if final.exists():  # damaged, or undone by a rewind
         _remove(final)
@@ -441,12 +441,16 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens``: rename damaged checkpoints, and remove
-        unfinished ones and those that one of the run's ``rewinds`` has undone. Raise InputError on all processes if
-        there is any other checkpoint after ``after_tokens``.
+        """Prepare the folder for a run that continues from ``after_tokens``.
+
+        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that
+        one of the run's ``rewinds`` has undone.
 
         Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
         meanwhile.
+
+        Raises:
+            InputError: on all processes, if there is any other checkpoint after ``after_tokens``.
         """
         self._group.barrier()
         new: Path | None = None
@@ -490,8 +494,8 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` are those of all scheduled
-    checkpoints, in ascending order. These are kept:
+    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` has the token counts of all
+    scheduled checkpoints, in ascending order. These are kept:
 
     - the newest ``keep``;
     - the last one at or before ``good_tokens``;

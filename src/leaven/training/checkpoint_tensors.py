@@ -50,8 +50,8 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Return where the blocks of every whole tensor are stored. ``parts`` has the blocks that each process has
-    written.
+    """Return the whole tensors by name, each with the places of all its blocks. An element of ``parts`` has the
+    blocks that one process has written.
 
     Raises:
         ValueError: if an element is missing, stored twice or outside its tensor, or if two blocks name different

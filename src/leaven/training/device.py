@@ -140,8 +140,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
     """Return the time of a matmul in ``compute`` divided by its time in fp32.
 
-    A ratio below 0.8 or above 2 is stored in leaven's cache folder, and not measured again. A ratio in between may
-    come from other work on the machine.
+    A ratio below 0.8 or above 2 is stored in leaven's cache folder. A ratio in between is measured again in each
+    call, because other work on the machine may have changed it.
     """
     if compute == "fp32":
         return 1.0
@@ -269,7 +269,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a Linux control group can still use (page cache counts as free), or None if unlimited."""
+    """Return the bytes of memory that a Linux control group can still use, or None if it has no limit. Inactive page
+    cache counts as free."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -292,7 +293,8 @@ def machine() -> dict[str, Any]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
+    """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB (old versions: 32 MiB).
+    Do nothing with another C library.
 
     By default, glibc returns a large block to the system, which must then clear its pages again in every step. On a
     CPU, this takes 5 to 37% of a step (measured: docs/log.md). Keeping larger blocks would fragment memory.

@@ -39,8 +39,8 @@ class DivergenceMonitor(Callback):
     - The loss of a step is not finite. With ``at_once``, the same holds for the gradient.
     - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
       about 1/32 of the run, because a single batch of unusual text may be above the limit.
-    - A point of the curve was above that limit, and the run ends less than :data:`LEARNT` below a uniform guess. The
-      softmax of such a run is saturated.
+    - A point of the curve was above that limit, and the running mean at the end of the run is not at least
+      :data:`LEARNT` nats below the loss of a uniform guess. The softmax of such a run is saturated.
     """
 
     vocab_size: int
@@ -114,7 +114,7 @@ CATCHES_UP = 1.5
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial with this curve so far is too far behind the baseline, by the constants above."""
+    """Return whether a trial with this curve so far is too far behind the baseline, by the constants of this file."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False

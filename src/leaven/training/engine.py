@@ -150,8 +150,8 @@ class Training:
         return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true. Several processes check between steps instead: all must stop at
-        the same step."""
+        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check between steps,
+        because all must stop at the same step."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
@@ -217,8 +217,8 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Add the gradient of the mean loss of a batch, times the loss scale, to ``grad``. Return the unscaled mean
-        loss, a scalar."""
+        """Return the mean loss of a batch, a scalar, and add its gradient to the parameters' ``grad``. With a loss
+        ``scale``, the gradient is multiplied by it. ``noise`` measures the gradient of the first micro-batch."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
@@ -238,7 +238,8 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets count in the loss in the first micro-batches of all processes, a scalar."""
+        """Return the number of targets in the first micro-batch that count in the loss, summed over processes, a
+        scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -310,7 +311,8 @@ class Training:
 
     def split(self, sequences: int) -> tuple[int, int]:
         """Return (sequences in a micro-batch, micro-batches in each process) for a batch of ``sequences`` sequences.
-        A compiled model gets equal sizes, because compiling for a new size costs more than padding."""
+        A compiled model keeps the size ``micro_batch``, unless a process has fewer sequences, because compiling for
+        another size costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -368,7 +370,8 @@ class Training:
 def check_trainable(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS, resumes: bool = False
 ) -> None:
-    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``."""
+    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``. With ``resumes``, the
+    weights of [start] are not checked, because a checkpoint replaces them."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None and not resumes:
         require_start(recipe.model, recipe.start.folder)

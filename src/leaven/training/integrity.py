@@ -17,10 +17,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from leaven import storage
+from leaven.documents import is_sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differing
-from leaven.training.line_digests import LinesDigest, digest, kept_metrics, lines_digest
+from leaven.training.line_digests import EVENTS, digest, kept_metrics, lines_digest
 from leaven.training.run_folder import (
     IDENTITY,
     LOCK,
@@ -33,6 +34,7 @@ from leaven.training.run_folder import (
     checkpoint_name,
     checkpoints,
     describe_changes,
+    finish_of,
     newest_document,
     tokens_of,
 )
@@ -86,6 +88,14 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 
 # Files of other runs
+
+
+def faults(run: RunFolder) -> Iterator[str]:
+    """Yield a sentence about each file of a run that was changed, is missing, is unreadable, or is of another run."""
+    finish = finish_of(run.read_events())
+    for file, why in changed_since(run, finish).items() if finish is not None else ():
+        yield f"{run.path / file} is not as it was when the run finished: {why}"
+    yield from foreign_files(run, newest_state(run))
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
@@ -145,8 +155,10 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence that names the values of recipe.toml that were changed after the checkpoint and do not affect
-    the weights, or None."""
+    """Return a sentence that names the changes of recipe.toml since a checkpoint that do not affect the weights.
+
+    Return None if there are none. ``state`` comes from the checkpoint.
+    """
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -248,8 +260,10 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that stay the same during a run. The text may be moved: :func:`require_text`
-    compares its content."""
+    """Return the values of a recipe that a run keeps when it resumes without a rewind.
+
+    The name of a single source is left out, because its text may be moved. :func:`require_text` compares its content.
+    """
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -301,8 +315,8 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with something else than a line of leaven: a JSON object whose first key is in
-    ``keys``. A missing or empty file does not. Zeros, which a power cut may leave, are ignored."""
+    """Return whether a file begins with other text than a line of leaven, which is a JSON object whose first key is
+    in ``keys``. Return False for a missing or empty file. Zeros, which a power cut may leave, are ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -311,8 +325,11 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return plan.json or a TensorBoard file that shows that the run has trained, or None. If the run has ``begun``
-    (has events), plan.json needs measured steps, because the first plan is written before the first step."""
+    """Return plan.json or a TensorBoard file if the file shows that the run has trained, or else None.
+
+    ``begun`` says whether the run has events. If so, plan.json must have measured steps, because the first plan is
+    written before the first step. TensorBoard files then count only without metrics.jsonl.
+    """
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -364,8 +381,12 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why no checkpoint can be used, or None if there are no checkpoints. With
-    ``tokens``, consider only the checkpoint at that token count."""
+    """Return a sentence that says why ``read_checkpoint`` found no checkpoint, or None if there is none on the disk.
+
+    Args:
+        damaged: the damaged checkpoints that ``read_checkpoint`` returned. All others were undone by a rewind.
+        tokens: consider only the checkpoint at this number of tokens.
+    """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -427,14 +448,13 @@ def _torchrun_mark() -> Path | None:
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
     """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence about this."""
-    metrics, events = (lines_digest(finish.get(key)) for key in ("metrics", "events"))
+    metrics = lines_digest(finish.get("metrics"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):
         found[run.metrics_file.name] = _or_unreadable(
             lambda: kept_metrics(run.lines_of(run.metrics_file), step, metrics)[1]
         )
-    if events is not None:
-        found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, events))
+    found[run.events_file.name] = _or_unreadable(lambda: events_changed(run, finish))
     there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     # If all checkpoints are gone, the user has probably removed them.
     if there and isinstance(finish.get("tokens"), int) and finish["tokens"] not in there:
@@ -443,17 +463,19 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
-    """Return ``compare()``, or the error message if the file cannot be read."""
+    """Return the result of ``compare()``, or the message of the InputError that it raises."""
     try:
         return compare()
     except InputError as error:
         return str(error)
 
 
-def events_changed(run: RunFolder, written: LinesDigest | None) -> str | None:
-    """Return what has changed in the lines of events.jsonl since their digest was ``written``, or None. Without a
-    digest, return a message only if there are no lines."""
-    lines = run.lines_of(run.events_file)
+def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
+    """Return what has changed in events.jsonl since the ``finish`` event or the state of a checkpoint, or None.
+    Without a digest, return a message only if there are no lines."""
+    if not is_sealed(since):
+        return "its finish event has been changed"
+    lines, written = run.lines_of(run.events_file), lines_digest(since.get(EVENTS))
     if not lines:
         return "its lines are missing"
     if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:

@@ -9,12 +9,14 @@ from typing import Any
 
 from leaven import storage
 
+EVENTS = "events"  # key of the digest of events.jsonl in the state of a checkpoint and in the finish event
 MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """The number and the digest of the lines of metrics.jsonl or events.jsonl at a checkpoint or the finish event."""
+    """The number and digest of lines of metrics.jsonl or events.jsonl, as a checkpoint or the finish event stores
+    them."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
@@ -60,7 +62,8 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
 
 
 def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
-    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are"."""
+    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are". Only the
+    first ``MOST_RANGES`` ranges are named. Of the others, the text has the number of steps."""
     sizes = [last - first + 1 for first, last in ranges]
     parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
     if len(ranges) > MOST_RANGES:

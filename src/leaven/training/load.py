@@ -1,11 +1,11 @@
 """Loads the model of a run, generates text from it, and exports it in Hugging Face's format."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from leaven.training.average import AVERAGE
 from leaven.training.checkpoint import Checkpoint, read_checkpoint
 from leaven.training.integrity import (
     TOKENIZER,
+    events_changed,
     missing_checkpoint,
     newest_saved,
     newest_state,
@@ -54,7 +55,9 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
-    changed: str | None = None  # a sentence that names changed values of recipe.toml on which no weight depends
+    # Sentences about changed events, and changed values of recipe.toml on which no weight depends; None without any.
+    changed: str | None = None
+    events: Sequence[Mapping[str, Any]] = ()  # none if their losses may be wrong, or those of another branch
     averaged: bool = False  # whether ``weights`` are the averaged weights
     # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
     # These are the biases of the last step, even if ``weights`` are averages.
@@ -88,8 +91,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     time, vocabulary). Warnings name newer checkpoints that are damaged or missing, and changed values of recipe.toml.
 
     Raises:
-        InputError: if the folder has no run, no tokenizer or files of another run, or if the checkpoint is missing or
-            damaged.
+        InputError: if the folder has no run or no tokenizer, if it has files of another run, or if the checkpoint is
+            missing or damaged.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
@@ -169,6 +172,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it with the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
+    events, fault = folder.events(), events_changed(folder, folder.finish() or checkpoint.state)
+    lost = fault and f"{folder.events_file} was changed after the checkpoint: {fault}; bring back the run's file"
     return LoadedRun(
         folder=folder,
         recipe=recipe,
@@ -177,7 +182,8 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokenizer=tokenizer,
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
-        changed=unused_changes(folder, checkpoint.state),
+        changed="; ".join(filter(None, (lost, unused_changes(folder, checkpoint.state)))) or None,
+        events=() if lost or folder.lost_rewinds(events) else events,
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )
@@ -238,14 +244,13 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
     """
     shape = run.recipe.model
     architecture = holding(shape)
-    events = run.folder.events()
     card = model_card(
         run.recipe,
         render(run.recipe, read_text(run.folder.recipe_file)),
         architecture=architecture.name,
         tokens=run.tokens,
         dtype=dtype,
-        events=() if run.folder.lost_rewinds(events) else events,  # after a lost rewind, their losses do not count
+        events=run.events,
         averaged=run.averaged,
         licence=licence,
     )

@@ -92,7 +92,8 @@ class Loop:
         return training.finished
 
     def _call_due(self, before: int, after: int) -> None:
-        """Call ``on_due`` of each callback that is due between these token counts."""
+        """Call ``on_due`` of each callback that is due between these token counts. Before that, read the step that
+        was started last. If a callback then rewinds the run, do not call ``on_due``."""
         due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
         if due and not self.read():
             for callback in due:

@@ -110,8 +110,11 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with the micro-batch of the run in place of "auto", if the run has started. Another
-    micro-batch would change the order of summation, and so the last bits of the loss."""
+    """Return the recipe with the micro-batch of the run in place of "auto", if the run has started.
+
+    With a pipeline, the micro-batch is at most the largest that the pipeline allows. Another micro-batch would change
+    the order of summation, and so the last bits of the loss.
+    """
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
@@ -284,8 +287,10 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, allocate memory for ``copies`` copies of the parameters. On other devices, return None: on a CPU,
-    memory takes no space until it is written to."""
+    """Return uninitialised memory for ``copies`` copies of the parameters on CUDA, and None on other devices.
+
+    On a CPU, memory takes no space until it is written to.
+    """
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

@@ -3,7 +3,8 @@ scale (:class:`LossScale`), and measures the gradient noise scale (:class:`Noise
 
 Parameters of one module share a group of Adam if their lr, betas, eps and weight decay are equal. Weights, gradients,
 moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy (Micikevicius et al.
-2018, arXiv 1710.03740). State stays on the device, and only the optimizer on mps waits for it.
+2018, arXiv 1710.03740). State stays on the device, and the host does not wait for the device, except in the optimizer
+on mps.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,8 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm, a scalar. It is infinite until the first nonzero gradient: nothing is clipped."""
+        """Return the running norm of the gradient, a scalar. It is infinite until the first nonzero gradient: nothing
+        is clipped."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)

@@ -100,7 +100,8 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write the rows, and add the last batch size to the calibration history if enough steps were measured."""
+        """Write the measurements to plan.json. Add that of the last batch size to the calibration history if it has
+        at least ``ENOUGH`` steps."""
         for record in self.write():
             if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
                 remember(record)
@@ -208,8 +209,8 @@ def measure(
     on_step: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Measurement | None:
-    """Take a few steps with a recipe's model on random tokens, and add the result to the calibration history. Return
-    None if stopped.
+    """Measure a few steps of a recipe's model on random tokens, and add the result to the calibration history. Return
+    the result, or None if stopped.
 
     ``gpus`` is the cluster of the plan; this machine must have an accelerator of the same type. A model that is too
     large or too slow is measured at two smaller depths. Time and memory are extrapolated: both are linear in the

@@ -68,8 +68,12 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order: those in the newest checkpoint, and later ones in
-    events.jsonl. An event also has the rewinds before it, because lines of the file may be lost."""
+    """Return the automatic and manual rewinds of a run, in order, from the newest checkpoint or from events.jsonl,
+    whichever has more. An event contains the rewinds before it, because lines of the file may be lost.
+
+    Raises:
+        InputError: if the event of a rewind is damaged.
+    """
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
@@ -169,7 +173,11 @@ class ManualRewind:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 
     def _target(self, run: RunFolder) -> int:
-        """Return the token count of the checkpoint to return to."""
+        """Return the token count of the newest undamaged checkpoint at or before ``rewind_to``.
+
+        Raises:
+            InputError: if there is none, or if a checkpoint at exactly ``rewind_to`` is damaged or gone.
+        """
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)

@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
+from leaven.documents import DIGEST, digest_of, sealed
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
@@ -146,16 +146,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     file = checkpoint / "state.json"
     state = storage.json_object(storage.read(file))
-    if state is None or state.pop("blake2b", None) != state_digest(state):
+    if state is None or state.pop(DIGEST, None) != digest_of(state):
         raise ValueError(f"{file} is damaged")
     if state.get("tokens") != tokens_of(checkpoint):
         raise ValueError(f"{checkpoint} is a copy of another checkpoint")
     return state
-
-
-def state_digest(state: Mapping[str, Any]) -> str:
-    """Return the digest of ``state``. A state.json contains both."""
-    return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class RunFolder:
@@ -210,7 +205,7 @@ class RunFolder:
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
         """Return the number of rewinds in the newest checkpoint minus the number in ``events``. It is below 0 between
-        a rewind and the next checkpoint, and if all checkpoints are damaged."""
+        a rewind and the next checkpoint. Without an undamaged checkpoint, it is -1."""
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             return len(newest_document(self)["rewinds"]) - _rewinds_known(events)
         return -1
@@ -260,8 +255,8 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self) -> None:
-        """Raise InputError if another run uses the same folder of checkpoints through a link, for example a copy by
-        ``cp -r``, which copies only the link."""
+        """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link. If the
+        checkpoints of a run are a link, a copy of the run by ``cp -r`` has the same link."""
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             if int(inode) == self._inode():
@@ -310,14 +305,18 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer into a folder without one: weights are useless without it, and caches get cleared."""
+        """Copy the tokenizer at ``path`` into the run folder if it has none. The cache may be cleared, and weights
+        are useless without their tokenizer."""
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and an incomplete last
-        line. ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining
-        lines differ from ``written``, or None."""
+        """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Also
+        remove an incomplete last line.
+
+        ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining lines
+        differ from ``written``, or None if they do not, or in a process that does not write.
+        """
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
         if not self.writes:
@@ -375,8 +374,11 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl. Raise InputError if a value that a resume needs is missing or has a wrong
-        type."""
+        """Return the events in events.jsonl: its lines with a text under ``event``.
+
+        Raises:
+            InputError: if a value that a resume needs is missing or has a wrong type.
+        """
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):
@@ -430,7 +432,8 @@ class RunFolder:
 
     def event(self, event: str, **values: Any) -> None:
         """Append a line to events.jsonl, with the time in seconds since 1970."""
-        self._append(self.events_file, _json_line({"event": event, **values, "time": round(time.time(), 3)}))
+        line = finite({"event": event, **values, "time": round(time.time(), 3)})
+        self._append(self.events_file, _json_line(sealed(line) if event == "finish" else line))
         if event in {*RETURNS, "start", "finish"} and self.unwritten is None:
             self.sync()  # before the run rolls back, or plan.json says that it has begun
 

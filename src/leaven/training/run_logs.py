@@ -37,8 +37,10 @@ def _ignore(_: str) -> None:
 def tensorboard_rows(
     file: Path, tag: str, cut: Callable[[str], object] = _ignore
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {tag: value}) for each number or tensor in a TensorBoard event file. The value of another tag than
-    ``tag`` is None. A tensor that is no scalar becomes a text with its shape.
+    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file.
+
+    The value is None if the name is not ``tag``. For a tensor that is no scalar, it is a text with the shape.
+    ``cut`` is called with a message if the file ends within a record.
 
     Raises:
         LogDamaged: if the file is damaged.
@@ -60,11 +62,14 @@ def tensorboard_rows(
 
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
-    """Yield (first byte, content) for each record of a TensorBoard event file.
+    """Yield (position of the first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes. Zeros, which a crash may leave at the end of a file, make a record
-    incomplete, not damaged.
+    checksum in 4 bytes. If the last record is incomplete, ``cut`` is called with a text that says so. Zeros, which a
+    crash may leave at the end of a file, make a record incomplete, not damaged.
+
+    Raises:
+        LogDamaged: if a checksum is wrong.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -113,8 +118,13 @@ def _scalar(value: "Summary.Value") -> Any:
 
 
 def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B. Raise LogDamaged
-    if the file is damaged."""
+    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B.
+
+    ``cut`` is called with a message if the file ends within a record.
+
+    Raises:
+        LogDamaged: if the file is damaged.
+    """
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
             histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
@@ -126,7 +136,7 @@ def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[t
 
 
 def _row(history: int | memoryview) -> dict[str, Any]:
-    """Return the values of a HistoryRecord by name."""
+    """Return the values of a HistoryRecord of W&B by name, or {} if ``history`` is not a record."""
     items = _fields(history) if isinstance(history, memoryview) else ()
     return dict(_item(item) for number, item in items if number == 1 and isinstance(item, memoryview))
 

@@ -206,8 +206,9 @@ def rollback(
 
     The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
     steps, and the same amount after them. If the anomaly comes again, the bad data may extend further on both sides.
-    So each attempt skips four times as much data after the suspicious steps as the attempt before, and about the same
-    amount before them. A rewind does not go back beyond ``oldest_tokens``, the oldest checkpoint.
+    So each attempt skips four times as much data after the suspicious steps as the attempt before. It also skips
+    about as much data before these steps as after them. A rewind does not go back beyond ``oldest_tokens``, the
+    oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -235,8 +236,8 @@ def oldest_checkpoint(
     The count follows from the schedule, not from the disk, which may have damaged and unscheduled checkpoints."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the checkpoints that exist when the metrics of ``step`` are read. ``there`` are those that existed
-        after the rewind before this step."""
+        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` has
+        those that existed right after the previous rewind. Up to ``good_tokens``, the run showed no anomaly."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]

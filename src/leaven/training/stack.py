@@ -64,7 +64,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting of a recipe that a stack cannot train, such as ``model.bias = True``, or None."""
+    """Return the first setting of a recipe that a stack (one batched model) cannot train, such as
+    ``model.bias = True``, or None."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
     said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())
@@ -98,7 +99,10 @@ def train_stack(
     Args:
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
             in the same order, and the same size.
-        inputs: the fingerprint of text and start weights, as in ``train_trial``.
+        inputs: the fingerprint that the text and the start weights must have (``fingerprint_of``). None: any.
+
+    Raises:
+        InputError: if the text or the start weights have another fingerprint.
     """
     first = recipes[0]
     tokens = same_tokens(first, inputs)
@@ -377,8 +381,11 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each recipe in nats per token. Batches have B sequences and parameters
-        require gradients, because the pass is compiled for this."""
+        """Return the validation loss of each trial in the stack in nats per token.
+
+        ``recipe`` gives the number of validation tokens. Batches have B sequences and parameters require gradients,
+        because the pass is compiled for this.
+        """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

@@ -22,7 +22,7 @@ answers the question beside it.
    not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
    checkpoints, spike guard.
 5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes (with
-   ``compile``, each block is compiled in the first), clipping, update. The device skips the update if the loss or
+   ``compile``, the first pass compiles each block), clipping, update. The device skips the update if the loss or
    the gradient norm is not finite, or with ``on_spike = "skip"`` above the limits of the spike guard.
 6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time: loss,
    ``backward()``, and in a run of several processes the exchange between them (Where are the model and its loss?
@@ -31,7 +31,7 @@ answers the question beside it.
    x multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each
    step multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.
 8. ``metrics.py`` has three parts. ``Telemetry``, which the engine calls, measures the step. The callback
-   ``StepLog`` appends a line to metrics.jsonl (loss, lr, norms, speed, memory) and points to the curves. The
+   ``StepLog`` adds a line to metrics.jsonl (loss, lr, norms, speed, memory) and a point to each curve. The
    callback ``Validation`` computes the validation loss, by default ten times in a run. When a run resumes or
    rolls back, the lines of the steps after its checkpoint are cut off.
 9. By default ten times in a run, ``checkpoint.py`` copies the state to host memory, and a thread writes it while
@@ -73,7 +73,6 @@ from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
 from leaven.training.checkpoint import (
-    EVENTS,
     TEXT,
     Checkpoint,
     Checkpoints,
@@ -101,7 +100,7 @@ from leaven.training.integrity import (
     require_tokenizer,
     unusable_checkpoints,
 )
-from leaven.training.line_digests import lines_digest
+from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.metrics import Step, StepLog, Validation
 from leaven.training.micro_batch import (
@@ -297,7 +296,7 @@ class RunTrainer:
             raise self._unusable()
         if found is not None:
             require_text(self.run, self.tokens.fingerprint, found.state.get(TEXT))
-            changed = events_changed(self.run, lines_digest(found.state.get(EVENTS)))
+            changed = events_changed(self.run, found.state)
         self.run.identity = identity_of(self.run, found.state if found is not None else {}) or token_hex(8)
         missing = None if found is None else missing_checkpoint(saved, found.progress.tokens)
         self._restore(found, rewinds)
@@ -319,8 +318,13 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped, and return its result. Raise InputError if the last checkpoint or
-        the finish event cannot be written, and Diverged if the run diverges."""
+        """Train until the run is done or stopped, and return its result.
+
+        Raises:
+            InputError: if the text cannot be read, or all checkpoints for a rollback are damaged. Also if the run is
+                done, but its last checkpoint or finish event cannot be written.
+            Diverged: if the run diverges.
+        """
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -347,7 +351,7 @@ class RunTrainer:
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
-        written = {"metrics": asdict(self.run.metrics_digest()), "events": asdict(self.run.events_digest())}
+        written = {"metrics": asdict(self.run.metrics_digest()), EVENTS: asdict(self.run.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
         waits = False
         while self.group.any(self.run.no_room) and not stop():
@@ -464,7 +468,11 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder. Only the first process locks and rewinds it; the others write only checkpoints."""
+    """Open the run folder. Only the first process locks and rewinds it; the others write only checkpoints.
+
+    Raises:
+        Settled: on all processes, if the first process cannot open, rewind or use the folder.
+    """
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -499,8 +507,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return the run folder, the recipe with the run's micro-batch, and the rewind (None if it was done already).
-    Raise InputError if the folder cannot be used to train this recipe after this rewind."""
+    """Return the run folder, the recipe with the run's micro-batch, and the rewind, or None if no rewind is left to
+    do. Raise InputError if the folder cannot be used to train this recipe after this rewind."""
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):

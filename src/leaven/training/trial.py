@@ -60,7 +60,8 @@ def train_trial(
     outcome.
 
     Args:
-        baseline: the best trial so far, with the same schedule. Without one of the same duration, nothing is pruned.
+        baseline: the best trial so far, with the same schedule. A baseline of another duration is ignored. Without a
+            baseline, the trial is not pruned.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
             bit. The caller removes it once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
@@ -131,8 +132,11 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each duration in tokens, shortest first. Raise InputError if the shorter
-    durations cannot be branches of the run with the longest."""
+    """Return one copy of the recipe for each of the ``durations`` (numbers of tokens), shortest first.
+
+    Raises:
+        InputError: if a duration cannot be trained, or if the durations cannot share one run.
+    """
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
@@ -148,10 +152,11 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
         if (end := batches.tokens_at_step(steps)) != duration:
             before = batches.tokens_at_step(steps - 1)
             raise InputError(f"{prefix} are not a whole number of batches; take {before:,} or {end:,}")
-        if max(tokens.epochs(duration).values()) > 1:
+        most, source = max((epochs, name) for name, epochs in tokens.epochs(duration).items())
+        if most > 1:
             raise InputError(
-                f"{prefix} repeat the text, which makes durations hard to compare; the text has "
-                f"{len(tokens.train):,} tokens; use shorter durations or more text"
+                f"{prefix} read {source} {most:.3g} times, which makes durations hard to compare; use shorter "
+                "durations or more text"
             )
         found.append(recipe.replace({"data.tokens": duration}))
     tables = map(parameter_table, found)
@@ -170,8 +175,11 @@ def cooldown_start(recipe: Recipe) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the trunk reaches the start of this cooldown. The trunk then
-    continues from a copy of its state."""
+    """Trains the cooldowns of the shorter durations of a trial.
+
+    The trunk is the run with the longest duration. When it reaches the start of a shorter duration's cooldown, this
+    cooldown is trained. The trunk then continues from a copy of its state.
+    """
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -208,10 +216,12 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, the trial continues.
+    """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, a warning says so, and
+    the trial continues.
 
-    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another
-    name belongs to another trial and is not read. If ``recipe`` is given, a checkpoint must have its parameters.
+    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another name
+    belongs to another trial and is not read. If ``recipe`` is given, a checkpoint that has not exactly the parameters
+    of the recipe counts as damaged.
     """
 
     def __init__(
@@ -257,12 +267,20 @@ class TrialCheckpoint(Callback):
         state: dict[str, Any] = {TRIAL: self._folder.name}
         for callback in self._callbacks:
             state |= callback.state()
-        with suppress(NotSaved, OSError):
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
             kept = write_checkpoint(self._folder, self._training.checkpoint(state))
             for other in checkpoints(self._folder):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)
+        except (NotSaved, OSError) as error:
+            # The same text for every trial of a study, so that a worker shows it once (stacks: once a stack).
+            folder = self._folder.parent.parent
+            warnings.warn(
+                f"no checkpoint of a trial can be saved in {folder} ({getattr(error, 'strerror', None) or error}); "
+                "after a kill, the trial begins again",
+                stacklevel=2,
+            )
         self._last = time.monotonic()
 
 
@@ -274,8 +292,8 @@ def initialise_worker(device: str | None = None) -> None:
 
 
 class WorkerPool:
-    """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers. The end of the
-    ``with`` block kills them. ``device`` is their GPU, as in ``CUDA_VISIBLE_DEVICES``."""
+    """A pool of worker processes. Their ``CUDA_VISIBLE_DEVICES`` is ``device`` or, without it, that of this process.
+    If a worker dies, the next :meth:`submit` starts new workers. The end of the ``with`` block kills all workers."""
 
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device

@@ -1,5 +1,5 @@
 """Hyperparameter search without torch. ``search`` minimises any Python function, and ``TrustRegionSampler`` proposes
-the trials of any Optuna study."""
+the trials of any Optuna study with one objective."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -125,7 +125,7 @@ class LossSource(Part):
 
     @property
     def expression(self) -> str:
-        """The pattern with groups in place of {loss} and {step}."""
+        """The ``pattern`` as a regular expression: {loss} and {step} become named groups."""
         once = (self.pattern or "").replace("{loss}", f"(?P<loss>{_NUMBER})", 1)
         return once.replace("{step}", f"(?P<step>{_STEP})", 1)
 
@@ -282,7 +282,8 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance from the start. For a choice, the distance is an index into ``choices``."""
+        """Return the value at the distance ``octaves`` (in ``unit``) from the start, rounded and within the limits.
+        For a choice, ``octaves`` is an index into ``choices``."""
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range

@@ -75,7 +75,8 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function from a trial of the earlier study to its point. Raise InputError if base or rule differ."""
+    """Return a function from a trial of the earlier study to its point. Raise InputError if the recipes of the two
+    studies differ in the base or the scaling rule."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -137,9 +138,10 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance from the value at ``path`` in the recipe of ``space`` to the value in ``there``.
+    """Return the distance at ``path`` from the recipe of ``space`` to the recipe ``there``.
 
-    For ``batch.tokens`` and ``data.tokens``, return the distance in ``since``.
+    Paths in ``since`` (``batch.tokens`` and ``data.tokens``) have their distance there. The distance of a module's
+    multiplier includes that of the global value, unless the global value is searched, too.
     """
     here = space.recipe
     if path in since:

@@ -162,7 +162,7 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values of the recipe at a point, by path and by the short form of the path."""
+        """Return the values of placeholders at a point: the recipe's numbers and texts, by path and by short path."""
         recipe = recipe_at(self.recipe, octaves, seed)
         found = {
             path: value
@@ -243,7 +243,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]``.
 
     Raises:
-        InputError: if a given path or pattern has nothing to search, or a bound in ``[tuning]`` is invalid.
+        InputError: if a path cannot be searched, a pattern matches no path, or no value is left to search; if
+            ``which`` is ``recipe``, but there is no ``[tuning]``; or if a bound in ``[tuning]`` is invalid.
     """
     tuning = recipe.tuning
     if which is None:
@@ -380,8 +381,14 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of the value at ``path``. ``ends`` is the range in ``[tuning.octaves]``. If it is None,
-    :func:`reach` gives the range."""
+    """Return the dimension of the value at ``path``. A choice has all its levels.
+
+    Args:
+        ends: the range in ``[tuning.octaves]``; None for the range that :func:`reach` gives.
+
+    Raises:
+        InputError: if the recipe is invalid at one of the ``ends``, or the value is the same at both.
+    """
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from leaven.catalogue.laws import REPLICATION
+from leaven.documents import Sealed
 from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
@@ -215,7 +216,8 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point ``fewest_octaves`` if it was rerun and is not the best point; otherwise None."""
+        """The point with the fewest changes, ``fewest_octaves``, if it was rerun and is not the best point. Otherwise
+        None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
@@ -234,7 +236,7 @@ class Answer(BaseModel):
         return next(dimension for dimension in self.dimensions if dimension.path == path)
 
 
-class StudyDocument(Answer):
+class StudyDocument(Sealed, Answer):
     """A study: the answer of its search and all trials. ``best`` is None until the search has been run to its end."""
 
     version: int = 1
@@ -315,7 +317,8 @@ def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return the factors on the tokens of ``target`` that would lower its loss as much as the gain of a study.
 
     A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
-    if ``answer`` is not the best.toml of a study with a gain, or if the law does not cover a run of that length.
+    if ``answer`` is not the best.toml of a study with a gain. It is also empty if the tokens of ``target`` are
+    outside ``WORTH_TOKENS``, where the scaling law is not used.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

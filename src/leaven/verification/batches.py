@@ -25,7 +25,8 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences from the training split; for the seed `HELD_OUT`, from validation."""
+    """Return a function (seed, step) -> batch of ``count`` sequences of the training split; of the validation split
+    for the seed `HELD_OUT`."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train

@@ -216,7 +216,8 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the L0 with the least sum of squared deviations, on a grid from 0 to the lowest final loss.
+    """Return the irreducible loss L0 for which the sum of squared :func:`deviations` is least, on a grid from 0 to
+    the lowest final loss.
 
     ``curves`` has the shape (..., sizes, intervals), and the result (...).
     """
@@ -271,9 +272,9 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean distance of each block's losses from a line fitted to the interval: (intervals, BLOCKS).
+    """Return the mean deviation of each block's losses from a line fitted to its interval: (intervals, BLOCKS).
 
-    The result is None if an interval has fewer than 2 x BLOCKS points.
+    ``count`` is the number of intervals. The result is None if an interval has fewer than 2 x BLOCKS points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)

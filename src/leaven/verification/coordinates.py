@@ -112,7 +112,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of every size check and, if there are two, a third: extreme widths at the largest depth.
+        """Return the axes of every size check and, if these are two, a third: the smallest and the largest width at
+        the largest depth.
 
         Some errors of a rule show only if width and depth both grow.
         """
@@ -213,7 +214,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope under a correct rule (top of this file)."""
+    """Return the lowest and the highest slope that a correct rule may give. The top of this file lists them."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)

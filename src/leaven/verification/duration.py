@@ -88,7 +88,8 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the row that says how many more tokens a doubled batch needs for the same loss, in octaves."""
+    """Return the row that says how many more tokens a doubled batch needs for the same loss, in octaves. Its value is
+    None if runs diverged, or if more tokens do not lower the loss."""
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
     if not (losses[base].has_optimum and losses[longest].has_optimum):

@@ -170,7 +170,8 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and the highest exponent under a correct rule."""
+    """Return the lowest and the highest exponent of the combination ``column`` along ``axis``, under a correct
+    rule."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

@@ -9,16 +9,19 @@ path, such as width256-lr0.004. Run folders of leaven are read, too.
 import csv
 import io
 import math
+import os
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
+from leaven.data.sources import OF_DISKS
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten
+from leaven.training.integrity import faults
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.training.run_logs import tensorboard_rows, wandb_rows
 from leaven.verification.collapse import Points
@@ -86,8 +89,55 @@ class LoggedRow:
             return str(value)
 
 
+def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder below a folder once, with the names of its files. Hidden names are left out.
+
+    Links to folders are followed, except in the folder of a run.
+
+    Raises:
+        InputError: if a run may be missing: a folder cannot be read or is empty, or the target of a link is missing.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
+
+    seen = {str(above) for above in path.resolve().parents}
+    runs = set[Path]()
+    links = [path]
+    while links:  # after the folders, so that a folder has its own name rather than that of a link to it
+        tops, links = links, []
+        for folder, inner, files in (each for top in tops for each in os.walk(top, onerror=refuse)):
+            if (real := os.path.realpath(folder)) in seen:
+                inner.clear()
+                continue
+            seen.add(real)
+            here = Path(folder)
+            inner[:] = sorted(name for name in inner if name[0] != "." and name not in OF_DISKS)
+            names = sorted(name for name in files if name[0] != ".")
+            yield here, names
+            if _is_own_run(here, names) or any(EVENTS in name or name.lower().endswith(".wandb") for name in names):
+                runs.add(here)
+            if not runs.isdisjoint([here, *here.parents]):
+                continue
+            if here != path and not (inner or names):
+                raise InputError(f"{here} is empty; if a disk belongs there, mount it, or remove the folder")
+            for link in (here / name for name in (*inner, *names) if (here / name).is_symlink()):
+                if not link.exists():
+                    where = f"{link} is a link to {os.readlink(link)}, which is missing (is its disk mounted?)"
+                    raise InputError(f"{where}; bring it back, or remove the link")
+                if link.is_dir():
+                    links.append(link)
+
+
+def _is_own_run(folder: Path, names: Collection[str]) -> bool:
+    """Return whether a folder with files of these names is a run folder of leaven, which may have lost files."""
+    found = {"recipe.toml", "metrics.jsonl", "events.jsonl"}.intersection(names)
+    return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
+
+
 def data_files(path: Path) -> list[Path]:
-    """Return ``path`` if it is a file, or else the files and TensorBoard folders in it, at any depth.
+    """Return ``path`` if it is a file. Otherwise return the files in the folder that end in ``SUFFIXES``, and the
+    folders with TensorBoard files, at any depth.
 
     Raises:
         InputError: if the path does not exist, or a folder has no such files.
@@ -96,7 +146,7 @@ def data_files(path: Path) -> list[Path]:
         raise InputError(f"{path}: no such file or folder")
     if not path.is_dir():
         return [path]
-    every = [file for file in path.rglob("*") if file.is_file()]
+    every = [folder / name for folder, names in _folders(path) for name in names]
     files = {file for file in every if file.suffix.lower() in SUFFIXES}
     files |= {file.parent for file in every if EVENTS in file.name}
     if not files:
@@ -108,7 +158,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def _is_one_run(path: Path) -> bool:
-    """Return whether a path is a run that was logged by TensorBoard or W&B."""
+    """Return whether a path has the form of one logged run: a folder (TensorBoard) or a .wandb file (W&B)."""
     return path.is_dir() or path.suffix.lower() == ".wandb"
 
 
@@ -156,23 +206,28 @@ def read_rows(path: Path) -> list[LoggedRow]:
     """Return the rows of a CSV or JSON lines file, with column names in lower case.
 
     Raises:
-        InputError: if the file is not text or has no rows, or a row has the wrong form.
+        InputError: if the file cannot be read, is not text, is cut off, has no rows, or has two columns of one name,
+            or if a row has the wrong form.
     """
     try:
         if path.suffix.lower() == ".jsonl":
             read = storage.read_json_lines(path)
             if read.damaged:
                 raise InputError(f"{path}: line {read.damaged[0]} is not a JSON object; correct or remove it")
+            cut = read.torn
             found: list[dict[str, Any]] = read.documents
             headers: Sequence[Iterable[str]] = found
         else:
             text = storage.read(path).decode("utf-8-sig")
             reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
             found, headers = list(reader), [reader.fieldnames or ()]
+            cut = bool(found) and not text.endswith("\n") and None in found[-1].values()
     except (UnicodeDecodeError, csv.Error):
         raise InputError(f"{path} is not a CSV file; give a text file with a header and commas") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if cut:
+        raise InputError(f"{path}: its last line is cut; copy the file again, or complete or remove this line")
     if not found:
         raise InputError(f"{path} has no rows; write a row for each run or curve point, below a header if it is CSV")
     for header in headers:
@@ -210,7 +265,7 @@ def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
 
 
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
-    """Check whether the best value of a hyperparameter is the same at all sizes of logged runs.
+    """Return a check of whether the best value of a hyperparameter is the same at all sizes of logged runs.
 
     ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
     the recipe. docs/concepts/checks.md describes the files.
@@ -397,8 +452,8 @@ def _by_numbers(name: str) -> list[str | float]:
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
     """Return the run folders of leaven in a folder. Raise InputError if there are any and ``loss`` is not "loss"."""
-    recipes = path.rglob("recipe.toml") if path.is_dir() else ()
-    folders = sorted(file.parent for file in recipes if (file.parent / "metrics.jsonl").exists())
+    every = _folders(path) if path.is_dir() else ()
+    folders = sorted(folder for folder, names in every if _is_own_run(folder, names))
     if folders and loss != "loss":
         raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
     return folders
@@ -408,13 +463,16 @@ def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, 
     """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens, not ratios.
 
     Raises:
-        InputError: if the recipes of two runs of the same size differ in a key that is not in ``free``.
+        InputError: if a file of a run was changed, is missing or is of another run; if the recipes of two runs of the
+            same size differ in a key that is not in ``free``; or if the runs were trained on different texts.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
     for folder in folders:
         run = RunFolder(folder)
         recipe = run.recipe()
+        if (fault := next(faults(run), None)) is not None:
+            raise InputError(f"{fault}; to leave the run out, move it to another folder")
         scale = RunScale(recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
         first, other = firsts.setdefault(scale, (folder, recipe))
         if changed := [change for change in changes_of(other, recipe) if change[0] not in free]:

@@ -30,7 +30,8 @@ PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """Return the recipe with the layout of a text such as ``tp=8,dp=4``. Keys that the text lacks get defaults."""
+    """Return the recipe with the layout of a text such as ``tp=8,dp=4``. Keys of the layout that the text lacks get
+    defaults. Without ``mbs``, the recipe's micro-batch stays."""
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})

@@ -37,7 +37,7 @@ class LossGrid:
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
         """Return the grid of losses by value and seed. A list has the seeds 0, 1, 2 and so on.
 
-        The loss of a diverged run must be NaN or infinite.
+        The loss of a diverged run must be NaN or infinite. A value with such a run is only in ``diverged``.
         """
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
@@ -98,7 +98,8 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss at ``octave`` on a parabola around the nearest grid value; both have the shape (...)."""
+        """Return the loss at ``octave``, on a parabola around the nearest grid value. Argument and result have the
+        shape (...)."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
@@ -166,7 +167,8 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return the residuals to draw from for each value: those of the value if two or more, else of all values."""
+        """Return the residuals to draw from for each value: those of the value or, if it has fewer than two, those of
+        all values."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]

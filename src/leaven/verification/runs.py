@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from leaven import storage
+from leaven.documents import sealed
 from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.training.integrity import is_other_text
@@ -57,7 +58,7 @@ class RunStore:
         """Create the store without starting workers.
 
         Args:
-            on_run: called with the number of finished runs and the number of all runs, of one call of :meth:`run`.
+            on_run: called by :meth:`run` with (number of its finished trials, number of its trials).
             stop: called repeatedly; the runs stop once it returns true.
             note: called with a sentence if results in the folder were lost or changed, or cannot be written.
             finished: the least number of results that the folder should have.
@@ -173,7 +174,7 @@ class RunStore:
         if self._pool is not None:  # the folder is locked
             self._locked.require()
         document = document.model_copy(update={"runs": len(self._ended)})
-        storage.write_text(self.folder / RESULT, json.dumps(document.dump(), indent=2) + "\n")
+        storage.write_text(self.folder / RESULT, json.dumps(sealed(document.dump()), indent=2) + "\n")
         return document
 
     def _open(self) -> WorkerPool:

@@ -111,17 +111,18 @@ class CheckStart:
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
-    """Return the recipe with other initial values, and with ``width`` and ``depth`` as its base.
+    """Return the recipe with the initial values of ``start``, and with ``width`` and ``depth`` as its base.
 
-    With these initial values, small models change with size as large models do:
+    The lr of the embedding is multiplied by ``start.embedding_lr``. With these initial values, small models change
+    with size as large models do:
 
-    - The embedding starts at RMS 1. With a smaller one, the residual stream of a model with two layers would be
+    - The embedding starts at RMS 1. With a smaller RMS, the residual stream of a model with two layers would be
       mostly the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the gradients inside
       blocks would have wrong exponents.
-    - The unembedding starts at RMS 1/width. With a larger one, the first gradient of the final norm's gain would fall
+    - The unembedding starts at RMS 1/width. With a larger RMS, the first gradient of the final norm's gain would fall
       as 1/width^2 instead of 1/width. Also, the logits would stay close to their initial values for longer. For tied
       embeddings, see :meth:`SmallModels.table`.
-    - Routers start at RMS 1/width. With a larger one, their logits would fall towards 0 as the width grows, and the
+    - Routers start at RMS 1/width. With a larger RMS, their logits would fall towards 0 as the width grows, and the
       weights in the sum of the experts' outputs would depend on the width.
 
     Raises:

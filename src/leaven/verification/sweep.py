@@ -61,7 +61,7 @@ class SweptValue:
 
     @property
     def label(self) -> str:
-        """The name in tables and messages."""
+        """The name of the value in tables and messages."""
         return self.key.replace("_", " ")
 
 
@@ -86,8 +86,10 @@ def sweep(
     """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
     Args:
-        scales: the first is the base. If its best value is not inside the grid, the others are not trained.
-        grid: the values to try, before the rule scales them (of a factory, multiples of its own); None: default.
+        scales: the first is the base. If the best value of the base is not inside the grid, the other scales are not
+            trained.
+        grid: the values to try, before the rule scales them. For a user's factory, the values are factors on the
+            factory's own value. None: the default grid.
 
     Raises:
         InputError: if there are fewer than two scales or three values, or a scale or the folder cannot be used.
@@ -225,7 +227,8 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row with the measured exponent of the best value, for each axis with a best value at all its sizes.
+    """Return one row for each axis with two or more sizes, all with a best value: the measured exponent of the best
+    value.
 
     The grids have values from before the rule scales them. So an exponent that is fitted to them is the error of the
     rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
@@ -254,7 +257,8 @@ def _curves(
 ) -> Iterator[VerdictCurve]:
     """Yield the curves of a sweep.
 
-    For each scale: the loss over the swept value, and its lowest point. For each axis: the best value over the size.
+    For each scale: the loss over the swept value and, if the grid has an optimum, its lowest point. For each axis
+    with two or more such scales: the best value over the size.
     """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():

@@ -26,7 +26,7 @@ TOKENS_PER_PARAMETER = 20.0  # lines of scaling laws are drawn for runs with thi
 ASPECT = 80.0  # d_model / n_layers of the models for which lines of init std are drawn
 HUES = 9  # number of lineages with their own colour: the lineages with the most runs
 OTHERS = "others"
-BAND_FACTOR = 2.5  # the band at a size is computed from runs whose sizes differ by at most this factor
+BAND_FACTOR = 2.5  # the band at a size is computed from runs at most this many times larger or smaller
 _GRID = 48  # number of sizes at which lines and the band are computed
 
 LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside the fitted range
@@ -41,14 +41,15 @@ class CatalogueChart:
     note: str  # text below the title
     unit: str  # title of the y axis
     hover: str  # pattern of the value in a point's tooltip
-    path: str  # where the value is in a run, such as ``schedule.peak_lr``; the tooltip shows its source
+    path: str  # path of the value in a run, such as ``schedule.peak_lr``
     lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # takes sizes, returns each line's points
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is a field of a law's result, such as ``lr``. Laws without it and other forms of a law are left out.
+    ``predicted`` is a field of a law's result, such as ``lr``. Laws without this field are left out, and so are laws
+    that only restate another law.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -126,13 +127,13 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return the recipe's value in each chart, by key. Lr and init std are those of the hidden weights."""
+    """Return the recipe's value for each chart, by key. The lr and init std are those of the hidden weights."""
     case = Case(recipe, adamw_rows(recipe))
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the lineages (model families) with the most runs, at least two, by name."""
+    """Return the colours of the `HUES` largest lineages by name, without lineages of a single run."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -143,7 +144,7 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
-    """Return plotly's name of a run's symbol, which shows muP, the optimizer, and whether the model has experts."""
+    """Return plotly's name of a run's symbol. It depends on muP, the optimizer and whether the model has experts."""
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -236,8 +237,8 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the quartiles of the runs' values at several model sizes, as (size, lower quartile, upper quartile).
 
-    Each lineage (a family of models) has one vote: the median of its runs within `BAND_FACTOR` of the size. Sizes
-    with fewer than four votes are left out.
+    Each lineage (runs that inherited one lr) has one vote: the median of its runs within `BAND_FACTOR` of the size.
+    Sizes with fewer than four votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []
@@ -253,8 +254,8 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, moved up where they overlap in a chart of this
-    height in ``decades``."""
+    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap. ``decades`` is
+    the height of the chart."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):

@@ -1,6 +1,6 @@
 """Build plotly charts and their parts (axes, lines, dots, labels) as plain dictionaries.
 
-Colours are CSS variables, such as ``var(--ink)``, which the page's script replaces with the colours of a theme.
+Colours are CSS variables, such as ``var(--ink)``, which page.js replaces with the colours of the light or dark theme.
 """
 
 import math
@@ -67,7 +67,7 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """Return a user's text in a form in which plotly shows tags and %{...} instead of obeying them."""
+    """Return a user's text escaped for plotly, so that tags and %{...} in the text are shown as they are."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 
@@ -119,7 +119,7 @@ def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None 
 
 
 def _trace(points: Points, mode: str, **style: Any) -> Figure:
-    """Return a scatter trace. It has tooltips only with ``hovertext`` or ``hovertemplate``."""
+    """Return a scatter trace, without tooltips unless ``style`` has ``hovertext`` or ``hovertemplate``."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     x, y = zip(*points, strict=True) if (points := list(points)) else ((), ())
@@ -140,7 +140,7 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
-    """Return a logarithmic axis with a tick at each of the ``values``, or at every n-th: at most 8 ticks."""
+    """Return a logarithmic axis with ticks at the ``values``, or at every n-th value if there are more than 8."""
     places = sorted(set(values))
     shown = places[:: -(-len(places) // 8)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
@@ -188,8 +188,8 @@ def _minus(a: float | None, b: float | None) -> float | None:
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
     """Return y smoothed: at each point, the value of a straight line that is fitted to its neighbours.
 
-    Point i has ``share`` * i neighbours on each side, at least 2. Their number grows with i, because a loss is drawn
-    over the logarithm of tokens. Unlike a moving average, the fit does not lag where the curve falls.
+    Point i has ``share`` * i neighbours on each side, at least 2. The number grows with i, because on a logarithmic
+    axis later points are closer. Unlike a moving average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)

@@ -11,7 +11,7 @@ from leaven.views.render import render
 
 _COLOURS = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
 QUARTERS = [0.0, 0.25, 0.5, 0.75, 1.0]
-# The quantities that the page shows, with the titles of their charts, by the name of the check.
+# By the name of the check: the quantities that have a chart, and the titles of the charts.
 _SLOPES = {
     "coordinates": {"change": "change of the output", "end": "output after the steps"},
     "gradients": {"start": "gradient over eps at the start", "end": "gradient over eps after the steps"},
@@ -19,7 +19,6 @@ _SLOPES = {
 
 
 def check_page(check: CheckDocument) -> str:
-    """Return the HTML page of a check."""
     draw = _slopes if check.check in SLOPES else _collapse if check.check == "collapse" else _losses
     drawn, sections = draw(check)
     return render(
@@ -37,7 +36,7 @@ def check_page(check: CheckDocument) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return a chart for each axis and quantity, by name, and the context of the sections that show the charts.
+    """Return a chart for each axis and quantity, by name, and the template variables of their sections.
 
     A chart has a curve for each module. Gradients are divided by Adam's eps at the same size, so they are flat if the
     rule scales eps correctly.
@@ -56,7 +55,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
                 for curve in curves.values()
                 if curve.quantity == quantity and (points := _relative(curve, curves.get((curve.module, "eps"))))
             ]
-            lines.sort(key=lambda line: line[0] in failed)  # drawn last
+            lines.sort(key=lambda line: line[0] in failed)  # failed modules are drawn over the others
             traces = [_line(module, points, failed.get(module, MUTED)) for module, points in lines]
             x, y = [x for _, line in lines for x, _ in line] or [1, 2], [y for _, line in lines for _, y in line]
             x_axis = charts.measured_axis(x, numbers.tick)
@@ -69,8 +68,8 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
     """Return the points of a curve divided by its first value, so that it starts at 1.
 
-    With ``eps``, each value is first divided by the eps at the same size. The list is empty if a value is 0
-    or missing, because a logarithmic axis cannot show it.
+    With ``eps``, each value is first divided by the eps at the same size, unless this eps is 0 or missing. The list
+    is empty if a value is 0 or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
@@ -79,7 +78,7 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a sweep or of ``check equivalence``, and the context of their section.
+    """Return the charts of a sweep or of ``check equivalence``, and the template variables of their section.
 
     The first chart shows the loss over the swept value. Further charts show the best value over the width, depth,
     batch or tokens of the models.
@@ -107,10 +106,9 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a collapse check, and the context of their section.
-
-    One shows the normalised loss curves. The other shows their deviations from the curve of the base.
-    """
+    """Return the charts of a collapse check, and the template variables of their section; two empty dicts if the
+    check has no curves. The charts show the normalised loss curves, and their deviations from the curve of the
+    base."""
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
     for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the fall of the loss")):
@@ -131,8 +129,8 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
     """Draw the best value of the hyperparameter over the width, depth, batch or duration.
 
-    A dotted line shows the best value of the first point. With ``limit``, two more are ``limit`` octaves above and
-    below.
+    A dotted line shows the best value of the first point. With ``limit``, two more lines are ``limit`` octaves above
+    and below that line.
     """
     level = curve.y[0]
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []

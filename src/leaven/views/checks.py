@@ -14,7 +14,7 @@ SWEEPS = ("transfer", "duration", "batch", "decay", "init")  # checks that compa
 PAIRS = (*SWEEPS, "collapse")  # checks that compare other scales with a base
 STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict
 UNDECIDED = "yellow"
-# The numbers that have an interval, with the names of its two ends. The column of the number shows the interval.
+# The numbers that have an interval, with the names of the interval's ends. A cell shows a number and its interval.
 _INTERVALS = {
     "shift": ("low", "high"),
     "regret": ("regret, low", "regret, high"),

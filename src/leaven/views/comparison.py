@@ -27,15 +27,15 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
     "sequence lengths": lambda recipe: recipe.model.seq_len,
     "numbers of validation tokens": lambda recipe: recipe.evaluation.tokens,
 }
-"""Values of a recipe that decide on which tokens the validation loss is measured. Losses of two runs can be compared
+"""The recipe values that decide on which tokens the validation loss is measured. Losses of two runs can be compared
 only if these values are equal."""
 
 
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
-    """Return an HTML page, for the file ``output``, that compares runs with the first one, and its document.
+    """Return a comparison of runs with the first run, as an HTML page for the file ``output`` and as a document.
 
     Raises:
-        InputError: if a folder is not a run with steps, is given twice, or there are more than ``MOST_RUNS``.
+        InputError: if a folder is not a run with steps or is given twice, or if there are too many (``MOST_RUNS``).
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -98,7 +98,7 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
     2 means that ``run`` needed half of the tokens. Each run is a list of (tokens, validation loss). The loss to reach
     is the final loss of the worse run. Return None if a run has fewer than two validations, or if the better run
-    reached this loss at its first one.
+    reached this loss at the first validation.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -110,7 +110,8 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the tokens at which a run first reached ``loss``, or None if it did so at its first validation.
+    """Return the tokens at which a run first reached ``loss``, or None if its first validation had reached the loss
+    already. The run must have reached it.
 
     Between two validations, the loss is interpolated over the logarithm of tokens.
     """

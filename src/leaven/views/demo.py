@@ -28,7 +28,7 @@ COMMANDS = (  # for a model of the user's own, after the demo
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     """Return the loss at each lr, for each pair (rule, width).
 
-    The losses at the base width are means over seeds. At other widths, only the first seed counts.
+    A loss at the base width is the mean over seeds. A loss at another width is that of the first seed.
     """
     base = demo.models[0].width
     return {
@@ -135,8 +135,8 @@ def demo_plan(
 ) -> Iterator[str]:
     """Yield lines about what a demo will train, and how long each size of the demo takes on this machine.
 
-    ``seconds`` are by the name of the size. ``most_seconds`` is the limit by which leaven chose the size; None if the
-    user chose it.
+    ``seconds`` has the time of each size, by name. ``most_seconds`` is the limit by which leaven chose the size, or
+    None if the user chose the size.
     """
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES
@@ -161,7 +161,7 @@ def demo_plan(
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield a table of the loss over the lr, a table of the runs with several seeds, the result and the cost."""
+    """Yield the losses of all runs, the losses of the runs with several seeds, the result and the cost."""
     yield "loss, nats per token (*: the lowest loss of a row)"
     yield loss_table(demo)
     yield ""
@@ -199,7 +199,8 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
+    """Draw the loss over the lr for one rule: a curve for each width, with a diamond at its lowest point. A vertical
+    line shows the best lr of the base."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

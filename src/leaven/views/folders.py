@@ -18,7 +18,7 @@ from leaven.documents.runs import DemoDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.integrity import changed_since, foreign_files, newest_state
+from leaven.training.integrity import faults
 from leaven.training.run_folder import RETURNS, RunFolder, finish_of
 from leaven.tuning import point
 from leaven.tuning.command import CommandFile, command_space, is_command_file
@@ -43,7 +43,7 @@ class RunView:
     loss: float | None  # the last validation loss
     seconds: float | None  # training time
     finished: bool
-    stopped: str | None  # the reason why the run stopped; None if its last event is not a stop
+    stopped: str | None  # the reason why the run stopped; None if the last event is not a stop
     returns: Sequence[dict[str, Any]]  # events of events.jsonl that set the run back: rollbacks and manual rewinds
     folder: RunFolder
     damaged: int = 0  # lines of metrics.jsonl that are damaged; their steps are missing in ``steps``
@@ -63,29 +63,27 @@ class RunView:
     def gaps(self) -> str:
         """The faults in the files of the run, or "": damaged lines, changed files, and files of other runs.
 
-        The files are read on first use, because a list of runs does not need this.
+        The files are read on first use, because a list of runs does not need the faults.
         """
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
             found.append(f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
-        finish = finish_of(self.folder.read_events())
-        for file, why in changed_since(self.folder, finish).items() if finish is not None else ():
-            found.append(f"{file} is not as it was when the run finished: {why}")
-        return "; ".join([*found, *foreign_files(self.folder, newest_state(self.folder))])
+        return "; ".join([*found, *faults(self.folder)])
 
 
 class StudyView(StudyDocument):
     """A study (a search for hyperparameters) as it is displayed."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
-    # None before the search has ended, if best.toml is not of this study, or if the search began at a command file.
+    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or not of this study, or if
+    # the search began at a command file.
     best_recipe: Recipe | None = None
     gap: str = ""  # why best.toml is not shown, or ""
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values of hyperparameters by path. ``octaves`` are their distances from the starting values."""
+        """Return the values of hyperparameters by path. ``octaves`` has the distances from the starting values."""
         start = self.centre
         return point.values(start, octaves) if isinstance(start, Recipe) else start.values(octaves)
 
@@ -95,12 +93,13 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token; None until trials with fresh seeds measured it."""
+        """The 95% interval of the best loss, nats per token. None until trials with fresh seeds have measured it."""
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of trials with the starting values. Without any, the loss of the first complete trial."""
+        """The mean loss of the complete trials with the starting values. If there are none, the loss of the first
+        complete trial; None if no trial is complete."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -114,7 +113,7 @@ FARTHEST = 300  # octaves; the largest distance of a value from the start of a s
 STATES = ("complete", "diverged", PRUNED, "failed", *UNDER_WAY)  # of trials
 PURPOSES = ("search", "noise", "rerun")  # of trials
 _AGAIN = "to write the file again, run the command that wrote it"
-WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")  # keys whose numbers must be whole
+WHOLE = ("tokens", "to_tokens", "batch_tokens", "skip_from", "skip_to")  # keys whose values must be integers
 _BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
 EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": _BACK}
 """The keys that an event of events.jsonl must have. An event that lacks one is ignored."""
@@ -148,7 +147,6 @@ def read_folder(folder: Path) -> FolderView:
 
 
 def read_run(folder: Path) -> RunView:
-    """Return the run in a folder."""
     written = RunFolder(folder)
     recipe = written.recipe()
     metrics = written.read_metrics()
@@ -191,7 +189,8 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None in place of every value that cannot be shown."""
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw. The
+    texts ``event`` and ``why`` are kept."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -210,7 +209,6 @@ def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _drawable(number: float) -> bool:
-    """Return whether charts can show a number."""
     if isinstance(number, int):
         return abs(number) < 2**63
     return number == 0 or 1 / LARGEST_NUMBER <= abs(number) <= LARGEST_NUMBER
@@ -314,7 +312,7 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
         drawn = [value for value in (*curve.y, *curve.low, *curve.high) if value is not None]
         if curve.quantity == "best":  # over a logarithmic axis
             above_0 += drawn
-        elif check.check in SLOPES:  # such an axis leaves out zeros
+        elif check.check in SLOPES:  # over a logarithmic axis, from which zeros are left out
             above_0 += filter(None, drawn)
         if above_0 and min(above_0) <= 0:
             yield f"{where}: {min(above_0):g} is not above 0"
@@ -339,13 +337,13 @@ def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
 
 
 def _refuse(path: Path, faults: Iterator[str]) -> None:
-    """Raise InputError with the first of ``faults``, if there is one."""
     if (fault := next(faults, None)) is not None:
         raise InputError(f"{path}: {fault}; {_AGAIN}")
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
-    """Return the document in a file. Raise InputError if it is damaged, or has a number that charts cannot show."""
+    """Return the document in a file. Raise InputError if the file cannot be read, is damaged, or has a number that
+    charts cannot show."""
     try:
         document = kind.model_validate_json(storage.read(path))
     except OSError as error:
@@ -365,7 +363,7 @@ def _undrawable(value: Any, where: str) -> Iterator[str]:
     """
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            if key != "interval":  # infinite if it is not known
+            if key != "interval":  # an unknown interval is infinite
                 yield from _undrawable(inner, f"{where}{key}: ")
     elif isinstance(value, int | float) and not _drawable(value):
         yield f"{where}{value:.3g} is too large or too close to 0 to be shown"

@@ -14,10 +14,9 @@ LEAST_GIB = 0.05  # smaller parts of memory are not shown
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """Return a hyperparameter as text with ``digits`` digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
+    """Return a hyperparameter as text with ``digits`` significant digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Zeros at the start do not count as digits, and zeros at the end are left out. Numbers from 0.9 to 1 and from 1,000
-    to 10,000 have one digit more.
+    Zeros at the end are left out. Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more.
     """
     if number is None:
         return NONE
@@ -31,7 +30,7 @@ def value(number: float | None, digits: int = 3) -> str:
 
 
 def scientific(number: float | None, digits: int = 2) -> str:
-    """Return a number in scientific notation with trailing zeros, for example ``3.50e-4``."""
+    """Return a number in scientific notation, such as ``3.50e-4`` with 3 ``digits``. None becomes `NONE`."""
     if number is None:
         return NONE
     mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
@@ -56,8 +55,8 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return the range of a step's time by published runs, and the three training codes with the most of them, as
-    texts. Return [] if the planned time is calibrated, or that of a CPU."""
+    """Return texts about the time of a step by published runs: the range, and the three training codes with the most
+    runs. Return [] for a calibrated plan or a CPU."""
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
     if plan.calibration is not None or plan.cluster == "cpu":
@@ -72,7 +71,7 @@ def published_range(plan: PlanDocument) -> list[str]:
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """Return a range as text, such as ``2–4×``, or one number if ``spell`` writes both ends alike."""
+    """Return a range as text, such as ``2–4×``, or one number if both ends have the same text."""
     first, last = spell(low), spell(high)
     if first == last:
         return first
@@ -139,7 +138,7 @@ def log_ticks(low: float, high: float, label: Callable[[float], str], most: int 
     else:
         places = places[:: -(-len(places) // most)]
     if len(places) < 2:
-        # The axis is so short that at most one of these numbers is on it, so choose evenly spaced ticks.
+        # A short axis has at most one of these numbers, so choose evenly spaced ticks.
         choices = (linear_ticks(low, high, fewer) for fewer in (most, 4, 3, 2))
         places = next((some for some in choices if len({label(place) for place in some}) == len(some)), [])
     return places, [label(place) for place in places]

@@ -55,7 +55,7 @@ class LayerGroup:
 
 
 def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
-    """Group rows by parameter: ``layers.3.attention.query.weight`` is in ``attention.query``."""
+    """Return the rows grouped by parameter: ``layers.3.attention.query.weight`` is in ``attention.query``."""
     found: dict[str, list[AnyRow]] = {}
     for row in rows:
         found.setdefault(label(row.name).removesuffix(".weight"), []).append(row)
@@ -63,7 +63,7 @@ def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
 
 
 def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
-    """Return the rows of the parameter table, with one group for neighbouring layers that have equal values."""
+    """Group the rows of a parameter table: neighbouring layers with equal values become one group."""
     found = []
     for name, members in by_label(rows).items():
         for _, alike in groupby(members, key=lambda row: [getattr(row, field) for field in ("shape", *HEADERS)]):
@@ -73,7 +73,7 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at its base scale, or None if it is already there or the model cannot be built there."""
+    """Return the recipe at its base scale. Return None if the recipe has that scale, or cannot be scaled to it."""
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):
@@ -122,7 +122,8 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the factors of a rule whose product scales ``quantity`` of a parameter from the base to the target."""
+    """Return the factors of a rule whose product scales ``quantity`` of a parameter from the base to the target. For
+    ``init_std``, the product scales the variance."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

@@ -25,7 +25,7 @@ HUES = {
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colour of each part of memory, such as activations, except parts that are small on every rank."""
+    """Return the colour of each part of memory, such as activations, without parts that are small on all ranks."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= numbers.LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
@@ -84,14 +84,14 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def drawn_ranks(p: int) -> list[int]:
-    """Return which ranks of a pipeline with ``p`` ranks are drawn: all, or ``RANKS`` evenly spaced ones."""
+    """Return which ranks of a pipeline with ``p`` ranks are drawn: all, or ``RANKS`` evenly spaced ranks."""
     return list(range(p)) if p <= RANKS else [round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS)]
 
 
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
-    """Draw the forward and backward passes of each pipeline rank over the time of a step.
+    """Draw the forward and backward passes of the pipeline ranks (:func:`drawn_ranks`) over the time of a step.
 
-    Later stages of a rank are paler. ``slower`` is the calibration's factor, by which all times are multiplied.
+    Later stages of a rank are paler. All times are multiplied by ``slower``, the factor of the calibration.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
@@ -144,7 +144,11 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first."""
+    """Return the layouts that the chart shows: at most ``DOTS``, and none that is much slower than the fastest and
+    ``chosen``.
+
+    ``candidates`` are all layouts, with the best first.
+    """
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 

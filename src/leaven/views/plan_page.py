@@ -15,7 +15,7 @@ from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
 
-# The chart of a pipeline shows 2 pp micro-batches, for the start and the end of a step, and this many in between.
+# The chart of a pipeline shows 2 pp micro-batches for the start and end of a step, and this many in between.
 STEADY = 4
 
 
@@ -82,7 +82,7 @@ def plan_page(
 
 
 def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
-    """Add the chart ``passes`` to ``charts``, and return the context of the page's section on the pipeline."""
+    """Add the chart ``passes`` to ``charts``, and return the template variables of the pipeline's section."""
     layout = how.layout
     m = scheduled(layout, how.grad_accumulation)
     drawn = min(m, scheduled(layout, 2 * layout.pp + STEADY))

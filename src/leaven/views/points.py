@@ -15,12 +15,12 @@ from leaven.views.tables import Fact, cut, under
 
 EARLY_ENDS = ("diverged", PRUNED, "failed")  # states of trials that ended without a final loss
 NAMES = 6  # largest number of names in a sentence
-SURE = 3  # the noise counts as well known if at least this number of repeated trials measured it
+SURE = 3  # with fewer repeated trials, the texts warn that few trials measured the noise
 UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as x1.00
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a hyperparameter's change from its starting value, such as ``2×`` or ``+0.05``, or a chosen option."""
+    """Return a hyperparameter's change from the starting value, such as ``2×`` or ``+0.05``, or the chosen option."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
@@ -48,9 +48,10 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe a trial in at most ``room`` characters, by its changes from the trial ``best`` or from the start.
+    """Return the values that a trial changes from the trial ``best``, or else from the start, in at most ``room``
+    characters.
 
-    A repeat with another seed is described by the number of the repeated trial.
+    For a repeat with another seed, return the number of the repeated trial instead.
     """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -74,19 +75,19 @@ def share(trial: StudyTrial, state: StudyDocument) -> str:
 
 
 def _reached(trial: StudyTrial) -> int:
-    """Return the number of tokens that a trial trained on. A trial of a command may only have a loss curve."""
+    # A trial of a command may only have a loss curve.
     return trial.tokens or (trial.curve[-1][0] if trial.curve else 0)
 
 
 def workers(state: StudyDocument) -> dict[str, str]:
-    """Return short names of the workers, by their host:pid. w1 is the worker that was the first to end a trial."""
+    """Return a short name for each worker, by host:pid. w1 is the worker whose trial ended first."""
     ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
     found = dict.fromkeys(trial.worker or "" for trial in ended)
     return {worker: f"w{i}" for i, worker in enumerate(found, 1)}
 
 
 def result(state: StudyDocument) -> list[str]:
-    """Return lines about the best hyperparameters of a study, which must have some: loss, certainty and gain."""
+    """Return lines about the loss, certainty and gain of a study's best point. The study must have a best point."""
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
     against = "" if gain is None else f", {signed(-gain)} against the start"
@@ -143,7 +144,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``, the point with the fewest changes that equals the best within the noise."""
+    """Return lines about ``fewest``, the point with the fewest changes that is equal to the best within the noise."""
     if fewest == state.octaves:
         return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -177,8 +178,8 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return what the user changes to search beyond the ``best`` value, which is at a limit of the search space."""
-    if "." not in dimension.path:  # of a command file; a path in a recipe has a section
+    """Return what to change to search beyond ``best``, a value at a limit of the search space."""
+    if "." not in dimension.path:  # the study is of a command file; paths in recipes have a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if dimension.upper(best) else (math.floor(low - step), high)
@@ -188,5 +189,5 @@ def _wider(dimension: Dimension, best: float) -> str:
 
 
 def names(found: Sequence[str]) -> str:
-    """Return the first names of a list as text, and how many more there are."""
+    """Return the first few names of a list as text, and how many more there are."""
     return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")

@@ -54,7 +54,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter: the lr in each layer / ``lr``, the recipe's lr."""
+    """Return a table with a coloured band for each parameter: the lr of each layer / the recipe's lr, ``lr``."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -80,13 +80,15 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return at which distance from 1, in octaves (factors of 2), the colours of these factors end; at least 1."""
+    """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1. It is rounded
+    up, or down if the rest is at most a quarter octave."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor as CSS: neutral at 1, strongest at ``reach`` octaves (factors of 2) from 1."""
+    """Return the colour of a factor as CSS: neutral at 1 and 0, strongest at ``reach`` octaves (factors of 2) from
+    1."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -103,7 +105,7 @@ def chips(reach: int) -> list[tuple[str, float]]:
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return the values of a recipe by their reason under ``[why]``. Values without a reason are under None.
+    """Return the values of a recipe by their reason under ``[why]``. The key of values without a reason is None.
 
     A value is (keys of its path, value as text). Multipliers of 1 and empty values are left out.
     """
@@ -112,7 +114,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
     for path, setting in flatten(document).items():
         neutral = path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")) and setting in (1.0, (1.0,))
         if not neutral and setting not in ({}, ()):
-            # A reason is stored for the value, for a point of it (hyperparameters.depth.lr[2]), or for its section.
+            # The key of a reason is a value, a point of a list (hyperparameters.depth.lr[2]), or a section.
             known = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
             reason = recipe.why[max(known, key=len)] if known else None
             found.setdefault(reason, []).append((path.split("."), numbers.setting(setting)))
@@ -160,8 +162,8 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
     """Return the table of the multipliers in a study's best recipe, or None if there is nothing to show.
 
-    It has a row for each module and a column for each kind of multiplier. The text beside a cell's band leaves out
-    the depth multiplier. ``space`` has the paths of the searched values.
+    The table has a row for each module and a column for each kind of multiplier. The text beside a band is the
+    module's multiplier without the depth multiplier. ``space`` has the paths of the searched values.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

@@ -1,7 +1,7 @@
 """Render HTML pages from Jinja2 templates.
 
-A page is one file with its styles, scripts, charts and plotly.js. Pages that are rendered inside ``with served(...)``
-are for ``leaven serve``: they link to other pages, and load plotly.js and their own updates from the server.
+A page is one file with styles, scripts, charts and plotly.js. A page that is rendered inside ``with served(...)`` is
+for ``leaven serve``: it links to other pages, and loads plotly.js and updates of the page from the server.
 """
 
 import base64
@@ -50,7 +50,7 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Make :func:`render` return pages for ``leaven serve`` inside this ``with`` block. ``page`` is added to them."""
+    """Make :func:`render` add ``page`` to the pages that are rendered inside this ``with`` block."""
     token = _SERVED.set(page)
     try:
         yield

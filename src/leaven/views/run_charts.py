@@ -48,7 +48,7 @@ def _loss(runs: Coloured, x: Figure) -> Figure:
 
 
 def _second_half(runs: Coloured, end: int) -> Figure:
-    """Draw the losses of all runs from the middle of the longest run on, where they change by hundredths of a nat."""
+    """Draw the losses of all runs from the middle of the longest run on. The y axis fits these losses."""
     lines, dots, seen = [], [], []
     for run, colour in runs:
         smoothed = [point for point in _smoothed(_values(run, "loss")) if point[0] >= end / 2]
@@ -90,7 +90,8 @@ def _gradient(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
-    """Draw the measured gradient noise scale, and the batch size as a dotted line."""
+    """Draw the measured gradient noise scale, and the batch size as a dotted line. Return None if it was not
+    measured."""
     lines, seen = [], []
     for run, colour in runs:
         scales = charts.thin([point for point in _values(run, "noise_scale") if point[1] > 0], 500)
@@ -132,7 +133,7 @@ def _line(
 
 
 def _validations(run: RunView, colour: str, start: float = 0) -> list[Figure]:
-    """Return dots at the validation losses from ``start`` tokens on, also at those of averaged weights, if any."""
+    """Return dots at the validation losses from ``start`` tokens on, and open dots for averaged weights, if any."""
     drawn = []
     for points, what, symbol in (
         (run.validation, "", "circle"),

@@ -41,14 +41,14 @@ MARKS = {
     "best": TrialMark("best", "circle", ACCENT, 12, 1.0),
 }
 ANSWER = TrialMark("the answer", "diamond", ACCENT, 10, 1.0)
-SEEN = 0.05  # a slice shows the probability of divergence only if it is above this somewhere
+SEEN = 0.05  # a slice shows the probability of divergence only if the largest probability is above this
 PANELS = 12  # largest number of slices
 SAME = 1.02  # numbers of tokens that differ by at most this factor count as equal
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Group the trials by kind, such as ``diverged``, in the order of drawing. Trials without a loss are left out,
-    unless they diverged or failed."""
+    """Group the trials by kind (a key of ``MARKS``), in the order in which kinds are drawn. Trials without a loss are
+    left out, unless they diverged or failed."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -135,8 +135,8 @@ def search(study: StudyView) -> Figure:
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
     """Draw a chart for each of the most important hyperparameters: the predicted loss over its value.
 
-    All charts have the same y axis, in nats above the best point. It may go below 0, because the surrogate may
-    predict a lower loss.
+    All charts have the same y axis, in nats above the best point. The axis may go below 0, because the surrogate may
+    predict a lower loss than that of the best point.
     """
     losses = [p.loss for each in study.coordinates for p in each.slice]
     largest = max((abs(each.gain) for each in study.coordinates), default=0.0)
@@ -148,7 +148,7 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss over the change of one hyperparameter, in nats above the best hyperparameters.
+    """Draw the predicted loss over the change of one hyperparameter, in nats above the loss of the best point.
 
     The band is one standard deviation. In the grey region, the loss is flat within the noise. The red area is the
     probability of divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials.
@@ -210,13 +210,15 @@ Curves = Mapping[int, Sequence[Point]]  # points (tokens, loss) by the number of
 
 
 def known_curves(study: StudyView) -> Curves:
-    """Return the loss curves of all trials that have at least two points."""
+    """Return the loss curves by the number of the trial. Curves with fewer than two points are left out."""
     curves = {trial.number: [point for point in trial.curve if point[0] > 0] for trial in study.trials}
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return, by trial, its loss minus the best trial's after the same number of tokens; {} without a best trial."""
+    """Return the smoothed difference between the curve of each trial and the curve of the best trial, by trial
+    number. A trial that shares fewer than two points with the best trial is left out. Return {} if no best trial has
+    a curve."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}

@@ -22,7 +22,6 @@ SHOWN = 30  # number of rows of the table of trials that are visible at first, i
 
 
 def study_page(study: StudyView) -> str:
-    """Return the HTML page of a study."""
     charts, search = search_view(study)
     best, start = study.best_recipe, study.centre if isinstance(study.centre, Recipe) else None
     recipe = best or start
@@ -59,7 +58,7 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Return the charts of a search, and the context of the macros in ``search.html.j2``.
+    """Return the charts of a search, and the variable ``view`` of the macros in ``search.html.j2``.
 
     Both are empty until a trial is complete.
     """
@@ -98,7 +97,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
     """Return the table of the changed hyperparameters, with their values at the start and at the best point.
 
     A further column has the point with the fewest changes, if it is known. Return None without a best point, or if
-    it is the start.
+    the best point is the start.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -173,7 +172,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView, recipe: Recipe) -> str:
-    """Return the argument of ``--space``. ``*`` stands for all modules, if a hyperparameter is searched in all."""
+    """Return the argument of ``--space``. A hyperparameter that is searched in all modules is written with ``*``."""
     searched = set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-LEAST = 30  # characters; an optional column of free text that would have to be narrower than this is left out
+LEAST = 30  # characters; an optional column of free text is left out if it would be narrower than this
 LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
@@ -133,7 +133,7 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent``: width of the labels; 0: as needed."""
+    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent`` is the width of labels; 0: as needed."""
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
         self._facts = facts
@@ -184,7 +184,7 @@ def cut(text: str, width: int) -> str:
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
     """Pad numbers with spaces so that their decimal points are below one another.
 
-    Without a point, digits end where the point would be: after 16 in ``16*``, and after 1 in ``1e-8``.
+    A number without a point is aligned at the end of the first digits: after 16 in ``16*``, and after 1 in ``1e-8``.
     """
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)

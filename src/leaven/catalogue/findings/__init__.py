@@ -34,9 +34,9 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. A change is dropped if the finding stays, or if another finding
-    appears or becomes more severe and is more than a note (the mildest severity). The changes that cause the fewest
-    new notes come first.
+    Each suggested change is tried on the recipe. It is dropped if the recipe becomes invalid or the finding stays. It
+    is also dropped if another finding appears or becomes more severe, unless that finding is only a note (the mildest
+    severity). The changes that cause the fewest new notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -51,7 +51,8 @@ def findings(
         return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggested change adds, or None if the change must be dropped."""
+        """Return how many notes a suggested change adds. Return None if the changed recipe is invalid, still has the
+        finding ``name``, or has a worse finding that is more than a note."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid
@@ -80,20 +81,20 @@ def repair(
     Args:
         found: the result of :func:`findings` for the recipe, ``rows_of`` and ``corpus_tokens``.
     """
-    first = changes = next(iter(_first_mends(found)), {})
+    first = changes = next(iter(_first_suggestions(found)), {})
     for _ in range(MOST_REPAIRS):
         try:
             found = findings(recipe.replace(changes), rows_of, corpus_tokens)
         except ValueError:  # the changes do not fit each other
             return first
-        following = _first_mends(found)
+        following = _first_suggestions(found)
         if not following:
             return first if any(one.severity != "note" for one in found) else changes
         changes = {**changes, **following[0]}
     return first
 
 
-def _first_mends(found: Sequence[FindingRow]) -> list[Suggestion]:
+def _first_suggestions(found: Sequence[FindingRow]) -> list[Suggestion]:
     """Return the first suggestion of each finding that is more than a note."""
     return [one.mends[0] for one in found if one.severity != "note" and one.mends]
 
@@ -167,7 +168,8 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit of ``checks.toml`` as a number. ``1.5 most`` is 1.5 x ``facts["most"]``."""
+    """Return a limit of ``checks.toml`` as a number. ``1.5 most / 2`` is 1.5 x ``facts["most"]`` / 2. The factor and
+    the divisor may be missing."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")

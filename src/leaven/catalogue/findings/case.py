@@ -149,7 +149,8 @@ class Case:
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with the recipe's norms and about its size, lr and (known) batch (`_ALIKE`)."""
+        """Return the ids of the runs with Adam or AdamW, the recipe's norms, and about its size, lr and batch
+        (`_ALIKE`). Runs with an unknown batch are included."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -192,7 +193,7 @@ class Case:
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the values that the function ``of_run`` returns for the neighbours, sorted. None is left out."""
+        """Return the values that the function ``of_run`` returns for the neighbours, sorted, without None."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:

@@ -121,7 +121,7 @@ def head_size(check: Check, case: Case) -> Check:
 
 
 def mlp_ratio(check: Check, case: Case) -> Check | None:
-    """Compare d_ff / d_model with dense runs. For experts there is :func:`expert_width`."""
+    """Compare d_ff / d_model with dense runs. Return None for a recipe with experts: see :func:`expert_width`."""
     model = case.recipe.model
     if model.experts:
         return None

@@ -26,7 +26,7 @@ _SMALL_BATCH = 2**18
 
 
 def size(check: Check, case: Case) -> Check | None:
-    """Report that no published run is near the recipe's size."""
+    """Report that no published run is near the recipe's size. If there is one, return None."""
     if case.neighbours:
         return None
     nearest = min(case.size.near.ranked, key=lambda run: size_ratio(run, case.params))
@@ -80,7 +80,7 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report a missing z-loss if both conditions hold:
+    """Return the check for a missing z-loss if both conditions hold, else None:
 
     - The lr is more than 1.5 times the highest lr of the near runs without a z-loss, of which there are at least two.
     - A run of any size with at least half of the recipe's lr had a z-loss.
@@ -131,10 +131,10 @@ def muon(check: Check, case: Case) -> Check | None:
 
 
 def timescale(check: Check, case: Case) -> Check | None:
-    """Compare the timescale of weight decay with the best timescale that the Power Lines law predicts.
+    """Return the check of the timescale of weight decay against the best timescale that the Power Lines law predicts.
 
     The timescale is batch / (lr x decay x tokens), a share of the run. The ratio timescale / best timescale is 33 for
-    GPT-NeoX-20B, and 0.34 to 10.9 for the other published runs.
+    GPT-NeoX-20B, and 0.34 to 10.9 for the other published runs. Return None without weight decay or with plain Adam.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -230,7 +230,10 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Compare the batch with the largest of the nearest published runs. A smaller batch costs no quality."""
+    """Return the check of the batch against the largest batch of the nearest published runs.
+
+    A smaller batch costs no quality. Return None if no batch is known.
+    """
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None

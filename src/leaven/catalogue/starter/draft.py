@@ -248,7 +248,8 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Finish the step ``title``, which contains the values that were decided since the previous step.
 
-        The fields of the step's message come from ``facts``, the facts of these values, and the recipe so far.
+        ``message`` names the message of the step, by default ``title``. Its fields come from ``facts``, the facts of
+        the decided values, and the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

@@ -4,8 +4,9 @@ A proxy is a smaller model with the target's proportions, as many tokens per par
 rule's factors for batch and tokens then cancel, so the result does not depend on ``token_exponent``, the least
 certain exponent of the rule.
 
-The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. Sizes count
-the parameters that a token uses, except the size that a user requests.
+The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. Sizes here
+count only the parameters that a token uses. The exception is the proxy size that a user requests, which counts all
+parameters.
 """
 
 import math
@@ -73,8 +74,11 @@ def choose_proxy(
 ) -> TuningAdvice:
     """Return the proxy to tune for a target, or the reason not to tune.
 
-    Without ``size``, this is the largest proxy whose 64 trials cost at most 10% of the run (`SHARE`), else the
-    smallest proxy with fewer trials that cost at most 24% (`WORTH`), else none.
+    Without ``size``, nine sizes are tried. The choice is:
+
+    - the largest proxy whose 64 trials cost at most 10% of the run (`SHARE`);
+    - or else the smallest proxy, with fewer trials, if they cost at most 24% of the run (`WORTH`);
+    - or else no proxy.
 
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
@@ -123,7 +127,10 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the most `TRIALS` that cost at most `SHARE`, else the fewest. ``each``: cost of a trial / of the run."""
+    """Return the largest number in `TRIALS` whose trials cost at most `SHARE` of the run, else the smallest number.
+
+    ``each`` is (cost of a trial) / (cost of the run).
+    """
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 

@@ -74,7 +74,8 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual`` that keeps the embedding within 25% of ``params``, or 512."""
+    """Return the size in `VOCABULARIES` nearest to ``usual``. If its embedding has more than 25% of ``params``,
+    return the largest size that does not, at least 512."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -129,7 +130,11 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff`` for an MLP of this width, or ``d_ff`` and ``experts`` for experts of this total used width."""
+    """Return ``d_ff`` for a dense MLP of this width.
+
+    With ``experts``, return ``d_ff`` and ``experts``. The experts that a token uses are together about as wide as
+    ``width``.
+    """
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -151,7 +156,11 @@ def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to try: round multiples of the head dimension within a factor of 3 of ``usual``."""
+    """Return the round widths within a factor of 3 of ``usual`` at which the heads of ``proportions`` are possible.
+
+    ``proportions.width`` need not be round. If no width is round, return all within the factor. If none is within the
+    factor, return the smallest possible width.
+    """
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -160,7 +169,10 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Return the MLP widths to try at width ``d``: those within 1/8 of ``ff_ratio`` x d, the nearest first."""
+    """Return the MLP widths to try at width ``d``: within 12.5% of ``ff_ratio`` x d, the nearest first.
+
+    If there are none, return only the nearest width.
+    """
     wanted = proportions.ff_ratio * d
     step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
@@ -234,13 +246,14 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return d / L: that of the reference run, or the median of the neighbours (at most 16 if none is near)."""
+    """Return width / layers of the reference run, or else the median of the neighbours, which is limited to 16 if no
+    neighbour is near."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the width d at which 12 d^2 L, the size of the blocks, is the number of parameters that a token uses."""
+    """Return the width d at which blocks of the usual d / L have as many parameters as a token uses: 12 d^2 L."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
@@ -250,7 +263,8 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the norm, activation, positions, ... of a run; leaven's default where unknown or not supported."""
+    """Return the norm, activation, positions, ... of a run; leaven's default where unknown or not supported. An
+    unsupported activation without a gate becomes gelu."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -271,7 +285,10 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size, from `RECENT` on. If there is none: the neighbours."""
+    """Return the newest run of each lineage near this size.
+
+    Only runs from `RECENT` on count. If there are none, return the neighbours.
+    """
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -297,7 +314,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
 
     A length from recent runs is shortened, but not below `SHORTEST`, if a batch would have fewer sequences than about
-    `SEQUENCES_A_BATCH`, and rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
+    `SEQUENCES_A_BATCH`. It is then rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len

@@ -5,7 +5,7 @@ The method:
 - The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning
   rate, betas, decay and init are chosen for the *base*, and the scaling rule converts them for the target. The base
   is a smaller model to tune first (the proxy), or the target itself if tuning is not worth its cost. If no run is
-  near, it can be a small model that leaven tuned.
+  near, the base can be a small model that leaven tuned.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
   The lineages within a factor of 4 of the target's size vote. If these are fewer than three, the nearest three
   lineages vote. Votes of runs farther from this size have less weight. If no run is within the factor, all votes have
@@ -13,7 +13,8 @@ The method:
   experts vote beside dense runs.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
   a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
-- All laws together have as much weight as all published runs together. Laws outside their fitted range have less.
+- All laws together have as much weight as all published runs together. Laws outside their fitted range have less
+  weight.
 """
 
 from collections.abc import Iterator
@@ -59,7 +60,8 @@ def starter(request: StarterRequest) -> StarterRecipes:
     :func:`leaven.planning.start.start` adds the layout for a cluster, the proxy and the comparison with other runs.
 
     Raises:
-        InputError: if size or duration are out of range, or if the reference run cannot be used.
+        InputError: if size or duration are out of range, if the reference run cannot be used, or if the values cannot
+            be combined in a recipe.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None

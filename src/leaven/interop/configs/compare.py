@@ -141,7 +141,8 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return (rows, number of differences): what an export does not preserve.
 
-    A row has the modules with the same two values of a setting. Each of these modules counts as a difference.
+    A row is for all modules in which a setting has the same value in the recipe and the same other value in the
+    target. Each of these modules counts as one difference.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.

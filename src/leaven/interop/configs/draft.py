@@ -125,7 +125,7 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the recipe. If the training tokens, batch size, lr or warm-up are missing, they are estimated.
+        """Return the imported recipe. If training tokens, batch size, lr or warm-up are missing, they are estimated.
 
         Raises:
             InputError: if the values are not a valid recipe.
@@ -224,7 +224,10 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value for a setting. ``known`` gives it by the setting's value (a switch: off, on).
+        """Return the recipe's value for a setting.
+
+        ``known`` maps the setting's possible values to the recipe's. For a switch, ``known`` is (value if off, value
+        if on).
 
         Raises:
             InputError: if ``known`` does not have the value of the setting.
@@ -238,7 +241,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason lists the given settings. If none is given, it names the default of the first setting.
+        The reason lists the given settings. If none is given, it names the default of the first setting. If the value
+        of a setting is unknown (``unset``), the reason says so instead.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
@@ -247,7 +251,11 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Copy the settings that have a ``path`` to ``draft``. Values that the draft already has do not change."""
+        """Set the values of ``draft`` for all settings that have a ``path``. Values that ``draft`` already has do not
+        change.
+
+        A setting that is not given has its default, but is left out if it is ``optional``.
+        """
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):

@@ -81,12 +81,12 @@ def target(name: str) -> Target:
 
 
 def default_path(name: str, recipe_name: str) -> str:
-    """Return the default path of the exported file or folder, for a recipe of this name."""
+    """Return the default path of the file or folder that target ``name`` exports from the recipe ``recipe_name``."""
     return target(name).path.format(name=recipe_name, identifier=identifier(recipe_name))
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the files for a target, and the values of the recipe that the target cannot represent.
+    """Return the files for a target, the values of the recipe that the target cannot represent, and notes.
 
     Raises:
         InputError: if there is no such target, or it cannot have the recipe's layout, batch or model.

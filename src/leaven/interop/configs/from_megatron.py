@@ -187,7 +187,8 @@ def _pattern(word: str, layers: int) -> str:
 
 
 def _experts(given: Settings, draft: Draft) -> None:
-    """Set the experts, their router and how its load is balanced."""
+    """Set the number and shape of the experts, the settings of their router, and how the load of experts is
+    balanced."""
     origin = given.origin
 
     def put(key: str, value: object, *flags: str) -> None:
@@ -300,7 +301,8 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _stages(given: Settings, length: int) -> list[dict[str, int]]:
-    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences)."""
+    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences). Token counts are
+    rounded down to whole sequences of ``length`` tokens."""
     label, stages = f"{given.origin}: --step-batch-size-schedule", []
     for entry in re.split(r"[\s,]+", given["step-batch-size-schedule"].strip()):
         numbers = []
@@ -461,7 +463,7 @@ class _Variables:
         self._expanded = 0  # characters that variables have inserted so far
 
     def expand(self, word: str) -> str:
-        """Return a word with the values of the known variables in it."""
+        """Return a word in which the known variables are replaced by their values."""
         for _ in range(8):  # the value of a variable may contain another variable
             expanded = _VARIABLE.sub(self._value, word)
             if expanded == word:

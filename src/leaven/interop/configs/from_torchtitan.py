@@ -55,7 +55,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Return the contents of a file, after checking that it is a configuration of torchtitan."""
+    """Return the contents of a file. Raise InputError if the file is not a TOML or JSON configuration of
+    torchtitan."""
     if path.suffix == ".py":
         raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
     text = read_text(path)
@@ -72,7 +73,8 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
-    """Return the known keys, as ``section.key``. Unknown keys are added to the draft."""
+    """Return the settings with known keys, as ``section.key``. Unknown keys are added to ``draft.unread``, unless
+    they are known to have no effect. If ``saved``, optimizer.param_groups is left out."""
     given = Settings(draft.origin, TABLE["keys"], default="torchtitan's default of {}")
     for section, values in document.items():
         for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
@@ -268,7 +270,8 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
 
 
 def _schedule(given: Settings, draft: Draft) -> None:
-    """Set the warm-up and the decay. A decay that begins after the warm-up, or is of type sqrt, becomes ``wsd``."""
+    """Set the warm-up and the decay. A decay of type sqrt, or one that begins later than the warm-up ends, becomes
+    ``wsd``."""
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
     draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))

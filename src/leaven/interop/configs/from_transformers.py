@@ -81,7 +81,13 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return the paths of config.json and, if it exists, training_args.json."""
+    """Return (file of the model's shape, file of the training arguments or None).
+
+    ``path`` is the folder of both files, or one of the files, which may then have any name.
+
+    Raises:
+        InputError: if ``path`` or the file of the shape does not exist.
+    """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS
@@ -93,7 +99,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
             config = path.name
     if not (folder / config).exists():
         raise InputError(
-            f"{path}: does not contain the model shape, and its folder has no {CONFIG}; give a model's folder"
+            f"{path}: no {CONFIG} with the shape of a model is there; give the config.json of a model, or its folder"
         )
     return folder / config, folder / arguments if (folder / arguments).exists() else None
 
@@ -150,7 +156,11 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
 
 
 def _schedule(draft: Draft, given: Settings) -> None:
-    """Set decay and final lr from lr_scheduler_type and lr_scheduler_kwargs."""
+    """Set the decay, the final lr and the share of a cooldown from lr_scheduler_type and lr_scheduler_kwargs.
+
+    Raises:
+        InputError: if leaven does not have the schedule.
+    """
     kind, options, why = given["lr_scheduler_type"], given["lr_scheduler_kwargs"], given.why("lr_scheduler_type")
     floor, peak = 0.0, draft.values["hyperparameters.lr"]
     where = f"{draft.origin}: lr_scheduler_kwargs"

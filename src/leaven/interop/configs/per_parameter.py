@@ -17,7 +17,7 @@ from leaven.scaling.table import ParameterRow, optimizer_groups
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible configuration of a target. Exported is the candidate with the fewest differences from the recipe."""
+    """A possible configuration of a target. The candidate that differs least from the recipe is exported."""
 
     given: Mapping[str, ParameterSettings]  # the target's settings, by leaven's name of the parameter
     attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
@@ -28,7 +28,7 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield candidates for Megatron: with --lr and --decoupled-lr, then with --use-mup.
+    """Yield candidates for Megatron: first with --lr and --decoupled-lr, then one with --use-mup.
 
     --use-mup implements Table 8 of Yang et al. 2022. There is no candidate with --use-mup if the model has experts or
     is not wider than its base.
@@ -110,8 +110,8 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for Megatron with leaven_table.py, which sets the values of each parameter.
 
-    The model has no multipliers. Each part of a fused matrix, such as the query, has its own initial std. All other
-    settings are those of the first part.
+    The model has no multipliers. Each part of a fused matrix, such as the query, has its own initial std. The other
+    settings of a fused matrix are those of its first part.
 
     Raises:
         InputError: if ``layout.zero`` is above 1, or the model has experts.
@@ -140,8 +140,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    With ``NUM_LAYERS``, the initial std of the last matrices of branches is that of other matrices / sqrt(2
-    n_layers). With ``NONE``, both stds are equal.
+    With the method ``NUM_LAYERS``, the initial std of the last matrices of branches is that of other matrices /
+    sqrt(2 n_layers). With ``NONE``, both stds are equal.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -169,7 +169,8 @@ def _alike(
 ) -> dict[str, ParameterSettings]:
     """Return the settings of each parameter by name: one of ``end``, ``matrix`` and ``vector``.
 
-    ``end`` is for the last matrices of branches, ``matrix`` for all other matrices, ``vector`` for gains and biases.
+    ``end`` is for the last matrices of residual branches, ``matrix`` for all other matrices, ``vector`` for gains and
+    biases. A gain or bias keeps its own initial mean, and its initial std is 0.
     """
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
@@ -339,7 +340,7 @@ def _by_tensor(
     """Return two mappings for a model that stores its parameters as ``tensors``.
 
     The first has the settings of each of leaven's parameters. The second has the entry of each tensor in
-    parameters.json, which is for the stored tensor: leaven's parameter / factor - offset
+    parameters.json. Its values are for the stored tensor, which is leaven's parameter / factor - offset
     (:meth:`Architecture.factors`).
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)

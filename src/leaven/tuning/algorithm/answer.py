@@ -136,8 +136,9 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
     """Return (best, point) for the candidate with the fewest changes from the start. The point is an array (D,).
 
-    Candidates are ``point`` and the points with ``RERUNS`` fresh trials whose predicted and measured losses are at
-    most ``seen.floor`` higher. All trials of the start are fresh, because the start was not chosen by its losses.
+    Candidates are ``point``, and points with at least ``RERUNS`` fresh trials whose predicted and measured losses are
+    at most ``seen.floor`` above those of ``point``. All trials of the start are fresh, because the start was not
+    chosen by its losses.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -174,11 +175,17 @@ class FittedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
-        """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
+        """Return the trials with a result, and the trust region fitted to them. ``given`` is the user's noise, or
+        None.
 
-        ``floor`` is usually the noise. A noise with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
-        small. Then a second noise is fitted to the losses, if there are at most ``FITTED``. ``floor`` is the larger
-        of the noise and the geometric mean of both noises. Without a measured noise, it is the fitted noise.
+        The field ``floor`` is the noise if it is given, or measured with at least ``FEWEST_DEGREES`` degrees of
+        freedom. With fewer, the noise may be far too small. So a second noise is fitted to the losses, if at most
+        ``FITTED`` are finite and not outliers:
+
+        - With a measured noise above 0, ``floor`` is the larger of this noise and the geometric mean of both noises.
+        - Without a measured noise, ``floor`` is the fitted noise.
+
+        If none is fitted, ``floor`` is the measured noise, or 0 without one.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -196,8 +203,8 @@ class FittedTrials:
         """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
         It is the surrogate's prediction plus a share of the mean difference between the point's losses and this
-        prediction. The share is 1 if no noise is known, and 0 if the surrogate assumes the noise ``floor``. The rest
-        of the difference is taken to be noise.
+        prediction. The rest of the difference is taken to be noise. If no noise is known, the share is 1. If the
+        surrogate assumes the noise s, the share is 1 - (floor / s)^2, but at least 0.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -210,7 +217,8 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, or None if no trial finished."""
+        """Return the best point of a search that has ended, or None if no trial finished. With
+        ``by_surrogate``, points without fresh seeds are compared by their predicted losses, not by measured ones."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -306,7 +314,8 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials; None if it is the start or the only finalist."""
+    """Return the best point if it needs confirmation trials. Return None if there is no best point, or if it is the
+    start or the only finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -364,7 +373,8 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point``, the only finalist, has ``RERUNS`` trials and a predicted gain above ``least``."""
+        """Return whether ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
+        predicted gain above ``least``."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
@@ -379,7 +389,8 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better."""
+        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better. Return
+        None if there is no such candidate and the start has no loss."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -402,8 +413,8 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have, or over all seeds
-    if there are none."""
+    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have. Without common
+    seeds, each mean is over all seeds."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())

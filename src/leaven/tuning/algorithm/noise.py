@@ -58,7 +58,8 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
 def noise_between_seeds(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
+    """Return the noise between seeds and its degrees of freedom: ``given`` if the user gave it, otherwise that of the
+    trials (:func:`pooled_noise`).
 
     Trials of the search count only if they are at the start. Other points are run again only if their loss in the
     search was low, so this loss would bias the noise.

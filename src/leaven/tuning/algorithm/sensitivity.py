@@ -45,8 +45,8 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
     """Return the point ``best`` with as many values as possible reset to the start.
 
-    Values are reset in turn, those with the smallest cost first. A value keeps its setting if, with its reset, all
-    resets together would cost more than ``floor`` nats or make a divergence likely.
+    Values are reset in turn, those with the smallest cost first. A reset is undone if all resets so far may together
+    cost more than ``floor`` nats, or make a divergence likely.
     """
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -161,8 +161,8 @@ def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[in
     """Return (i, j, share): the indices of the two numbers (not choices) that alone bring the largest share of the
     predicted gain of all numbers.
 
-    Return None if there are fewer than 3 numbers or than ``PER_VALUE`` trials for each value, or if the gain is at
-    most ``noise``.
+    Return None if the gain of all numbers is at most ``noise``. Also return None if there are fewer than 3 numbers,
+    or fewer than ``PER_VALUE`` trials for each searched value.
 
     Args:
         points: (n, D), the points of the trials. The pair stays within the settings that were tried.

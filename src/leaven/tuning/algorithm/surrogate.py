@@ -90,7 +90,8 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return the change of the function when one column goes from 0 to 1 and the others stay at ``x``, (D,)."""
+        """Return for each column the change of the function when the column goes from 0 to 1 and the others stay at
+        ``x``, (D,)."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
@@ -134,7 +135,8 @@ class Surrogate:
         return np.asarray(self._features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to points (m, D)."""
+        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to the points ``x``
+        (m, D)."""
         apart = (self._features(x) - self._features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))
@@ -175,7 +177,7 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij, in units of h."""
+    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij / the typical curvature h."""
     return min(0.5, 8 / d**2)
 
 
@@ -204,7 +206,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide each trial's row by the standard deviation of its error, and project out the constant term a."""
+        """Return ``values`` with each trial's row divided by the standard deviation of its error, and the constant
+        term ``a`` projected out."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -284,7 +287,8 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return one prior for each of ``DIFFERENCES``, made from the trials of an earlier search.
+    """Return one prior for each of ``DIFFERENCES``, the assumed differences between the two searches. The priors are
+    made from the trials of an earlier search.
 
     These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns. If
     ``noise`` is None, it is fitted to the lowest losses, because a noise of 0 would make the priors far too narrow.

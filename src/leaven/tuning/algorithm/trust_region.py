@@ -224,7 +224,8 @@ class Features:
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
-        """Return the columns (..., F) of points (..., D)."""
+        """Return the columns (..., F) of points (..., D): the steps from ``origin`` of numbers, and 0 or 1 for each
+        level."""
         owner, level = self.owner, self.level
         steps = (x[..., owner] - self.origin[owner]) / self.scale[owner]
         return np.where(level > 0, x[..., owner] == level, steps)
@@ -260,7 +261,10 @@ class Region:
         return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). Items 3 and 4 in the docstring of this file explain it."""
+        """Return a point to try next, (D,). With ``last``, this is the predicted best point.
+
+        Items 3 and 4 in the docstring of this file explain the other points.
+        """
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -277,8 +281,11 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the last ``QUIET_ROUNDS`` rounds (of max(10, D // 2) trials) found no new incumbent, and the
-        predicted gain over the incumbent is below the noise."""
+        """Return whether the search no longer improves. Two conditions must hold:
+
+        - The last ``QUIET_ROUNDS`` rounds found no new incumbent. A round has max(10, D // 2) trials.
+        - The predicted gain over the incumbent is below the noise.
+        """
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
@@ -308,12 +315,13 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the probabilities (D, m) of divergence for ``base`` with its value i set to ``x[i, j]``."""
+        """Return probabilities of divergence, (D, m). Entry [i, j] is for ``base`` with ``x[i, j]`` as value i."""
         d = len(base)
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice by ``quadratic``, (D,). ``unseen_first``: prefer a level never run."""
+        """Return the best level of each choice by ``quadratic``, (D,); 0 for values that are not choices. With
+        ``unseen_first``, levels that no trial has run come before all others."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -402,7 +410,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 def radius_of(axes: Axes, losses: Array) -> float:
     """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,).
 
-    While all trials diverge, proposals come closer together if a learning rate is searched, and spread out if not.
+    While no trial has a finite loss, each trial makes the moves smaller if a learning rate is searched, else larger.
     """
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS

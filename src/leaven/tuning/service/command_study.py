@@ -39,7 +39,8 @@ from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
 from leaven.tuning.point import Value, recipe_at
-from leaven.tuning.service.losses import read_losses, why_none
+from leaven.tuning.service.leases import machine
+from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.stored_study import VALUES
@@ -49,7 +50,9 @@ from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument
 
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
-FOLDER = "leaven:folder"  # study attribute: the folder in which commands run, relative to the study's folder
+# Study attribute: the folder in which commands run, relative to the study's folder. With a database, each machine has
+# an attribute FOLDER:MACHINE with the absolute folder.
+FOLDER = "leaven:folder"
 COMMAND_POLL = 0.25  # seconds between checks of a running command
 # After a command has ended, leaven waits this share of the command's time, but at most ``COMMAND_POLL``: the signal
 # that ended the command may be about to reach leaven, too, and then the trial does not count.
@@ -159,16 +162,30 @@ class CommandTrainer:
         folder: Path,
         output: BinaryIO,
     ) -> Outcome | str:
-        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
+        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure.
+
+        Raises:
+            WorkerDied: if the machine cannot start another process.
+            TrialReleased: if the search stops.
+            InputError: if losses or output cannot be read, or another program has replaced the output file.
+            StoreGone: if the disk with the losses stays away.
+        """
         command = self._command
+        where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
+        earlier = written_losses(command.loss, where) if command.resume else []
         try:
             process = self._commands.start(command.filled(values), environment, output)
         except BlockingIOError as error:  # too many processes on this machine, perhaps of other programs
             raise WorkerDied(f"could not be started: {error.strerror}") from None
         try:
-            where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
             outcome = self._watch(process, proposal, folder / OUTPUT, where)
             _require_same_file(output, folder / OUTPUT)
+            complete = isinstance(outcome, Outcome) and math.isfinite(outcome.loss) and not outcome.stopped
+            if complete and earlier and earlier == written_losses(command.loss, where):
+                self._note(
+                    f"trial {proposal.number} ended with exit code 0 and added no loss to those of an earlier "
+                    f"attempt, whose last one counts; see {folder / OUTPUT}"
+                )
             return outcome
         finally:
             if left := self._commands.end(process):
@@ -178,8 +195,14 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Move the folder of a new trial aside if it exists already: a trial that the store has lost has left it. If
-        the folder of a retry is missing, tell the user, or raise InputError if the folders of all trials are missing.
+        """Check the folder of a trial before the trial begins.
+
+        If the folder of a new trial exists already, a trial that the store has lost has left it: move it aside. If
+        the folder of a retry is missing, tell the user.
+
+        Raises:
+            InputError: if the folder of a retry is missing, as are the folders of all other trials: their disk is
+                probably not mounted. This is not an error if each machine may have its own folders.
         """
         made_before = self._folder.exists()
         make_folder(self._folder)
@@ -208,8 +231,9 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether a failed command does not count, because its output says that a disk was full (``NO_ROOM``).
-        Then no trial begins for a while."""
+        """Return whether the output of a failed command says that a disk was full (``NO_ROOM``). Then the failure
+        does not count, and no trial begins for ``FULL_SECONDS``. After ``MOST_REPEATS`` such failures of a trial,
+        return False."""
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -234,9 +258,13 @@ class CommandTrainer:
         return output
 
     def _lock_when_free(self, output: BinaryIO) -> None:
-        """Lock the file ``output``, once the command of an earlier attempt has ended.
+        """Lock the file ``output``, once the command of an earlier attempt has ended. Do nothing if the file system
+        does not support locks.
 
         A command inherits the lock: if leaven is killed, the file stays locked until the command ends.
+
+        Raises:
+            TrialReleased: if the search stops before the file is free.
         """
         import fcntl  # not available on Windows
 
@@ -295,7 +323,12 @@ class CommandTrainer:
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
         """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
-        If the command has ended (``complete``), wait while the disk with the losses or the output is away.
+        If the files cannot be read while the command runs, return no losses and "". If the command has ended
+        (``complete``), wait until the files can be read.
+
+        Raises:
+            StoreGone: if the disk is away for more than ``AWAY_SECONDS``.
+            TrialReleased: if the study stops while this method waits.
         """
         command, began, warned = self._command, time.monotonic(), False
         while True:
@@ -330,8 +363,10 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if the file at ``path`` is not the open file ``output``. Another file may have the losses of
-    another command, or only some of the losses."""
+    """Raise InputError if ``path`` is another file than the open file ``output``. A missing file is no error.
+
+    Another file may have the losses of another command, or only some of the losses.
+    """
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
@@ -370,7 +405,7 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the texts of the files of ``{config}`` and ``{recipe}`` at a point, if the command uses them."""
+    """Return the texts of the files ``{config}`` and ``{recipe}`` that the command uses at a point, by path."""
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)
@@ -393,8 +428,8 @@ class CommandStudy(BaseStudy):
 
     Raises:
         InputError: on Windows; if the command does not fit the space (:meth:`Command.check`), has a placeholder in
-            quotes, or has no ``{seed}`` although ``noise`` is not 0. Entering the context raises it if a study in a
-            journal was begun in another working folder.
+            quotes, or has no placeholder for the seed although ``noise`` is not 0. Entering the context raises it if
+            a study in a journal was begun in another working folder.
     """
 
     def __init__(
@@ -444,8 +479,9 @@ class CommandStudy(BaseStudy):
 
     def __enter__(self) -> Self:
         opened = super().__enter__()
+        study = self._stored.study
         if isinstance(self._where, Path):  # machines that share a database may use different folders
-            here, study = self._about["command_folder"], self._stored.study
+            here = self._about["command_folder"]
             if (there := study.user_attrs.get(FOLDER)) is None:
                 study.set_user_attr(FOLDER, there := here)
             if there != here:
@@ -453,6 +489,15 @@ class CommandStudy(BaseStudy):
                 raise InputError(
                     f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
                     "back if it was moved"
+                )
+        else:
+            here, key = os.path.realpath(os.curdir), f"{FOLDER}:{machine()}"
+            if (there := study.user_attrs.get(key)) is None:
+                study.set_user_attr(key, there := here)
+            if there != here:
+                self._note(
+                    f"caution: {self._name} began in {there} on this machine, and its command now runs in {here}; if "
+                    "the programs there differ, use another --study, because their losses cannot be compared"
                 )
         return opened
 

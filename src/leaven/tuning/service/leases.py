@@ -34,11 +34,11 @@ def node(pid: int, number: int = 0) -> str:
     """Return the id of a command that runs in the process ``pid`` of this machine: ``HOST:MACHINE:PID:START:NUMBER``.
 
     - HOST makes the id readable.
-    - MACHINE is the machine or container and, on Linux, its current boot (:func:`_machine`).
+    - MACHINE is the machine or container and, on Linux, its current boot (:func:`machine`).
     - START is the start time of the process (:func:`_started`), because a later process may get the same pid.
     - NUMBER is the index of the search among the searches of the process, from 0.
     """
-    return f"{socket.gethostname()}:{_machine()}:{pid}:{_started(pid)}:{number}"
+    return f"{socket.gethostname()}:{machine()}:{pid}:{_started(pid)}:{number}"
 
 
 def gone(owner: str) -> bool:
@@ -47,8 +47,8 @@ def gone(owner: str) -> bool:
     The result is False for a command on another machine. It is also False for a process of another user, because
     /proc may hide such a process (hidepid).
     """
-    machine, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
-    if machine != _machine():
+    where, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
+    if where != machine():
         return False
     if int(pid) == os.getpid() and start == _started(os.getpid()):
         return owner not in _here
@@ -123,7 +123,7 @@ class Leases:
 
 
 @cache
-def _machine() -> str:
+def machine() -> str:
     """Return an id of the machine or container in which this process runs. On Linux it is new after each boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -133,7 +133,8 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process started, in 1/100 s since the boot (Linux) or 1970, or "" if the process has ended."""
+    """Return the time when a process started, in 1/100 s since the boot (on other systems than Linux: since 1970).
+    Return "" if the process has ended."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

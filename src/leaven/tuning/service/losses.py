@@ -4,6 +4,7 @@
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from leaven.training.run_logs import LogDamaged, tensorboard_rows, wandb_rows
 from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
+Row = tuple[Any, dict[str, Any]]  # (step, values by name)
 MOST_NAMES = 20  # names of values that a message lists
 LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 
@@ -33,13 +35,9 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
         InputError: if a loss or step is not a number, or if the file of a command that has ended cannot be read.
         OSError: if the file of a command that has ended is on a disk that is away (``storage.AWAY``).
     """
-    if source.pattern is not None:
-        found = _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
-    else:
-        found = _of_rows(source, where, complete, resumed)
     times, curve = source.tokens_per_step or 1, dict[int, float]()
     try:
-        for number, (step, loss) in enumerate(found, 1):
+        for number, (step, loss) in enumerate(_losses(source, where, complete, resumed), 1):
             at = times * (number if step is None else step)
             before = curve.pop(at, loss)  # removed, so that the step moves to the end of the dict
             curve[at] = loss if math.isfinite(before) else before
@@ -56,13 +54,27 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
     return tuple(curve.items())
 
 
+def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, float]]:
+    """Return the (step, loss) pairs, repeated ones included, up to the first that cannot be read."""
+    found = list[tuple[int | None, float]]()
+    with suppress(OSError, InputError):
+        found.extend(_losses(source, where, True, True))
+    return found
+
+
 def why_none(source: LossSource, where: Path) -> str:
-    """Return the reason why a command that has ended has no losses."""
+    """Return a text that says that an ended command has reported no loss and, if ``source.key`` is the cause, why."""
     keys = set[str]() if source.key is None else {key for _, row in _rows(source, where) for key in row}
     if source.key in keys:
         return f"reported no loss: every {source.key} in {where} is null"
     names = ", ".join(sorted(keys)[:MOST_NAMES])
     return f"reported no loss: loss.key = {source.key!r} is none of {names}" if names else "reported no loss"
+
+
+def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
+    if source.pattern is not None:
+        return _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
+    return _of_rows(source, where, complete, resumed)
 
 
 def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
@@ -78,8 +90,9 @@ def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
 def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
     if complete and source.jsonl is not None:
         _require_last_line(source, where)
-    for step, row in _rows(source, where, resumed):
-        if (loss := row.get(str(source.key))) is None:  # loggers write null for a value that a step does not have
+    rows = [(step, row) for step, row in _rows(source, where, resumed) if str(source.key) in row]
+    for step, row in _nan_for_null(rows, str(source.key)) if complete else rows:
+        if (loss := row[str(source.key)]) is None:  # loggers write null for a value that a step does not have
             continue
         has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # false for NaN
         if not has_step and (source.step is not None or step is not None):
@@ -98,6 +111,26 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
             ) from None
 
 
+def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
+    """Return the rows, which have ``key``, with NaN for null at their end, if null stands for NaN, which JSON lacks.
+
+    It does if two or more rows before have a loss and none has null, which might mean a step without a loss; and if
+    the row has no values that those rows lack, as the summary of a run does.
+    """
+    first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
+    if first < 2 or any(row[key] is not None for _, row in rows[first:]):
+        return rows
+    known = set[str]().union(*(_named(row) for _, row in rows[:first]))
+    stepped = rows[0][0] is not None
+    nulls = [(step, row) for step, row in rows[first:] if _named(row) <= known and (step is not None) == stepped]
+    return rows[:first] + [(step, row | {key: math.nan}) for step, row in nulls]
+
+
+def _named(row: dict[str, Any]) -> set[str]:
+    """Return the names of the values in a row that are not null."""
+    return {name for name, value in row.items() if value is not None}
+
+
 def _require_last_line(source: LossSource, where: Path) -> None:
     """Raise InputError if a damaged JSON object, which may have a loss, follows the last loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
@@ -108,8 +141,9 @@ def _require_last_line(source: LossSource, where: Path) -> None:
             return
 
 
-def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each row that was logged."""
+def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
+    """Yield (step, values by name) for each row that was logged. Files of TensorBoard and W&B are read by name, or
+    with ``resumed`` in the order of their last steps."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:
@@ -120,5 +154,5 @@ def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[tu
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 
-def _last_step(rows: list[tuple[Any, dict[str, Any]]]) -> float:
+def _last_step(rows: list[Row]) -> float:
     return max((step for step, _ in rows if isinstance(step, int | float)), default=-math.inf)

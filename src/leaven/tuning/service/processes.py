@@ -107,7 +107,11 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes in the sessions or with the ``MARK`` of the commands ``leaders``, and all children."""
+    """Return the processes of the commands ``leaders`` (process ids) and all their children.
+
+    A process belongs to a command if it is in the command's session or has the command's ``MARK``, which contains
+    ``token``.
+    """
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -129,8 +133,10 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _guard() -> None:
-    """End the commands that still run when the pipe closes. A line of the pipe is the process id of a command that
-    starts, or the negative id of one that has ended."""
+    """Wait until standard input closes, and then end the commands that still run.
+
+    A line of the input is the process id of a command that starts, or the negative id of one that has ended.
+    """
     running = set[int]()
     for line in sys.stdin:
         pid = int(line)

@@ -66,7 +66,8 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that ``durations`` exclude; for a grid, limited to the box ``near``."""
+    """Return the space without the values that cannot be searched with ``durations``. The space of a grid search
+    is also limited to the box ``space.near``."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -131,8 +132,8 @@ class TrialTrainer:
         stop: a function that returns whether to stop and release the trials.
         checkpoint_seconds: seconds between checkpoints of a trial.
         inputs: the fingerprint that text and start weights must have.
-        stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because this would not make
-            the others faster.
+        stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because the other trials of
+            a stack would not become faster.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -229,7 +230,8 @@ class Study(BaseStudy):
     """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
 
     Args:
-        durations: run lengths in tokens; () for only ``data.tokens``. The loss of a trial is that of its longest run.
+        durations: run lengths in tokens. Without any, each trial is one run of ``data.tokens`` tokens. The loss of a
+            trial is that of its longest run.
         stack: number of trials that a worker trains at once (``training/stack.py``).
 
     Raises:

@@ -1,6 +1,7 @@
 """Minimise any Python function: ``from leaven.tuning import search``. This module does not need torch."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,9 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
-            resumes a stored study, even while other processes work on it.
+            resumes a stored study, even while other processes work on it. The results of its trials count, also
+            those of another ``objective``, which this function cannot compare: after a change of the objective,
+            give another ``name``. A warning says if this call ran no trial.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
             use ``stop`` rather than an interrupt: after a KeyboardInterrupt, running calls of ``objective`` continue
@@ -161,7 +164,10 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     )
     plan = SearchPlan(stored.axes, method, seed, budget, noise, stop_at_noise)
 
+    called: list[int] = []  # numbers of the trials of this call
+
     def of_one(proposals: Sequence[Proposal]) -> list[float | Outcome]:
+        called.extend(each.number for each in proposals)
         return [objective(each) for each in proposals]
 
     with SearchLoop(plan, stored, of_one, given.workers, stop, given.lease_seconds) as loop:
@@ -169,6 +175,12 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             if watch is not None:
                 watch.started(event) if isinstance(event, Proposal) else watch.ended(event)
     ran = loop.trials
+    if ran and not called and not stop():
+        warnings.warn(
+            f"this call ran no trial, because the stored study {name} has all of its {len(ran)} trials; if the "
+            "objective has changed since, give it another name",
+            stacklevel=2,
+        )
     chosen, (noise, degrees) = plan.chosen(ran), plan.noise_of(ran)
     if chosen is None:
         raise NothingFound(plan.why_nothing(ran))
@@ -196,7 +208,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
 
 
 def _limits(limits: Any) -> Any:
-    """Return validated limits: (low, high) as floats, or the range of a choice."""
+    """Return limits: (low, high) as floats, or ``range(n)`` for a choice of n levels. Raise ValueError for others."""
     if isinstance(limits, range):
         if limits.start or limits.step != 1 or len(limits) < 2:
             raise ValueError("give range(n) with at least 2 levels")

@@ -92,9 +92,9 @@ class SearchLoop:
                 ...
 
     An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended.
-    A trial begins once ``ready`` returns true. After the last event, ``trials`` has all trials of the study. If an
-    exception other than StoreGone ends the context, the running trials of this loop are released, so that they run
-    again later.
+    A new trial begins only while ``ready`` returns true. After the last event, ``trials`` has all trials of the
+    study. If an exception other than StoreGone ends the context, the running trials of this loop are released, so
+    that they run again later.
     """
 
     def __init__(  # noqa: PLR0917 - one of each
@@ -250,8 +250,11 @@ class SearchLoop:
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
         """Give the trials of ``calls``, which failed in a row, back to the study. If ``fails``, also end the search
-        with an error. A trial is given back only once: if it fails again, the cause is probably its values. If no
-        trial is left to give back, the search goes on."""
+        with an error.
+
+        A trial is given back only once: if it fails again, the cause is probably its values. If all trials of
+        ``calls`` were given back before, the search goes on.
+        """
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self._stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
@@ -263,7 +266,7 @@ class SearchLoop:
 
 
 def _trials_of(calls: Sequence[Sequence[Proposal]]) -> int:
-    """Return the number of different trials that calls of the objective tried."""
+    """Return the number of different trials in ``calls`` of the objective. Retries of a trial count once."""
     return len({call[0].origin for call in calls})
 
 

@@ -110,7 +110,8 @@ class Budget:
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved for final trials: the most that ``FINALS`` and ``RESERVED`` allow."""
+        """Return how many trials are reserved for final trials. It is the largest number that ``FINALS`` allows and
+        that costs at most the share ``RESERVED`` of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if {trial.final_of for trial in trials} - {"", self.label}:
@@ -142,7 +143,8 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` trials of every finalist, and the confirmation trials."""
+    """Return the number of final trials: ``each`` trials of every finalist, and confirmation trials if there are
+    several finalists."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -161,7 +163,8 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method is unknown or ignores given prior knowledge, or if no store takes ``name``."""
+    """Raise InputError if the method is unknown, if it ignores prior knowledge that ``axes`` has, or if ``name`` is
+    empty or too long."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -282,10 +285,10 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region after the trials that have ended, cached until ``REFITTED`` of them are new.
+        """Return the trust region, fitted to the trials that ended first.
 
-        It is fitted to the trials that ended first. So a resumed search proposes the same points, unless the clocks
-        of several machines differ.
+        It is fitted again when the share ``REFITTED`` of the trials is new. So a resumed search proposes the same
+        points, unless the clocks of several machines differ.
         """
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
@@ -389,7 +392,8 @@ class SearchPlan:
         """Return the trial with which a new trial at ``point`` is compared; None if the new one must not be pruned.
 
         The result is the best completed trial of the search with the same choices: a choice, such as the schedule,
-        changes the shape of a loss curve. Without a measured noise (``FEWEST_DEGREES``), no trial is pruned.
+        changes the shape of a loss curve. If the noise is unknown, or known with fewer than ``FEWEST_DEGREES``
+        degrees of freedom, no trial is pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)

@@ -272,7 +272,8 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the attempt up, so that it does not count as a death.
+            released: whether this command gives the attempt up. A released attempt does not count as one whose
+                process died.
             ended: the last heartbeat of the attempt's owner, Unix time; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
@@ -288,6 +289,7 @@ class StoredStudy:
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return at most ``POINTS`` points of a curve: the last one, and before it the means of equally long parts.
+    Points with a loss that is not finite are left out.
 
     Single points are too noisy to prune trials by: a trial is pruned if it is far above the curve of the best trial.
     """
@@ -353,7 +355,10 @@ def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time; None if an older version did not store them."""
+    """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None.
+
+    Return None if an older version did not store these times.
+    """
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
     if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):
@@ -364,7 +369,8 @@ def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
 
 
 def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> StoredTrial:
-    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts whose process died."""
+    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts that failed since the
+    trial was last given back."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
@@ -405,7 +411,7 @@ def _change_of(attempt: FrozenTrial, digests: bool) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
     leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
-    FAIL without one.
+    FAIL without one. Only if the settings of the study have ``digests``, every attempt must have an owner.
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {
@@ -502,6 +508,8 @@ def join_study(
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
+    # A call without a box does not continue in the box of the study.
+    here |= {key: here.get(key, {}) for key in there.keys() & {"near"}}
     for key, value in here.items():
         if key not in there and key not in ADDED:
             raise InputError(f"{what} has no {key}, so another program created it; {instead}")
@@ -522,7 +530,11 @@ def random_id(attributes: Mapping[str, Any]) -> str:
 
 
 def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
-    """Return (the settings of a study, whether they have a digest). Raise InputError if the digest does not match."""
+    """Return (the settings of a study, whether they have a digest).
+
+    Raises:
+        InputError: if the digest does not match, or the study does not minimise.
+    """
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
@@ -558,6 +570,9 @@ def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], wha
 
     Also write the settings if the study has none after ``PATIENCE`` seconds: the command that created it may be dead.
     The study is looked up first, because a failed attempt to create it would add a line to a journal.
+
+    Raises:
+        InputError: if the study is not empty, but has no settings. ``what`` names the study in the message.
     """
     try:
         study = optuna.load_study(study_name=name, storage=store)

@@ -67,7 +67,8 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """Raised if the store is unreachable or the results cannot be written. The same command resumes the study."""
+    """Raised if the store is unreachable or the results cannot be written. Repeating the command resumes the
+    study."""
 
 
 def open_store(
@@ -260,7 +261,8 @@ def _damaged(error: Exception) -> bool:
 
 
 def _refused(error: Exception) -> bool:
-    """Return whether a database has refused a call, for example because a permission is missing or a row clashes."""
+    """Return whether an error comes from the database, for example because a permission is missing or a row
+    clashes."""
     from sqlalchemy.exc import DBAPIError
 
     return isinstance(error, StorageInternalError | DBAPIError) and any(
@@ -286,7 +288,7 @@ def open_journal(path: Path) -> JournalStorage:
     """Return Optuna's JournalStorage in the file ``path``. The file is created if it does not exist.
 
     Raises:
-        InputError: if the file cannot be created or read, or is not a journal.
+        InputError: if the file cannot be created or read, is not a journal, or has a damaged line.
     """
     if path.is_dir():
         raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
@@ -327,10 +329,11 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file, which stays readable after an interrupted write.
 
-    A write first removes an incomplete last line. Reading or writing raises an error in two cases:
+    A write first removes an incomplete last line. Reading or writing raises an error in these cases:
 
     - The file is missing: it may be on a disk that is not mounted at the moment.
     - Another journal has replaced the file: a user may begin another study in the folder while a command still runs.
+    - An older copy has replaced the file, and lacks lines that were read.
     """
 
     def __init__(self, path: Path) -> None:

@@ -16,8 +16,8 @@ dies, the trial gets another attempt.
    loss that is fitted to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer`
    (``recipe_study.py``) puts the values of the point into the recipe and trains it in a worker process
    (**training/trial.py**), or trains several trials at once (``training/stack.py``). This training has the loop and
-   the step of ``leaven train``, but no run folder, metrics and spike guard. The loss of the trial is the validation
-   loss after the last step. In a study over a command, ``CommandTrainer`` runs the command (``command_study.py``).
+   the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is the
+   validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it (``command_study.py``).
    A trial ends early if it diverges. Once the noise is known, a trial that is too far behind the best one is pruned
    (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less
    than the noise (``Region.stalled``).
@@ -43,10 +43,11 @@ dies, the trial gets another attempt.
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -59,6 +60,7 @@ from typing import Any, Protocol, Self
 import optuna
 from optuna.storages import BaseStorage
 
+from leaven.documents import DIGEST, digest_of, is_sealed
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
 from leaven.storage import AWAY, lock, make_folder, read, require_folder_name, write_text
@@ -83,8 +85,9 @@ from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
 # Names in the folder of a study that was killed before it wrote study.json.
-OURS = ("journal.log*", ".*.tmp", CHECKPOINTS, LOCK)
+OURS = ("journal.log*", ".*.tmp", LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
+_TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in one of an attempt (training)
 _ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 # After so many seconds without the store, the screen says so, and a command that is to stop no longer waits for it.
@@ -98,10 +101,14 @@ SAVING = 0.1
 def attempts(folder: Path) -> list[tuple[int, Path]]:
     """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in order.
 
-    Folders with other names, such as copies that a user made, are left out.
+    Folders with other names or contents, such as copies that a user made or files of another program, are left out.
     """
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
-    return [(int(name[1]), path) for name, path in named if name]
+    return [
+        (int(name[1]), path)
+        for name, path in named
+        if name and all(_TRIAL.fullmatch(entry.name) for entry in path.glob("*"))
+    ]
 
 
 class Screen(Protocol):
@@ -208,12 +215,17 @@ class BaseStudy(ABC):
             self.out.exists()
             and not (self.out / "journal.log").exists()
             and not self._saved_results()[0]
-            and not all(any(fnmatch(entry.name, name) for name in own) for entry in self.out.iterdir())
+            and not all(
+                any(fnmatch(entry.name, name) for name in own)
+                or (entry.name == CHECKPOINTS and not any(entry.glob("*")))  # such as a link to an empty disk
+                for entry in self.out.iterdir()
+            )
         ):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
-        """Call ``note`` and ``stop`` while :meth:`__enter__` waits for a locked store. :meth:`run` replaces them."""
+        """Return this study. :meth:`__enter__` will call ``note`` and ``stop`` while it waits for a locked store.
+        :meth:`run` replaces the two functions."""
         self._note, self._stop = note, stop
         return self
 
@@ -254,7 +266,8 @@ class BaseStudy(ABC):
 
     @contextmanager
     def _folder_lock(self) -> Iterator[None]:
-        """Lock the folder, unless its disk is full or has no locks."""
+        """Lock the folder during the ``with`` block. Go on without the lock if the disk is full or has no locks, or
+        if another process holds the lock for ``LOCK_SECONDS``."""
         with ExitStack() as held:
             with suppress(OSError):
                 held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
@@ -264,11 +277,18 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Return the store. Raise InputError if the store lacks the id or the ended trials that study.json has:
-        ``saved_id`` and ``ended``."""
+        """Return the store of the study.
+
+        Args:
+            saved_id: the study's id in study.json, or "".
+            ended: the numbers of the trials that have ended according to study.json.
+
+        Raises:
+            InputError: if the store cannot be used, belongs to another study, or lacks one of the ``ended`` trials.
+        """
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
-            raise self._store_lost(ended, ended)
+            raise self._store_lost(ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
@@ -278,10 +298,10 @@ class BaseStudy(ABC):
                     )
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study._study_id for study in store.get_all_studies()}
-        if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
-            raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
+        if stored and name not in stored and isinstance(self._where, Path):
+            raise InputError(f"{self._name} contains the study {next(iter(stored))}, not {name}; use another --study")
         if begun and name not in stored:
-            raise self._store_lost(ended, ended)
+            raise self._store_lost(ended)
         if saved_id:
             self._require_same_study(saved_id, random_id(store.get_study_user_attrs(stored[name])))
         attempts = store.get_all_trials(stored[name], deepcopy=False) if ended else []
@@ -290,10 +310,13 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return (id, (state, loss) of ended trials by number) from study.json; empty if it is missing or damaged."""
+        """Return from study.json the study's id, and the (state, loss) of each ended trial by number. Return ("", {})
+        if the file is missing or damaged. Raise InputError if it cannot be read."""
         path = self.out / "study.json"
         try:
             document = json.loads(read(path))
+            if not is_sealed(document):
+                raise ValueError
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
             if not all(isinstance(trial["number"], int) for trial in ended):
                 raise TypeError
@@ -339,16 +362,19 @@ class BaseStudy(ABC):
             "folder, restore the file that was replaced, or use another folder"
         )
 
-    def _store_lost(self, ended: set[int], lost: set[int]) -> InputError:
-        """Return the error for a store that lacks the trials ``lost``, of the trials ``ended`` in study.json."""
-        results, missing = f"the results of {len(ended)} trials", "none of them"
-        if not ended:
+    def _store_lost(self, ended: set[int], lost: Collection[int] = ()) -> InputError:
+        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, the whole study.
+
+        ``ended`` has the numbers of the finished trials in study.json.
+        """
+        results, missing, way = f"the results of {len(ended)} trials", "none of them", "use another folder"
+        if lost:
+            missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"
+            way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
+        elif not ended:
             results, missing = "a study", "no study of this name"
-        elif lost != ended:
-            missing = f"lost {len(lost)} of them, the first is trial {min(lost)}"
         return InputError(
-            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or use "
-            "another folder"
+            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or {way}"
         )
 
     def _waited(self, seconds: float) -> None:
@@ -449,7 +475,8 @@ class BaseStudy(ABC):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_meanwhile(self) -> None:
-        """Write the results after trials have ended, in at most the share ``SAVING`` of the time."""
+        """Save the results of the trials that have ended, unless saving has taken more than the share ``SAVING`` of
+        the time."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -569,12 +596,14 @@ def write_results(
         write_text(path, text)
         written[file] = digest
     state = state.model_copy(update={"written": written})
-    write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
+    text = state.model_dump_json(indent=2).removesuffix("\n}")
+    digest = digest_of(json.loads(f"{text}\n}}"))
+    write_text(out / "study.json", f'{text},\n  "{DIGEST}": "{digest}"\n}}\n')
     return state
 
 
 def _saved(out: Path) -> dict[str, Any]:
-    """Return study.json; {} if it is missing or damaged."""
+    """Return the content of study.json, or {} if the file is missing or damaged."""
     try:
         document = json.loads(read(out / "study.json"))
     except (OSError, ValueError, RecursionError):

@@ -36,7 +36,7 @@ class TrustRegionSampler(BaseSampler):
         study.optimize(objective, n_trials=60)
 
     The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step
-    away from the start along each number. A step is a sixth of the range that the objective gives to
+    away from the start in each numeric parameter. A step is a sixth of the range that the objective gives to
     ``suggest_float`` or ``suggest_int``, but at least the ``step`` of the distribution. With ``log=True``, the range
     is measured in octaves (powers of two).
 
@@ -169,7 +169,14 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return where the search starts: at the ``given`` value, that of the ``first`` trial, or the middle."""
+        """Return the position on this axis where the search starts.
+
+        The search starts at the value in ``given``, otherwise at the value in ``first``, the first trial. If neither
+        has a value, it starts in the middle, or at the first level of a choice.
+
+        Raises:
+            InputError: if the objective does not allow the value in ``given``.
+        """
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -184,12 +191,12 @@ class AxisOfDistribution:
         raise InputError(f"start: {self.name} = {given[self.name]!r:.60}; the objective allows {allowed}")
 
     def at(self, value: Any) -> float:
-        """Return where a value is on the axis: steps, or the index of a choice."""
+        """Return the position of a value on the axis, in steps of ``unit``. The position of a choice is its index."""
         number = float(self.distribution.to_internal_repr(value))
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
     def value(self, at: float) -> Any:
-        """Return the value that Optuna allows nearest to ``at`` on the axis."""
+        """Return the value of the distribution that is nearest to ``at`` on the axis."""
         to = self.distribution
         if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))
@@ -215,7 +222,10 @@ def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the losses of the trials with a result, by number, times ``sign``; infinite for a divergence."""
+    """Return the losses of the trials with a result, by number, times ``sign``; infinite for a divergence.
+
+    The loss of a pruned trial is clipped to the range from the median to the largest loss of the completed trials.
+    """
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:

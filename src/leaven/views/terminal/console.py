@@ -22,7 +22,7 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 class _Stream:
     """A text stream that raises BrokenPipeError if its terminal is gone.
 
-    With ``forgiving``, it ignores other errors, such as a full disk: what it could not write stays in its buffer.
+    With ``forgiving``, other errors, such as a full disk, are ignored. The unwritten text stays in the buffer.
     """
 
     def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
@@ -63,9 +63,9 @@ class SafeConsole(Console):
             yield Segment(text if control else shown(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        """Drop all later output, because the program that read it has ended, or the terminal was closed.
+        """Drop all later output, because the program that reads the output has ended, or the terminal was closed.
 
-        Without standard error, the command goes on. Without standard output, BrokenPipeError ends it.
+        If this is standard error, the command continues. If it is standard output, BrokenPipeError ends the command.
         """
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -96,7 +96,7 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used. ``checkpoints``: the reasons by name. ``changed``: another warning."""
+    """Warn of checkpoints that were not used, with the reason of each. ``changed`` is another warning, or None."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])

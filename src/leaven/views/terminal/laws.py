@@ -1,4 +1,4 @@
-"""Show ``leaven laws`` in the terminal: predictions of every law, their extrapolation, and how much they differ."""
+"""Show ``leaven laws`` in the terminal: the predictions of every law, and the median and range of all laws."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -176,7 +176,7 @@ def _spreads(
 ) -> Facts:
     """Return lines with the median and range of each quantity that the laws predict.
 
-    The first line has the model sizes N that the laws used: some count only a part of the embeddings, or none.
+    The first line has the model sizes N that the laws use, because some laws do not count all embeddings.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
@@ -219,9 +219,9 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Return the median and the range of the values that laws predict for ``key``, a field of the rows, as text.
+    """Return texts with the median and the range of the values that laws predict for ``key``, a field of the rows.
 
-    If only some laws extrapolate, the range over the other laws follows.
+    If all laws extrapolate, a text says so. If only some do, a text has the range of the others.
     """
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]

@@ -16,7 +16,7 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of numbers. The field of the row is ``quantity`` or, if this is "", ``header``."""
+    """Return a column of numbers. The numbers are in the field ``quantity`` of the rows, by default ``header``."""
     field = quantity or header
 
     def text(group: LayerGroup) -> str:
@@ -42,7 +42,7 @@ _PARAMETERS = (
 
 
 def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a recipe's size and scale, and a table with a row for each parameter of layers with equal values."""
+    """Yield a recipe's size and scale, and a table of all parameters. Layers with equal values share a row."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     size = format_parameters(shown.totals.params, shown.totals.params_active)
     yield Facts(
@@ -163,7 +163,10 @@ SHOWN = (
 
 
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a table of the init std of matrices in this recipe and in each published initialisation."""
+    """Yield a table of the init std of matrices in this recipe and in each published initialisation.
+
+    Lines above and below the table have the reason, the nearest published initialisations and their formulas.
+    """
     init, n_layers = shown.init, shown.scale["depth"]
     by_module: dict[str, list[Mapping[str, Any]]] = {}  # the matrices of each module, in the order of the layers
     for start in init["starts"]:

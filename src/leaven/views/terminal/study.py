@@ -53,7 +53,7 @@ class TuneScreen(LiveScreen):
         self._shown = {trial.number for trial in _ended(state)}
         self._running: dict[int, tuple[str, float]] = {}  # (worker, start in Unix time) by number of the trial
         self._names: dict[str, str] = {}
-        self._lock_rows = threading.RLock()  # not for ``_status``: rich calls it while holding a lock of its own
+        self._lock_rows = threading.RLock()  # not for ``_status``, which rich calls with a lock held
         self.bar("trials", state.ended, trials, "")
         self.above = self._status
         count = len(state.space)
@@ -62,7 +62,7 @@ class TuneScreen(LiveScreen):
         for line in joined([f"study {state.name}", method, noise], self.console.width):
             self.line(line)
         if self._shown:
-            # The search may have stopped by itself, so do not say that it continues.
+            # Do not say that the search continues: it may have ended.
             self.line(f"  {self._done()} trials are done")
 
     def started(self, number: int, worker: str) -> None:
@@ -140,7 +140,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median seconds of the ended trials, also of diverged and pruned ones, or None without any."""
+        """Return the median seconds of all ended trials, including diverged and pruned ones, or None without any."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -180,7 +180,8 @@ class TuneScreen(LiveScreen):
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
-    """Return the noise between seeds as text, or None if fewer than ``least`` repeated trials measured it."""
+    """Return the noise between seeds as text, or None if it is unknown or has fewer than ``least`` degrees of
+    freedom."""
     if state.noise_floor is None or state.noise_runs < least:
         return None
     return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"

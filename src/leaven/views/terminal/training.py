@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from leaven.training.metrics import Step
 
 SLOW = 1.5  # a rank is reported as slow if it takes more than this many times as long as the median rank
-LONGEST_SILENCE = 60.0  # seconds; if no row was printed for so long, the next step gets a row
+LONGEST_SILENCE = 60.0  # seconds; the next step gets a row if the last row is older
 
 # The messages of events, by the name of the event. :q formats a count, such as 2.5 M, and :v any other number.
 EVENTS = {
@@ -48,7 +48,7 @@ EVENTS = {
 
 
 class _Quantities(string.Formatter):
-    """A formatter with the formats :q and :v of :data:`EVENTS`."""
+    """A formatter with two more formats for :data:`EVENTS`: :q for a quantity such as ``2.50 M``, :v for a value."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec == "q":
@@ -60,7 +60,7 @@ class TrainScreen(LiveScreen):
     """The live screen of a training run: a row at each validation, every ``log_every`` steps, and after a
     minute without a row.
 
-    In a terminal, a changing row above the progress bar shows the current step. Each event has a line.
+    In a terminal, a changing row above the progress bar shows the current step. Events in `EVENTS` have a line each.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
@@ -116,7 +116,7 @@ class TrainScreen(LiveScreen):
             self._waiting = step
 
     def event(self, event: str, values: dict[str, Any]) -> None:
-        if event not in {"validation", "checkpoint", "ranks"}:  # frequent events, mostly without a message
+        if event not in {"validation", "checkpoint", "ranks"}:  # frequent events, most of which print nothing
             self._say_waiting()
         fields = dict(values)
         match event:
@@ -160,7 +160,7 @@ def _fixed(number: float, digits: int) -> str:
 
 
 def advice(folder: Path) -> str:
-    """Return the rollbacks of a run that stopped at an anomaly, and the options to rewind the run."""
+    """Return a text for a run that stopped at an anomaly: its rollbacks, its checkpoints, and how to rewind it."""
     run = RunFolder(folder)
     lines = [
         f"  rolled back at {format_quantity(event['tokens'])} tokens, skipping the data from "
