@@ -403,7 +403,21 @@ def test_half_a_surrogate_pair_is_refused_in_files_that_are_read_again_and_escap
         storage.write_text(tmp_path / "recipe.toml", "c\udcff")
     assert not list(tmp_path.iterdir())
     storage.write_page(tmp_path / "page.html", "<!doctype html>c\udcff")
-    assert (tmp_path / "page.html").read_text().endswith(r"c\udcff")
+    assert r">c\udcff" in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_that_was_edited_is_not_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    for text in ("<!doctype html>older", "<!doctype html>"):
+        page.write_text(text)  # without a digest, as in an older version
+        storage.write_page(page, "<!doctype html>1")
+        storage.write_page(page, "<!doctype html>2")
+    written = page.read_text()
+    for edited in (f"{written}<p>my notes</p>", written.replace("2", "3", 1)):
+        page.write_text(edited)
+        with pytest.raises(InputError, match=r"page\.html was edited after leaven wrote it; rename it, or give"):
+            storage.write_page(page, "<!doctype html>4")
+        assert page.read_text() == edited
 
 
 def test_a_full_disk_keeps_a_line_that_lacks_only_its_newline(tmp_path: Path) -> None:

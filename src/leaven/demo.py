@@ -21,7 +21,7 @@ from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResul
 from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.storage import make_folder, require_writable, write_page, write_text
+from leaven.storage import make_folder, require_page, require_writable, write_page, write_text
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, LockedFolder
@@ -104,6 +104,7 @@ def run_demo(
         ChecksStopped: if ``stop`` returned true. The same call resumes the demo.
     """
     require_writable(folder)
+    require_page(folder / "report.html")  # before minutes of training
     began, before = time.monotonic(), _earlier(folder, size, source)
     base = base_recipe()
     base = base.replace({"data.source": source or (before.source if before else base.data.source)})

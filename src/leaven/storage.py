@@ -37,6 +37,8 @@ PAGE = b"<!doctype html"
 # A URL, whose :// becomes :/ in a path, or password= as in the login of a database. C:/ of Windows is no URL.
 _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 
+_PAGE_SEAL = b"\n<!-- digest "  # before the digest at the end of a page
+
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """Errors of a disk or quota that is full."""
 
@@ -101,7 +103,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads.
     """
-    if _is_device(path):
+    if is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
         os.set_blocking(descriptor, True)
         with os.fdopen(descriptor, "wb") as file:
@@ -122,7 +124,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def _is_device(path: Path) -> bool:
+def is_device(path: Path) -> bool:
     """Return whether a path is a device or a pipe, or a link in /dev or /proc, such as /dev/stdout. A link elsewhere
     does not count."""
     if path.is_symlink():  # outside /dev and /proc, somebody else may have made the link, so it does not count
@@ -189,7 +191,7 @@ def write_text(path: Path | str, text: str) -> None:
     try:
         if path.is_dir() or not path.name:
             raise InputError(f"{path}: this is a folder; give the name of a file")
-        if path.is_symlink() and not _is_device(path):
+        if path.is_symlink() and not is_device(path):
             raise InputError(f"{path}: this is a link to {os.readlink(path)}; give the name of the file itself")
         write(path, text.encode())
     except UnicodeEncodeError as error:
@@ -203,23 +205,31 @@ def write_text(path: Path | str, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {unread}") from None
 
 
+def digest(content: bytes) -> str:
+    return blake2b(content, digest_size=8).hexdigest()
+
+
 def require_page(path: Path) -> None:
     """Raise InputError if an HTML page may not be written to ``path``. A page may overwrite a page or an empty file,
-    but no other file. In the folder of a run, study, check or demo, the name of a page must end in .html."""
-    if _is_device(path):
+    but no other file, and no page that was edited after leaven wrote it. In the folder of a run, study, check or
+    demo, the name of a page must end in .html."""
+    if is_device(path):
         return
-    if path.is_file() and (begin := _begin(path)) and not begin.lower().startswith(PAGE):
+    there = _content(path) if path.is_file() else b""
+    if there and there[: len(PAGE)].lower() != PAGE:
         raise InputError(f"{path} exists and is not an HTML page; give another name, such as report.html")
+    page, seal, found = there.rpartition(_PAGE_SEAL)
+    if seal and found != digest(page).encode() + b" -->\n":
+        raise InputError(f"{path} was edited after leaven wrote it; rename it, or give another name")
     whole = Path(os.path.realpath(path))
     owned = any((folder / name).exists() for folder in whole.parents for name in KEPT)
     if owned and whole.suffix.lower() != ".html":
         raise InputError(f"{path} is in the folder of a run or study; give a name that ends in .html")
 
 
-def _begin(path: Path) -> bytes:
+def _content(path: Path) -> bytes:
     try:
-        with open_file(path) as file:
-            return file.read(len(PAGE))
+        return read(path)
     except OSError as error:
         raise InputError(f"{path}: exists and cannot be read: {error.strerror}; give another name") from None
 
@@ -228,7 +238,8 @@ def write_page(path: Path, html: str) -> None:
     """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
     be written, or :func:`require_page` refuses the path."""
     require_page(path)
-    write_text(path, html.encode(errors="backslashreplace").decode())  # half a surrogate pair is not UTF-8
+    content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
+    write_text(path, f"{content.decode()}{_PAGE_SEAL.decode()}{digest(content)} -->\n")
 
 
 def require_folder_name(path: Path) -> None:
@@ -287,13 +298,15 @@ def make_folder(path: Path) -> None:
         raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None
 
 
-def require_free(path: Path) -> None:
+def require_free(path: Path, *, device: bool = False) -> None:
     """Raise InputError if the path exists and is not an empty folder, or cannot be replaced.
 
     The current folder and the root of a disk cannot be replaced. Also refuse the paths that
-    :func:`require_folder_name` refuses, such as a URL.
+    :func:`require_folder_name` refuses, such as a URL. With ``device``, the path may be a device or a pipe.
     """
     require_folder_name(path)
+    if device and is_device(path):
+        return
     current = path.exists() and path.samefile(os.curdir)
     if current or os.path.ismount(os.path.realpath(path)):
         what = "current folder" if current else "root of a disk"

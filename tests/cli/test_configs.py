@@ -29,6 +29,15 @@ def test_an_export_without_losses_is_written(leaven: Verb, plain: Path, tmp_path
     assert (code, err) == (2, f"error: {out} exists already; give another name\n")
 
 
+def test_an_export_goes_to_a_device(leaven: Verb, plain: Path) -> None:
+    code, said, err = leaven("export", "config", plain, "--to", "nanotron", "-o", "/dev/null")
+    assert (code, err) == (0, "")
+    assert "/dev/null" in said
+    assert leaven("export", "config", plain, "--to", "megatron", "-o", "/dev/null", "--lossy")[0] == 0
+    code, _, err = leaven("export", "config", plain, "--to", "transformers", "-o", "/dev/null")  # a folder
+    assert (code, err) == (2, "error: /dev/null exists already; give another name\n")
+
+
 @pytest.mark.parametrize("target", ["megatron", "torchtitan", "litgpt"])
 def test_losses_are_listed_and_need_lossy(leaven: Verb, plain: Path, tmp_path: Path, target: str) -> None:
     out, before = tmp_path / "out", sorted(tmp_path.iterdir())

@@ -5,6 +5,7 @@ import pytest
 from tests.cli.conftest import Verb, document
 
 from leaven.recipe.files import read_recipe
+from leaven.storage import digest
 from leaven.tuning.study_document import StudyDocument
 
 STUDY = {"name": "tiny", "method": "trust-region", "space": (), "radius": None, "stalled": False, "trials": ()}
@@ -102,6 +103,18 @@ def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> 
     assert [warning["about"] for warning in json.loads(longer[1])["warnings"]] == ["seq_len"]
     near = leaven("transfer", tiny_file, "--width", "32", "--json")
     assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
+
+
+def test_transfer_says_that_a_best_toml_was_edited(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    best = tmp_path / "best.toml"
+    best.write_text(tiny_file.read_text())
+    study = StudyDocument(**STUDY, written={"best.toml": digest(best.read_bytes())})
+    (tmp_path / "study.json").write_text(study.model_dump_json())
+    assert leaven("transfer", best, "--width", "32")[2] == ""
+    best.write_text(best.read_text().replace("lr = 0.0", "lr = 0.00"))
+    edited = f"warning: {best} was edited after leaven tune wrote it, so [why] may not fit its values\n"
+    assert leaven("transfer", best, "--width", "32")[2] == edited
+    assert leaven("transfer", tiny_file, "--width", "32")[2] == ""
 
 
 def test_transfer_says_what_a_studys_gain_is_worth_at_the_target(

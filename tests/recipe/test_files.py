@@ -51,6 +51,12 @@ def test_modules_depth_stages_and_why_round_trip(tiny: Recipe) -> None:
     )
     assert parse_recipe(render(rich), "x") == rich
     assert parse_recipe(render(rich, render(tiny)), "x") == rich
+    assert parse_recipe(render(tiny, render(rich)), "x") == tiny
+
+
+def test_an_empty_table_of_the_earlier_file_stays(tiny: Recipe, tiny_text: str) -> None:
+    text = f"{tiny_text}\n[hyperparameters.modules]\n# none yet\n"
+    assert render(tiny, text) == text
 
 
 def test_global_clipping_is_a_number_and_the_others_a_table(tiny: Recipe, tiny_file: Path) -> None:

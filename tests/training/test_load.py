@@ -8,7 +8,7 @@ import torch
 from tests.distributed.cut_up import whole_checkpoint
 
 import leaven
-from leaven.data.tokens import TokenSet
+from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.interop.weights import read_huggingface, recipe_from
 from leaven.recipe.files import read_recipe
@@ -44,6 +44,13 @@ def test_the_model_is_the_one_that_was_trained(scaled_run: Path, tokens: TokenSe
     assert model.has_multipliers
     assert not model.training
     assert tokenizer.decode(tokenizer.encode("def é(x)").ids) == "def é(x)"
+
+
+def test_paths_may_be_texts(run: Path, corpus: Path, cache: Path) -> None:
+    recipe = read_recipe(str(run / "recipe.toml"))
+    tokens = prepare(recipe.data, recipe.model.vocab_size, str(cache))
+    assert leaven.train(recipe, tokens, str(run)).finished
+    leaven.load(str(run))
 
 
 def test_a_checkpoint_is_chosen_by_its_tokens(scaled_run: Path) -> None:

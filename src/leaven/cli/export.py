@@ -102,10 +102,10 @@ def config(
     from leaven.interop.configs.export import default_path, target, write
     from leaven.interop.configs.export import export as export_recipe
 
-    target(to)  # raises for an unknown target
+    known = target(to)  # raises for an unknown target
     read = load_recipe(recipe, overrides)
     path = output or Path(default_path(to, read.name))
-    require_free(path)
+    require_free(path, device="" in known.files)
     export = export_recipe(to, read)
     if export.losses and not lossy:
         warn((loss.text for loss in export.losses), "lost")

@@ -22,6 +22,7 @@ from leaven.planning.this_machine import gpus_here
 from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
+from leaven.storage import is_device
 from leaven.views.tables import LABEL
 from leaven.views.terminal.findings import written
 
@@ -161,7 +162,7 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
     leaven reads the JSON file that torchtitan saves when it trains. So for torchtitan, the first command trains.
     """
-    if to not in ("transformers", "megatron", "torchtitan"):
+    if to not in ("transformers", "megatron", "torchtitan") or is_device(path):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
         return []  # a recipe cannot express Megatron-LM's muP

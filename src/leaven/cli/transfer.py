@@ -23,6 +23,7 @@ from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.tested_ranges import dropped, unlike, untuned, warnings
 from leaven.scaling.transfer import searched_paths, transfer_like
 from leaven.scaling.transfer import transfer as scaled
+from leaven.views.terminal.console import warn
 from leaven.views.terminal.recipe import transfer_screen
 
 
@@ -90,13 +91,15 @@ def transfer(
                     f"--set {path} cannot be used, because --like takes this value from {recipe}; change it there"
                 )
         big = transfer_like(small, before)
-    from leaven.tuning.study_document import worth_at
+    from leaven.tuning.study_document import edited, worth_at
 
     tuned = load_recipe(recipe, None).model  # without --set, which may change the vocabulary or the sequence length
     sizes_before = {"vocab_size": tuned.vocab_size, "seq_len": tuned.seq_len}
     found = [*dropped(before, big), *unlike(sizes_before, big), *warnings(big)]
     if like is not None:
         found = [*untuned(small), *found]
+    if edited(recipe):
+        warn([f"{recipe} was edited after leaven tune wrote it, so [why] may not fit its values"])
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
     shown = resolved(big, found, worth_at(recipe, big))

@@ -101,7 +101,7 @@ class TokenSet:
 def prepare(
     data: Data,
     vocab_size: int,
-    cache: Path | None = None,
+    cache: Path | str | None = None,
     progress: OnProgress | None = None,
     processes: int | None = None,
 ) -> TokenSet:
@@ -121,7 +121,7 @@ def prepare(
     of_ids = {name: found for name, found in parts.items() if found.ids}
     _validate(data, vocab_size, of_ids)
     _refuse_two_sources({name: found.texts for name, found in parts.items()})
-    cache = cache or cache_folder()
+    cache = storage.expanded(cache or cache_folder())
     texts = [source for source in data.sources if source.source not in of_ids]
     given = given_tokenizer(data.tokenizer, vocab_size) if texts or data.tokenizer != "bpe" else None
     found: dict[str, Shards] = {}

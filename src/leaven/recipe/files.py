@@ -200,8 +200,8 @@ def render(recipe: Recipe, template: str = "") -> str:
     values = recipe.model_dump(mode="json", exclude_none=True)
     explicit = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     # Multipliers of 1 are not written. A module whose multipliers are all 1 is written as lr = 1.0.
-    modules = explicit["hyperparameters"].get("modules", {})
-    explicit["hyperparameters"]["modules"] = {name: stated or {"lr": 1.0} for name, stated in modules.items()}
+    if modules := explicit["hyperparameters"].get("modules"):
+        explicit["hyperparameters"]["modules"] = {name: stated or {"lr": 1.0} for name, stated in modules.items()}
     for part in ("modules", "depth"):
         values["hyperparameters"][part] = explicit["hyperparameters"].get(part, {})
     if not template:

@@ -131,7 +131,7 @@ SHORT_PAUSE = 0.5  # seconds between looks at a disk that is full or away
 def train(
     recipe: Recipe,
     tokens: "TokenSet",
-    folder: Path,
+    folder: Path | str,
     *,
     on_step: Callable[[Step], None] = lambda step: None,
     on_event: Callable[[str, dict[str, Any]], None] = lambda event, values: None,
@@ -164,6 +164,7 @@ def train(
         InputError: if the recipe cannot be trained, or the folder is unwritable, in use or has another recipe.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
+    folder = storage.expanded(folder)
     _require_one_recipe(recipe, tokens, folder, rewind or back, group)
     run, recipe, rewind = check(recipe, folder, rewind or back)
     require_text(run, tokens.fingerprint)

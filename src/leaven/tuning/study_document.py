@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
+from leaven import storage
 from leaven.catalogue.laws import REPLICATION
 from leaven.documents import Sealed
 from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
-from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 from leaven.tuning.point import distance_in, moved
@@ -313,6 +313,21 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     return tuple(found)
 
 
+def edited(answer: Path) -> bool:
+    """Return whether a file is the best.toml or fewest.toml of a study, but not as ``leaven tune`` wrote it."""
+    study = _study_of(answer)
+    written = study and study.written.get(answer.name)
+    return written is not None and storage.digest(storage.read(answer)) != written
+
+
+def _study_of(answer: Path) -> StudyDocument | None:
+    """Return the study in the folder of a file; None if there is none, or none that can be read."""
+    try:
+        return StudyDocument.model_validate_json(storage.read(answer.parent / "study.json"))
+    except (OSError, ValueError):
+        return None
+
+
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return the factors on the tokens of ``target`` that would lower its loss as much as the gain of a study.
 
@@ -320,12 +335,9 @@ def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     if ``answer`` is not the best.toml of a study with a gain. It is also empty if the tokens of ``target`` are
     outside ``WORTH_TOKENS``, where the scaling law is not used.
     """
-    try:
-        study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))
-    except ValueError:  # no study, or one that cannot be read
-        return []
+    study = _study_of(answer) if answer.name == "best.toml" else None
     tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS
-    if answer.name != "best.toml" or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
+    if study is None or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
         return []
     return [
         WorthRow(share=share, gain=share * study.gain, times=REPLICATION.worth_in_tokens(tokens, share * study.gain))

@@ -238,7 +238,7 @@ def read_study(folder: Path) -> StudyView:
         if not _same(there, value):
             gap = (
                 f"best.toml is not shown: {searched} is {there} there, and {value} at the best point of this study; "
-                "remove it, and the leaven tune command of the study writes it again"
+                "rename it, and the leaven tune command of the study writes it again"
             )
             return view.model_copy(update={"gap": gap})
     return view.model_copy(update={"best_recipe": recipe})

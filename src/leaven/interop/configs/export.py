@@ -139,7 +139,7 @@ def write(export: Export, path: Path) -> None:
         InputError: if the path exists already or cannot be written.
     """
     if "" in export.files:
-        require_free(path)
+        require_free(path, device=True)
         make_folder(path.absolute().parent)
         write_text(path, export.files[""])
         return

@@ -93,9 +93,9 @@ def open_store(
     if isinstance(where, BaseStorage):
         ours = isinstance(where, _Waiting)
         return where if ours else Patient(where, type(where).__name__, waited, patience_seconds)
-    if not isinstance(where, Path | str):
+    if not isinstance(where, os.PathLike | str):
         raise InputError(f"storage = {where!r:.60}: give the path of an Optuna journal file, or sqlite:///FILE")
-    if isinstance(where, Path) or "://" not in where:
+    if isinstance(where, os.PathLike) or "://" not in where:
         return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
     url = _url(where)
     return Patient(_database(url, waited, patience_seconds), _name(url), waited, patience_seconds)

@@ -52,7 +52,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import replace
 from fnmatch import fnmatch
 from glob import escape
-from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -63,7 +62,7 @@ from optuna.storages import BaseStorage
 from leaven.documents import DIGEST, digest_of, is_sealed
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
-from leaven.storage import AWAY, lock, make_folder, read, require_folder_name, write_text
+from leaven.storage import AWAY, digest, lock, make_folder, read, require_folder_name, write_text
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
@@ -582,23 +581,23 @@ def write_results(
             if not edited:
                 path.unlink(missing_ok=True)
             continue
-        digest = _digest(text.encode(errors="replace"))
-        if edited and there != digest:
+        new = digest(text.encode(errors="replace"))
+        if edited and there != new:
             if before.get(key) == getattr(state, key):
                 note(f"{path} was edited and stays so; remove it to have it written again")
-                written[file] = known.get(file, digest)
+                written[file] = known.get(file, new)
                 continue
-            moved = next(new for k in count(1) if not (new := out / f"{file}.{k}").exists())
+            moved = next(free for k in count(1) if not (free := out / f"{file}.{k}").exists())
             path.rename(moved)
             note(f"{path} was edited; it is now {moved}, because the search has another answer")
         if inputs:
             make_folder(path.parent)
         write_text(path, text)
-        written[file] = digest
+        written[file] = new
     state = state.model_copy(update={"written": written})
     text = state.model_dump_json(indent=2).removesuffix("\n}")
-    digest = digest_of(json.loads(f"{text}\n}}"))
-    write_text(out / "study.json", f'{text},\n  "{DIGEST}": "{digest}"\n}}\n')
+    seal = digest_of(json.loads(f"{text}\n}}"))
+    write_text(out / "study.json", f'{text},\n  "{DIGEST}": "{seal}"\n}}\n')
     return state
 
 
@@ -615,17 +614,13 @@ def _digest_on_disk(path: Path) -> str | None:
     """Return the digest of a file, None if it is missing, or why it cannot be read. Raise OSError if its disk is
     away."""
     try:
-        return _digest(read(path))
+        return digest(read(path))
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno in AWAY:
             raise
         return str(error)
-
-
-def _digest(content: bytes) -> str:
-    return blake2b(content, digest_size=8).hexdigest()
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
