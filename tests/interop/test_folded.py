@@ -5,12 +5,14 @@ import pickle
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from benchmarks.families import FAMILIES as ANOTHER
 from tests.interop.families import FAMILIES, MIXTURES, Build, Home, gpt2, llama, logits, loss_of, tokens
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -104,6 +106,8 @@ def test_a_hand_written_model_is_folded(tmp_path: Path) -> None:
 
 def test_a_model_whose_folding_was_interrupted_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, left = trained(llama), [True, False]
+    head = torch.compile(model.get_submodule("lm_head"), backend="eager")
+    head(torch.zeros(1, 64))
 
     def mul(self: torch.Tensor, factor: float) -> torch.Tensor:
         if not left.pop(0):
@@ -114,9 +118,13 @@ def test_a_model_whose_folding_was_interrupted_is_refused(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         leaven.fold(model)
     monkeypatch.undo()
-    for use in (outputs, leaven.fold, partial(leaven.save_folded, folder=tmp_path / "folded")):
+    for use in (outputs, leaven.fold, partial(leaven.save_folded, folder=tmp_path / "folded"), nn.Module.state_dict):
         with pytest.raises(InputError, match="interrupted on this LlamaForCausalLM.*load the weights again"):
             use(model)
+    inside = model.get_submodule("model")
+    for call in (partial(head, torch.zeros(1, 64)), partial(inside, tokens(9)), inside.state_dict):
+        with pytest.raises(InputError, match="interrupted on this L.*load the weights again"):
+            call()
     assert not any(tmp_path.iterdir())
 
 
@@ -129,6 +137,15 @@ def test_compiled_and_pickled_models_fold_too() -> None:
     )
 
 
+def test_blocks_compiled_or_checkpointed_one_by_one_are_saved_under_their_own_names(tmp_path: Path) -> None:
+    model = trained(llama)
+    wanted = outputs(model)
+    layers: Any = model.get_submodule("model.layers")
+    layers[0], layers[1] = torch.compile(layers[0], backend="eager"), checkpoint_wrapper(layers[1])
+    leaven.save_folded(model, tmp_path)
+    torch.testing.assert_close(outputs(type(model).from_pretrained(tmp_path)), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_sharded_models_fold_in_place(build: Build, one_rank: DeviceMesh, tmp_path: Path) -> None:
     model = fully_shard(build(64, 3, heads=4), mesh=one_rank)
@@ -138,6 +155,19 @@ def test_sharded_models_fold_in_place(build: Build, one_rank: DeviceMesh, tmp_pa
         leaven.save_folded(model, tmp_path)
     leaven.fold(model)
     torch.testing.assert_close(outputs(model), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_has_lost_multipliers_is_refused(tmp_path: Path) -> None:
+    """As when nn.Linear modules are replaced by those of another class, which have no hooks."""
+    model = trained(llama)
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers:
+        replacement = nn.Linear(192, 64, bias=False)
+        replacement.weight = layer.mlp.down_proj.weight
+        layer.mlp.down_proj = replacement
+    for use in (leaven.fold, partial(leaven.save_folded, folder=tmp_path / "folded"), groups):
+        with pytest.raises(InputError, match=r"^3 of the multipliers of this LlamaForCausalLM are gone, because"):
+            use(model)
 
 
 class OnePlus(nn.Module):

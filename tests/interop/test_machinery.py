@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.interop.families import Home, gpt2, llama, logits, sharded, stepped, tokens, values
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
@@ -40,6 +41,24 @@ def test_a_compiled_model_gets_its_multipliers(how: str) -> None:
         run = torch.compile(model, backend="eager")
     torch.testing.assert_close(logits(run, tokens()), logits(expected, tokens()))
     assert not torch.allclose(logits(run, tokens()), unscaled)
+
+
+def test_an_interrupted_call_leaves_nothing_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = [llama(64, 4, heads=4) for _ in range(2)]
+    for model in models:
+        model.model.layers[1].self_attn.scaling *= 3  # so the new scales are relative to the current ones
+    options: Any = {"base": llama(32, 2, heads=4), "hyperparameters": TUNED, "rule": "completep"}
+    wanted = leaven.parametrize(models[0], **options)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nn.Module, "register_state_dict_post_hook", interrupted)  # after hooks and attention scales
+    with pytest.raises(KeyboardInterrupt):
+        leaven.parametrize(models[1], **options)
+    monkeypatch.undo()
+    assert values(leaven.parametrize(models[1], **options)) == values(wanted)
+    assert torch.equal(logits(models[1], tokens()), logits(models[0], tokens()))
 
 
 def test_blocks_compiled_or_checkpointed_one_by_one_keep_their_names() -> None:

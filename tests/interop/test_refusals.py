@@ -223,6 +223,16 @@ def test_the_rule_is_not_applied_twice() -> None:
         groups(llama(64, 6))
 
 
+def test_a_base_whose_attention_scales_are_changed_is_refused() -> None:
+    """The scales of the model are derived from those of the base."""
+    options: Any = {"hyperparameters": TUNED, "rule": "completep"}
+    base, model = llama(32, 2, heads=4), llama(64, 2, heads=4)
+    leaven.parametrize(base, base=llama(16, 2, heads=4), **options)
+    with pytest.raises(InputError, match=r"changed the attention scales of this base; give a new model"):
+        leaven.parametrize(model, base=base, **options)
+    leaven.parametrize(model, base=llama(32, 2, heads=4), **options)
+
+
 def test_given_roles_and_modules_take_precedence() -> None:
     def build(width: int, depth: int) -> nn.Module:
         return decoder(width, depth, scalar=True, names=("gate_2",))

@@ -500,6 +500,13 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
+        ("llama", {"is_causal": False}, "is_causal = false: leaven supports LlamaForCausalLM only with true"),
+        (
+            "mistral, short window",
+            {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+            "leaven supports MistralForCausalLM only with a sliding window in all layers",
+        ),
+        ("llama", {"tie_word_embeddings": True}, "model.embed_tokens.weight and lm_head.weight differ, but config"),
         ("llama", {"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM is not supported; leaven reads Llama"),
         ("mistral", {"sliding_window": False}, "sliding_window = False must be a count above 0"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has a single value"),
@@ -582,6 +589,14 @@ def test_missing_keys_of_config_json_have_defaults(tmp_path: Path, tokenizer_fil
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(InputError, match=says):
             recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
+
+
+def test_a_tied_matrix_that_is_saved_twice_is_read(tmp_path: Path) -> None:
+    foreign("llama, tied", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file)
+    assert read_huggingface(tmp_path).shape.tied_embeddings
 
 
 def test_damaged_folders_are_refused(tmp_path: Path) -> None:

@@ -108,8 +108,10 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
         InputError: if leaven's transformer does not support the value of a key.
     """
     given = given_keys(architecture, config)
-    needed = [
-        (key, expected) for key, expected in architecture.required.items() if given.get(key, expected) != expected
+    needed: list[tuple[str, Any]] = [
+        (key, expected)
+        for key, expected in ({"is_causal": True} | architecture.required).items()
+        if given.get(key, expected) != expected
     ]
     needed += [(key, None) for key in architecture.absent if key in given]
     for key, expected in needed:
@@ -128,8 +130,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
             values[ours] = next(iter(stated.values()))
     if values.get("window", 0) >= values["seq_len"]:  # a window of a sequence or more changes nothing
         del values["window"]
-    if "global_every" in architecture.keys:
-        _set_global_layers(values)
+    _set_global_layers(architecture, given, values)
     for ours, words in architecture.words.items():
         theirs = values[ours]
         values[ours] = next((mine for mine, several in words.items() if theirs in several), None)
@@ -193,7 +194,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
     return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 
 
-def _set_global_layers(values: dict[str, Any]) -> None:
+def _set_global_layers(architecture: Architecture, given: Config, values: dict[str, Any]) -> None:
     """Replace the list of layer types under ``global_every`` by a recipe's number n: every n-th layer has no window.
 
     If all layers have a window, ``global_every`` is removed. If no layer has one, ``window`` is removed, too.
@@ -201,6 +202,13 @@ def _set_global_layers(values: dict[str, Any]) -> None:
     Raises:
         InputError: if the list has another pattern.
     """
+    if "global_every" not in architecture.keys:
+        if "window" in values and any(kind != "sliding_attention" for kind in given.get("layer_types", ())):
+            raise InputError(
+                f"config.json: layer_types = {given['layer_types']}: leaven supports {architecture.name} only with a "
+                "sliding window in all layers"
+            )
+        return
     layers = values["n_layers"]
     types = values.pop("global_every", None) or layer_types(layers, 2)  # the default of Gemma 2
     every = next((n for n in range(layers + 1) if types[:layers] == layer_types(layers, n)), None)

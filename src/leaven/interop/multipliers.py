@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from leaven.distributed.pieces import cut, piece_of
 from leaven.errors import InputError
 from leaven.interop.roles import is_linear
-from leaven.interop.structure import ModelStructure, inspect_model, is_a, labelled, logit_scales, unwrapped
+from leaven.interop.structure import ModelStructure, bare_name, inspect_model, is_a, labelled, logit_scales, unwrapped
 from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import GAINS, ParameterRow
 
@@ -187,12 +187,37 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
             torch.compiler.reset()  # compiled graphs do not contain the new hooks
 
 
+def require_hooks(model: nn.Module) -> None:
+    """Raise InputError if a parametrized model has fewer hooks than `install` gave it."""
+    modules = [(*module._forward_hooks.values(), *module._forward_pre_hooks.values()) for module in model.modules()]
+    found = sum(isinstance(hook, ScaleOutput | ScaleInput) for hooks in modules for hook in hooks)
+    counts = [hook.multipliers for hook in model._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)]
+    gone = sum(counts) - len(getattr(model, LOGIT_SCALES, ())) - found
+    if gone > 0:
+        raise InputError(
+            f"{gone} of the multipliers of this {type(model).__name__} are gone, because modules were replaced after "
+            "leaven.parametrize; make a new model, replace its modules, and then call leaven.parametrize on it"
+        )
+
+
+def uninstall(model: nn.Module) -> None:
+    """Undo :func:`install`, also if it was interrupted, and remove the marks of a parametrized model."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, ScaleOutput | ScaleInput | WarnOfMultipliers):
+                    del hooks[key]
+        for path, name, before in vars(module).get(LOGIT_SCALES, ()):
+            setattr(module.get_submodule(path), name, before)
+        for mark in (ROWS, MUON, LOGIT_SCALES):
+            vars(module).pop(mark, None)
+
+
 # Fold into the weights --------------------------------------------------------------------------------------
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError. :func:`fold` installs this forward pre-hook, and removes it at its end, unless it is
-    interrupted."""
+    """Raise InputError. Every module has this hook during :func:`fold`, and keeps it if folding is interrupted."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"
@@ -205,7 +230,8 @@ def fold(model: nn.Module) -> nn.Module:
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
     eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, the model
-    cannot be used any more: every call of it and of ``fold`` raises InputError.
+    cannot be used any more: every call of it, of its modules, of their ``state_dict`` and of ``fold`` raises
+    InputError.
 
     Raises:
         InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
@@ -215,26 +241,20 @@ def fold(model: nn.Module) -> nn.Module:
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass, FSDP2 may keep whole parameters for a while
     offset, factors = _offset_gains(target), _factors(target)
-    unfinished = target.register_forward_pre_hook(refuse_half_folded, prepend=True)
+    marks = [module.register_forward_pre_hook(refuse_half_folded, prepend=True) for module in target.modules()]
+    for module in target.modules():
+        marks.append(module.register_state_dict_pre_hook(refuse_half_folded))  # type: ignore[no-untyped-call]
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # compiled graphs contain the multipliers, and not the marks
     for parameter, factor in factors.items():
         if isinstance(factor, Tensor):
             piece = piece_of("", parameter)  # the whole parameter, or this process's shard
             piece.local.mul_(cut(factor.expand(parameter.shape), piece.offset, piece.local.shape))
         else:
             parameter.mul_(factor).add_(factor - 1 if parameter in offset else 0.0)
-    for module in target.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, ScaleOutput | ScaleInput)]:
-                del hooks[key]
-    for key in [key for key, hook in target._state_dict_hooks.items() if isinstance(hook, WarnOfMultipliers)]:
-        del target._state_dict_hooks[key]
-    for name, attribute, before in getattr(target, LOGIT_SCALES):
-        setattr(target.get_submodule(name), attribute, before)
-    for mark in (ROWS, MUON, LOGIT_SCALES):
-        delattr(target, mark)
-    unfinished.remove()
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # compiled graphs contain the hooks
+    uninstall(target)
+    for mark in marks:
+        mark.remove()
     return model
 
 
@@ -261,14 +281,13 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
         hook.warned = True  # not needed here: this state dict is folded
-    state = target.state_dict()
+    held = target.state_dict(keep_vars=True)  # the parameters themselves, under whatever names wrappers give them
     for hook, warned in guards.items():
         hook.warned = warned
-    for name, parameter in target.named_parameters(remove_duplicate=False):
-        if parameter in factors:
-            state[name] = parameter * factors[parameter]
-            if parameter in offset:
-                state[name] += factors[parameter] - 1
+    state = {bare_name(name): value.detach() if isinstance(value, Tensor) else value for name, value in held.items()}
+    for name, value in held.items():
+        if isinstance(value, nn.Parameter) and value in factors:
+            state[bare_name(name)] = value * factors[value] + (factors[value] - 1 if value in offset else 0)
     target.save_pretrained(folder, state_dict=state, **options)
 
 
@@ -286,6 +305,7 @@ def _factors(target: nn.Module) -> Factors:
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
+    require_hooks(target)
     sites = {site.parameter: site for site in inspect_model(target).sites}
     named = {row.name: row for row in rows}
     modules = {parameter: named[site.name].module if site.name in named else "" for parameter, site in sites.items()}

@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import piece_of
 from leaven.errors import InputError
-from leaven.interop.multipliers import MUON, ROWS, install, multipliers, rescale_attention
+from leaven.interop.multipliers import (
+    LOGIT_SCALES,
+    MUON,
+    ROWS,
+    install,
+    multipliers,
+    require_hooks,
+    rescale_attention,
+    uninstall,
+)
 from leaven.interop.roles import Classifier
 from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.interop.tracing import is_offset
@@ -91,8 +100,9 @@ def parametrize(
     biases       0.00500 0.00 2.0e-08
     >>> optimizer = torch.optim.AdamW(groups)
 
-    Call this function once, on the model as it will be trained: after ``fully_shard`` and ``to_empty``, which replace
-    the parameters. If parameters are replaced later, :func:`groups` returns the groups with the new parameters.
+    Call this function once, on the model as it will be trained: after its modules are replaced, as for float8, and
+    after ``fully_shard`` and ``to_empty``, which replace the parameters. If parameters are replaced later,
+    :func:`groups` returns the groups with the new parameters.
 
     **The state dict does not contain the multipliers.** A model that loads it gives wrong outputs until the model is
     parametrized with the same arguments. :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads
@@ -146,7 +156,8 @@ def parametrize(
         InputError: if the model or an argument is not supported. The model is then unchanged.
     """
     target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
-    _require_no_multipliers(target)
+    _require_no_multipliers(target, base_model)
+    uninstall(target)  # what an interrupted call has left
     structure, base_structure = inspect_model(target), inspect_model(base_model)
     try:
         stated = {"alpha": alpha, "token_exponent": token_exponent, "scale_decay_with_depth": scale_decay_with_depth}
@@ -197,8 +208,7 @@ def parametrize(
     if initialise:
         _initialise(structure, rows, seed)
     install(target, hooks, logit_scales)
-    setattr(target, ROWS, tuple(rows))
-    setattr(target, MUON, tuned.muon)
+    vars(target).update({MUON: tuned.muon, ROWS: tuple(rows)})  # last, because it marks the model as parametrized
     return groups(target)
 
 
@@ -206,7 +216,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, or parameters were added or removed after :func:`parametrize`.
+        InputError: if the model is not parametrized, or if parameters were added or removed, or modules with a
+            multiplier replaced, after :func:`parametrize`.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -218,6 +229,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
         raise InputError(
             f"{odd[0]} was added or removed after leaven.parametrize; call leaven.parametrize on the complete model"
         )
+    require_hooks(target)
     found = optimizer_groups(rows)
     muon: Muon | None = getattr(target, MUON)
     for group in found:
@@ -227,7 +239,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _require_no_multipliers(model: nn.Module) -> None:
+def _require_no_multipliers(model: nn.Module, base: nn.Module) -> None:
+    if vars(base).get(LOGIT_SCALES):
+        raise InputError(
+            "parametrize: leaven.parametrize has changed the attention scales of this base; give a new model of its "
+            "size"
+        )
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(

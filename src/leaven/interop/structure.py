@@ -117,9 +117,9 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     experts: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if path.endswith(f".{EXPERTS}"):
-            experts.setdefault(_plain(path), module)
+            experts.setdefault(bare_name(path), module)
         for kind, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found[id(parameter)].append((_plain(f"{path}.{kind}" if path else kind), module, parameter))
+            found[id(parameter)].append((bare_name(f"{path}.{kind}" if path else kind), module, parameter))
     sites: list[ParameterSite] = []
     for places in found.values():
         name, _, parameter = places[0]
@@ -213,7 +213,7 @@ def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int
     """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
-        label, layer = _label(_plain(path), stacks)
+        label, layer = _label(bare_name(path), stacks)
         if label in labels and layer is not None:
             found[label.partition(".*.")[0], layer, labels[label]] = module
     return found
@@ -221,7 +221,7 @@ def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int
 
 def label_of(model: nn.Module, path: str) -> str:
     """Return a module's path with "*" in place of the block's number."""
-    return _label(_plain(path), _stacks(model))[0]
+    return _label(bare_name(path), _stacks(model))[0]
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:
@@ -229,7 +229,7 @@ def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Mo
     return next(((module, name) for name in names if isinstance(vars(module).get(name), kind)), None)
 
 
-def _plain(name: str) -> str:
+def bare_name(name: str) -> str:
     """Return the name of a parameter or module without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -245,7 +245,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        plain = _plain(path)
+        plain = bare_name(path)
         members = dict(module.named_children())  # each module once, even if the list contains it twice
         listed = isinstance(module, nn.ModuleList) or (
             isinstance(module, nn.Sequential) and len({type(member) for member in members.values()}) == 1

@@ -279,6 +279,14 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
         bias = f"{architecture.ends['unembedding']}.bias"
         if architecture.logits_bias and bias in tensors and _read(tensors, bias, folder).any():
             raise InputError(f"{folder}: {bias} is not 0, and leaven's models have no bias on the logits")
+        tied = [f"{architecture.ends[module]}.weight" for module in ("embedding", "unembedding")]
+        if plain.shape.tied_embeddings and tensors.keys() >= set(tied):  # some programs save the tied matrix twice
+            embedding, unembedding = (_read(tensors, name, folder) for name in tied)
+            if not torch.equal(embedding.to(unembedding.dtype), unembedding):
+                raise InputError(
+                    f"{folder}: {tied[0]} and {tied[1]} differ, but config.json ties them; set tie_word_embeddings "
+                    "to false there"
+                )
         slices = {name: file.get_slice(there) for name, (file, there) in tensors.items()}
         shapes = {name: tuple(each.get_shape()) for name, each in slices.items()}
         dtypes = {name: each.get_dtype() for name, each in slices.items()}
@@ -293,8 +301,8 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
                 f"{folder}: {stored.name} has dtype {dtypes[stored.name]}, and leaven reads {known}; save the model "
                 "without quantisation"
             )
-    if plain.shape.tied_embeddings:  # some programs save the tied matrix twice
-        shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
+    if plain.shape.tied_embeddings:
+        shapes.pop(tied[1], None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
     if plain.config.get("num_nextn_predict_layers"):  # layers that predict further tokens; they come after the others
         beyond = f"{architecture.blocks}.{plain.shape.n_layers}."
