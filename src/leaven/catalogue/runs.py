@@ -231,7 +231,8 @@ class PublishedRun(Part):
 
     @property
     def cooldown_share(self) -> float | None:
-        """Return the share of the run that the final cooldown of a wsd schedule took, or None for other schedules."""
+        """Return the share of the run that the final cooldown of a wsd schedule took. Return None for other
+        schedules, or if the share is not known."""
         schedule = self.schedule
         if schedule is None or schedule.shape != "wsd":
             return None

@@ -289,7 +289,8 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about unreadable documents and files, or "". Raise InputError above ``corrupt_share``."""
+    """Return a line about unreadable documents and files, or "". Raise InputError if more than ``corrupt_share`` of
+    the documents or of the files are unreadable."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

@@ -132,7 +132,8 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of all processes that torchrun started, arranged by the recipe's layout.
+    """Yield the group of all processes that torchrun started, arranged by ``layout``. If ``layout`` has one rank,
+    yield the group of a single process.
 
     Raises:
         InputError: if the device cannot be used by several processes.

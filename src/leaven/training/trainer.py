@@ -428,8 +428,8 @@ class RunTrainer:
         self._on_event(event, at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone. Store newer, damaged ones in
-        ``self.damaged``."""
+        """Return the newest undamaged checkpoint that no rewind has undone, or None. Store the paths of newer
+        checkpoints, which are damaged, in ``self.damaged``."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)

@@ -151,7 +151,7 @@ def expert_width(check: Check, case: Case) -> Check | None:
 
 
 def balance(check: Check, case: Case) -> Check | None:
-    """Report that nothing balances the load of the experts, if a token does not use all experts."""
+    """Report experts whose load nothing balances. Return None without experts, or if each token uses all of them."""
     experts = case.recipe.model.experts
     if not experts or experts.balance != "none" or experts.active == experts.number:
         return None
