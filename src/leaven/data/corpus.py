@@ -113,7 +113,7 @@ class Corpus:
         return content.hexdigest()
 
     def documents(self) -> Iterator[TextDocument]:
-        """Yield every document, marked as training or validation.
+        """Yield every document that can be read and is not blank, marked as training or validation.
 
         Validation gets the documents whose keys have hashes in the lowest `VALIDATION_SHARE` of all possible hashes.
         The document with the lowest hash is always in validation, and the document with the highest hash always in

@@ -93,7 +93,8 @@ def _even_nodes(gpus: int, node: int) -> int:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
+    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``. If
+    several accelerators fit, return the first in the table.
 
     Raises:
         InputError: if no accelerator has this name.

@@ -137,7 +137,8 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if known and at least 1."""
+    """Return ``started`` with the planned GPU-hours of all tuning trials in the reasons for the proxy. If these hours
+    are not known or below 1, return ``started`` unchanged."""
     tuning = started.tuning
     assert tuning.proxy
     try:

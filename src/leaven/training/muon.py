@@ -38,7 +38,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Apply ``function`` to each matrix, in a process that stores whole matrices (:data:`OnWhole`)."""
+    """Yield ``function`` of each matrix. This is the :data:`OnWhole` of a process that stores whole matrices."""
     return map(function, matrices)
 
 

@@ -327,7 +327,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def _predicted_batch(request: StarterRequest) -> float:
-    """Return the median of the batches that laws predict, in tokens."""
+    """Return the median of the optimal batches that laws predict, in tokens."""
     return float(middle(batches(evaluate(request.params_active, request.tokens), "optimal")).value)
 
 

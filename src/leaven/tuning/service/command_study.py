@@ -379,7 +379,7 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
 
 
 def _end_of(output: Path, most: int) -> str:
-    """Return the last ``most`` bytes of the output of a command, which may be larger than the memory."""
+    """Return the last ``most`` bytes of a command's output as text, without reading all of it into memory."""
     with open_file(output) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
         return file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")

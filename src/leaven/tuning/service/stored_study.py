@@ -551,8 +551,8 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return the earlier trials with columns in the order ``names`` of this command. ``stored`` is the order of the
-    columns in the study."""
+    """Return ``earlier`` with its columns, which are in the order ``stored``, in the order ``names`` of this command.
+    Further columns stay behind these."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))

@@ -98,7 +98,7 @@ SAVING = 0.1
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in order.
+    """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in the order of the paths.
 
     Folders with other names, such as copies that a user made, are left out.
     """
