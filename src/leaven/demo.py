@@ -137,7 +137,7 @@ def run_demo(
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
     """Return the document that an earlier call wrote into the folder, or None if the demo is new. Raise InputError
-    for a folder with other files, a demo of another size or text, or a demo without the folder ``runs``."""
+    for a file, a folder with other files, a demo of another size or text, or a demo whose runs are missing."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):

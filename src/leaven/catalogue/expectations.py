@@ -17,7 +17,8 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 class Expectation:
     """How far the expected best value of a hyperparameter is from the recipe's value, and how certain that is.
 
-    The recipe's value is ``batch.tokens``, or what the scaling rule gives the hidden weights (matrices in blocks).
+    The recipe's batch size is ``batch.tokens``. The recipe's other values are those that the scaling rule gives to
+    the hidden weights (matrices in blocks).
     """
 
     octaves: float  # log2(expected value / the recipe's value)

@@ -120,7 +120,8 @@ class PublishedArchitecture(PublishedGroup):
 
     @property
     def head_dim(self) -> int | None:
-        """Return the width of one head: ``d_head``, or ``d_model / n_heads`` if it is not given."""
+        """Return the width of one head: ``d_head`` or, if it is not given, ``d_model / n_heads``; None if both are
+        unknown."""
         if self.d_head is None and self.d_model and self.n_heads:
             return self.d_model // self.n_heads
         return self.d_head

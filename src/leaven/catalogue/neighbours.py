@@ -43,7 +43,7 @@ def ratio(a: float, b: float) -> float:
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return how many times larger or smaller ``run`` is than ``params``, in parameters that a token uses."""
+    """Return the larger of ``params`` and the parameters that a token uses in ``run``, divided by the smaller."""
     return ratio(run.params_active, params)
 
 

@@ -186,7 +186,8 @@ class PublishedRun(Part):
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Return whether the lr is for one of ``optimizers``, in the standard parametrisation and not in muP."""
+        """Return whether the lr is known, for one of ``optimizers``, and in the standard parametrisation (not
+        muP)."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
@@ -231,7 +232,8 @@ class PublishedRun(Part):
 
     @property
     def cooldown_share(self) -> float | None:
-        """Return the share of the run that the final cooldown of a wsd schedule took, or None for other schedules."""
+        """Return the share of the run that the final cooldown of a wsd schedule took. Return None for other
+        schedules, or if the share is not known."""
         schedule = self.schedule
         if schedule is None or schedule.shape != "wsd":
             return None
@@ -280,7 +282,8 @@ class PublishedRun(Part):
 
     @property
     def expert_ratio(self) -> float | None:
-        """Return w / d_model, where w is the total width of the experts that a token uses, shared ones included."""
+        """Return w / d_model, where w is the total width of the experts that a token uses, shared ones included.
+        Return None if one of the two is not known."""
         arch = self.arch
         if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None

@@ -86,7 +86,8 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
 
 
 def _wanted(condition: Condition, values: Sequence[Any]) -> Any:
-    """Return the condition's text, converted to the type of ``values`` (the runs' values), or raise InputError."""
+    """Return the condition's text, converted to the type of ``values`` (the runs' values), or raise InputError if it
+    cannot be compared with them."""
     path, operator, text = condition
     match values[0]:
         case bool():

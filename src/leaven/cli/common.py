@@ -143,7 +143,8 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for a recipe: the stem of the file with hyphens for special characters, or else ``default``."""
+    """Return a recipe's name: the file's stem with hyphens for special characters, or ``default`` if this is
+    empty."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 

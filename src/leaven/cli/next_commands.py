@@ -233,8 +233,8 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: the known cluster of the recipe, if any. Otherwise, a cluster of
-    the GPUs in the known cluster of the target, or of H100s."""
+    """Return the cluster on which to plan a recipe: its known cluster or, if there is none, a cluster that fits the
+    recipe. The latter has the GPUs of the target's known cluster, or `EXAMPLE_GPU` if that is unknown or a CPU."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -244,7 +244,8 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return a line with the reason for the cluster in the first ``leaven plan`` of ``following``, or []."""
+    """Return a line with the reason for the recipe's known cluster, if the first ``leaven plan`` in ``following`` is
+    for this cluster. Otherwise, return []."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []

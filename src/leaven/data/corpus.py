@@ -113,7 +113,7 @@ class Corpus:
         return content.hexdigest()
 
     def documents(self) -> Iterator[TextDocument]:
-        """Yield every document, marked as training or validation.
+        """Yield every document that can be read and is not blank, marked as training or validation.
 
         Validation gets the documents whose keys have hashes in the lowest `VALIDATION_SHARE` of all possible hashes.
         The document with the lowest hash is always in validation, and the document with the highest hash always in
@@ -289,7 +289,8 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about unreadable documents and files, or "". Raise InputError above ``corrupt_share``."""
+    """Return a line about unreadable documents and files, or "". Raise InputError if more than ``corrupt_share`` of
+    the documents or of the files are unreadable."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

@@ -117,7 +117,7 @@ def _start(encoder: Encoder) -> None:
 
 
 def exit_with_parent() -> None:
-    """End this process as soon as the process that started it has ended."""
+    """Start a thread that ends this process as soon as its parent process has ended."""
     parent = parent_process()
     assert parent is not None
 

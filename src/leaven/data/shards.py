@@ -267,7 +267,7 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
-    """Return the index entry of a shard: the values of each file by split, and the block checksums at `BLOCKS`."""
+    """Return the index entry of a shard: the values of each file by split, and under `BLOCKS` the block checksums."""
     files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 

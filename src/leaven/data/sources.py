@@ -67,8 +67,8 @@ def source_parts(source: DataSource) -> SourceParts:
     for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
 
     Raises:
-        InputError: if the source does not exist or has files of another format, or if ``validation`` is given with
-            text.
+        InputError: if the source does not exist or has files of another format, or if ``validation`` is given but the
+            source or ``validation`` is text.
     """
     found = _parts(source)
     if source.validation is None:

@@ -171,7 +171,7 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
     """Yield a document in pieces that end at line ends if possible.
 
-    Several cores encode the pieces at the same time. Encoding needs a hundred bytes of memory for each token.
+    Small pieces let several cores encode a document, and limit the memory: encoding needs 100 bytes for each token.
     """
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:

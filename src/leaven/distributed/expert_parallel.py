@@ -45,7 +45,7 @@ class ExpertExchange:
     """Computes the experts of this rank for the rows of all expert-parallel ranks.
 
     Args:
-        experts: as :meth:`leaven.model.experts.RoutedExperts.forward`, for the experts of this rank.
+        experts: computes the experts of this rank, like :meth:`leaven.model.experts.RoutedExperts.forward`.
         group: the expert-parallel ranks. Rank r has the r-th part of the experts.
     """
 

@@ -132,7 +132,8 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of all processes that torchrun started, arranged by the recipe's layout.
+    """Yield the group of all processes that torchrun started, arranged by ``layout``. If ``layout`` has one rank,
+    yield the group of a single process.
 
     Raises:
         InputError: if the device cannot be used by several processes.
@@ -247,7 +248,7 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
-    """Return a message that says what this process waited for and which process has the oldest heartbeat."""
+    """Return a message that says what this process waited for, and which other process has the oldest heartbeat."""
     frames, library = traceback.extract_tb(error.__traceback__), os.path.join("torch", "distributed")
     collective = next((frame.name for frame in reversed(frames) if library in frame.filename), "a collective")
     heartbeats = {}

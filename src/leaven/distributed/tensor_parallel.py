@@ -46,7 +46,8 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The style of learned positions: every rank has the whole table, and returns its part of the sequence."""
+    """The parallel style of learned positions. Every rank has the whole table, and returns its part of the
+    sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -226,13 +227,14 @@ def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
 def sharded_cross_entropy(
     hidden_BtD: Tensor, weight: DTensor, targets_BT: Tensor, *, group: dist.ProcessGroup, **how: Any
 ) -> Tensor:
-    """Return the loss of :func:`leaven.model.loss.cross_entropy` over the tokens of all ranks, the same on every
-    rank.
+    """Return, on every rank, the loss of :func:`leaven.model.loss.cross_entropy` over the tokens of all ranks.
 
     ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. ``weight`` is sharded by its
-    rows, the vocabulary. A rank stores the logits of one chunk of n tokens at a time, only for its V vocabulary
-    entries. Ranks gather the hidden states, and sum the parts of their gradients. Of the logits they exchange only
-    the maximum, the normaliser and the target's logit of each token.
+    rows, the vocabulary. ``how`` has further arguments of ``cross_entropy``.
+
+    A rank stores the logits of one chunk of n tokens at a time, only for its V vocabulary entries. Ranks gather the
+    hidden states, and sum the parts of their gradients. Of the logits they exchange only the maximum, the normaliser
+    and the target's logit of each token.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

@@ -200,7 +200,8 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter comes after the blocks, and its fan out is a vocabulary size in both models."""
+        """Return whether a parameter comes after the blocks and, in the model and the base, its fan out is a
+        vocabulary size."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies

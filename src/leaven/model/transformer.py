@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         return hidden_BTD
 
     def embed(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the first block, (B, T, D)."""
+        """Return the input of the first block, (B, T, D). Raise ValueError for more tokens than learned positions."""
         x_BTD: Tensor = self.embedding(tokens_BT)
         if "embedding" in self.norm:
             x_BTD = self.norm["embedding"](x_BTD)
@@ -348,7 +348,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return each token's position in its document, (B, T), or without ``documents_BT`` in its sequence, (T,)."""
+    """Return each token's position in its document, (B, T); without ``documents_BT``, in its sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T

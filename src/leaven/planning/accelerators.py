@@ -92,7 +92,8 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype, else 80% of the peak; None without a peak."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype. If none was measured, return 80% of the peak,
+        or None without a peak."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 

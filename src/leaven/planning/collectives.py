@@ -57,7 +57,7 @@ def _nodes(ranks: int, stride: int, accelerator: Accelerator) -> int:
 
 
 def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the seconds of an all-to-all of ``size`` bytes per rank.
+    """Return the seconds of an all-to-all of ``size`` bytes per rank, among ranks whose numbers are ``stride`` apart.
 
     Links and network send at the same time, so the longer time counts.
     """

@@ -28,7 +28,8 @@ class ForwardFlops:
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs of one forward pass per token. With ``causal``, a token does not attend to later tokens."""
+    """Return the FLOPs of a forward pass per token. Attention to later tokens counts if ``attention`` is ``full``,
+    and does not count if it is ``causal``."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),

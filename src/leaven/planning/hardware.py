@@ -85,14 +85,16 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` from node / 2 to node; ``node`` if none or if ``gpus`` <= ``node``."""
+    """Return the largest divisor of ``gpus`` from node / 2 to node. If there is none or ``gpus`` <= ``node``, return
+    ``node``."""
     if gpus <= node:
         return node
     return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
+    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``. If
+    several accelerators fit, return the first in the table.
 
     Raises:
         InputError: if no accelerator has this name.

@@ -38,7 +38,8 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
         return max(loads), sum(stage**2 for stage in loads)
 
     def split(first: int, last: int) -> tuple[int, ...] | None:
-        """Return the number of blocks of every stage, given the first and the last; None if this is impossible."""
+        """Return the number of blocks of every stage, if there are ``first`` in the first and ``last`` in the last
+        stage. Return None if this is impossible."""
         rest = n_layers - first - last
         if rest < middle or (not middle and rest):
             return None

@@ -137,7 +137,8 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if known and at least 1."""
+    """Return ``started`` with the planned GPU-hours of all tuning trials in the reasons for the proxy. If these hours
+    are not known or below 1, return ``started`` unchanged."""
     tuning = started.tuning
     assert tuning.proxy
     try:
@@ -159,10 +160,11 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Compare hyperparameters of the target with their ranges in the published runs ``near``.
+    """Return rows that compare hyperparameters of the target with their ranges in the published runs ``near``.
 
-    A value of the target is the median over its hidden matrices or embeddings, after the scaling rule is applied.
-    Betas are compared as 1 / (1 - beta), the number of steps over which Adam averages.
+    Hyperparameters that none of these runs publishes are left out. A value of the target is the median over its
+    hidden matrices or embeddings, after the scaling rule is applied. Betas are compared as 1 / (1 - beta), the number
+    of steps over which Adam averages.
     """
     rows = parameter_table(target).rows
 

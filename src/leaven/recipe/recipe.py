@@ -365,7 +365,7 @@ def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return the values in which two nested mappings differ; a missing value is None."""
+    """Return (path, value in ``a``, value in ``b``) wherever two nested mappings differ. A missing value is None."""
     flat_a, flat_b = flatten(a), flatten(b)
     paths = dict.fromkeys([*flat_a, *flat_b])
     return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]

@@ -205,7 +205,7 @@ class ModelShape(Part):
         return self.attention_bias == "all" or (self.attention_bias == "qkv" and module != "attention.out")
 
     def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of a layer (counted from 0), or None if it attends to all earlier tokens."""
+        """Return the sliding window of a layer (counted from 0) in tokens, or None if the layer has no window."""
         return None if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
     def has_experts(self, layer: int) -> bool:

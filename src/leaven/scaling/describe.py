@@ -69,7 +69,7 @@ def describe(
 ) -> ShowDocument:
     """Return the document of ``leaven show`` and ``leaven transfer`` for a recipe.
 
-    ``worth``: by which factor the training tokens would have to grow to lower the loss as much as tuning did.
+    ``worth`` has the factors by which the training tokens would have to grow to lower the loss as much as tuning did.
     """
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip

@@ -194,7 +194,8 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, without ``params``. Rows of a module with equal values share one."""
+    """Return parameter groups for an optimizer, with ``param_names`` but without ``params``. Rows of a module with
+    equal values share a group."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         by_muon = {"momentum": row.beta1, "match": row.match}

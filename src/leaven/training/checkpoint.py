@@ -278,7 +278,7 @@ def _differs(checkpoint: Path, wanted: str) -> bool:
 
 
 def _seen(checkpoint: Path) -> str:
-    """Return a text that says which files of a checkpoint this process sees, and how large they are."""
+    """Return a text that is equal in two processes if they see the same files of a checkpoint, of the same sizes."""
     try:
         files = storage.read(checkpoint / "state.json")
         names = sorted((storage.json_object(files) or {})["files"])

@@ -203,7 +203,8 @@ def tokenizer_digest(run: RunFolder) -> str | None:
 
 
 def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digest of tokenizer.json without formatting, and of its bytes (saved by older versions), or []."""
+    """Return the digest of tokenizer.json without formatting, and of its bytes (saved by older versions). Return []
+    if this file is missing."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
@@ -244,9 +245,12 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe of the run: that of the last event that changed the recipe, or
-    that of the checkpoint if the checkpoint is newer. Values from before the event do not count as changes: a process
-    may have been killed before it wrote recipe.toml."""
+    """Return how recipe.toml differs from the recipe of the run. Return [] if no recipe of the run can be read.
+
+    The recipe of the run is that of the checkpoint or, if the event is newer, that of the last event that changed the
+    recipe. Values from before this event do not count as changes, because a process may have been killed before it
+    wrote recipe.toml.
+    """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change

@@ -100,7 +100,7 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 def _largest_micro_batch(recipe: Recipe) -> int:
     """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches a
-    step, and at least two if the noise scale is measured."""
+    step, or twice as many if the noise scale is measured. If that is impossible, return 1."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
@@ -221,8 +221,8 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
 
 
 def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
-    """Time the candidates from small to large. Return the smallest that is about as fast as the fastest, or None if
-    none fits."""
+    """Time the candidates from small to large, for about ``LIMIT_SECONDS``. Return the smallest that is about as fast
+    as the fastest, or None if none fits into memory."""
     began, recipe = time.perf_counter(), training.recipe
     sequences = recipe.batch.tokens // recipe.model.seq_len
     timings: list[Timing] = []

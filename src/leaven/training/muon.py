@@ -38,7 +38,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Apply ``function`` to each matrix, in a process that stores whole matrices (:data:`OnWhole`)."""
+    """Yield ``function`` of each matrix. This is the :data:`OnWhole` of a process that stores whole matrices."""
     return map(function, matrices)
 
 
@@ -79,7 +79,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a checkpoint or a copy. AdamW's method expects a step count, which Muon does not have."""
+        """Take the state of a checkpoint or a copy. AdamW's method gets only the groups of AdamW, because it expects
+        a step count, which Muon does not have."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]

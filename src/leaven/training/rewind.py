@@ -101,8 +101,8 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream after ``tokens`` trained tokens. Skipped tokens count: if 50 to 60 are
-    skipped, it is 90 after 80 trained tokens."""
+    """Return the position in the token stream after ``tokens`` trained tokens. Skipped tokens count: if tokens 50 to
+    60 are skipped, the position after 80 trained tokens is 90."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start
@@ -156,7 +156,8 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder, and ``recipe`` if it differs, unless another command has done so."""
+        """Record this rewind in the run folder, and the new ``recipe`` if it differs from the recipe of the run. Do
+        nothing if another command has recorded both."""
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return

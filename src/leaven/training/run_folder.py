@@ -187,7 +187,11 @@ class RunFolder:
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
         """Return (recipe, {path: value before}) of the last event that changed the recipe.
 
-        Return None without such an event, or if a checkpoint has a newer recipe, from a rewind whose event is lost.
+        Return None if there is no such event. Also return None if the newest checkpoint has a rewind whose event is
+        lost: this rewind may have changed the recipe again.
+
+        Raises:
+            InputError: if the recipe in the event is damaged.
         """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]

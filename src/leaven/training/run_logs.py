@@ -154,8 +154,9 @@ def _item(item: memoryview) -> tuple[str, Any]:
 
 
 def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[int, memoryview]]:
-    """Yield (first byte, content) for each record of a log in LevelDB's format, which W&B uses. ``name`` is for
-    messages.
+    """Yield (position of the first byte, content) for each record of a log in LevelDB's format, which W&B uses.
+
+    ``name`` is the name of the log in messages. If the log ends within a record, ``cut`` is called with a message.
 
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins
     with a header of 7 bytes, and the checksums are plain CRC-32.

@@ -340,7 +340,7 @@ class TrialStack:
         self.flat.copy_(kept - each(rate / correction1) * self.first / root)
 
     def _losses(self, p: Mapping[str, Tensor], windows: Tensor) -> Tensor:
-        """Return the mean loss of each recipe (K,) over windows (K, B, T + 1)."""
+        """Return the mean loss of each recipe (K,), with the parameters ``p``, over windows (K, B, T + 1)."""
         shape, inputs, targets = self.shape, windows[..., :-1], windows[..., 1:]
         k, b, t = inputs.shape
 

@@ -349,7 +349,12 @@ class RunTrainer:
 
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log this
-        as an event with the values ``about``."""
+        as an event with the values ``about``.
+
+        Raises:
+            InputError: if there are checkpoints but none can be used, if the text has changed, or if files of the run
+                do not belong together.
+        """
         saved = newest_saved(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
@@ -427,8 +432,12 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """Save the last checkpoint again while ``error`` says that a disk is full, away or may not be written. The
-        pauses get longer. Stop once ``stop`` returns True. Return the error of the last attempt, or None."""
+        """Save the last checkpoint again while a disk is full, away or may not be written. ``error`` is the error of
+        the first attempt, or None.
+
+        The pauses between attempts get longer. Stop once ``stop`` returns True. Return the error of the last attempt,
+        or None.
+        """
         pauses = left = 1  # short pauses until the next attempt, in all and left; ``stop`` is polled after each
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell("waits", str(error))
@@ -491,8 +500,8 @@ class RunTrainer:
         self._on_event(event, at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone. Store newer, damaged ones in
-        ``self.damaged``."""
+        """Return the newest undamaged checkpoint that no rewind has undone, or None. Store the paths of newer
+        checkpoints, which are damaged, in ``self.damaged``."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)

@@ -84,7 +84,7 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return (distance, reason) of the end of a search: at negative (``side`` 0) or positive distances (``side`` 1).
+    """Return (distance, reason) of an end of the search range: the lower end for ``side`` 0, the upper end for 1.
 
     :mod:`leaven.tuning.point` explains distances. The reason is a text for the user, empty at a natural limit, such
     as dropout 0.

@@ -116,7 +116,8 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial of a command. A value that the trial does not have gets the distance 0."""
+    """Return the point of a trial of an earlier study: its distances along ``space`` and, divided by their scales,
+    along the dimensions ``others``. A value of ``space`` that the trial does not have gets the distance 0."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]

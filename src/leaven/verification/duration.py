@@ -126,7 +126,11 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows with the loss of control runs minus the loss of runs under the rule, for the scales ``longer``."""
+    """Return the loss of each control run minus the loss of the run under the rule, for the scales ``longer``.
+
+    One control run keeps all hyperparameters of a run with the family's batch and tokens. Another control run keeps
+    only the lr. It is left out if the rule does not change the lr. If a run diverged, the value is None.
+    """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

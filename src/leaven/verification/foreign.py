@@ -169,7 +169,8 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train a new model. The loss of a diverged run is 1 nat above the loss of a uniform guess."""
+        """Train a new model and return the outcome. A diverged run has the highest loss: 1 nat above that of a
+        uniform guess."""
         family, setting, scale = self.family, self.setting, self.setting.scale
         began = time.perf_counter()
         instance = family.build(setting.ruled_scale, setting.seed)

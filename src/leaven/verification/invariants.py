@@ -55,7 +55,7 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations of the settings of each parameter that AdamW or Muon trains.
+    """Return, by label, combinations such as lr x decay x steps for each parameter that AdamW or Muon trains.
 
     ``steps`` is the number of steps divided by that at the smallest scale.
     """

@@ -433,7 +433,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
-    """Return the last row of a run. Raise InputError if another row has a higher step."""
+    """Return the last row of a run. Raise InputError if another row has a higher step, or a step is not finite."""
     last, highest = rows[-1].number("step"), max(row.number("step") for row in rows)
     if not last == highest < math.inf:
         raise InputError(

@@ -92,7 +92,8 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Compare the planner's prediction with a dry run of each rank. ``recipe`` is a result of :func:`rehearsal`."""
+    """Return a comparison of the planner's memory with a dry run of each rank in ``ranks``. ``recipe`` is a result of
+    :func:`rehearsal`."""
     how = arrangement(recipe)
     began = time.perf_counter()
     rows: dict[int, list[MemoryCheckRow]] = {}

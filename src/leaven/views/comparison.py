@@ -69,7 +69,7 @@ def _run(folder: Path, folders: Sequence[Path]) -> RunView:
 
 
 def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
-    """Return the comparison of runs with the first run. The title of each run must be its folder."""
+    """Return the comparison of each run with the first run. The title of each run must be its folder."""
     first = runs[0]
     return ComparisonDocument(
         path=str(output),

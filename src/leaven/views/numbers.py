@@ -55,8 +55,8 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return texts about the time of a step by published runs: the range, and the three training codes with the most
-    runs. Return [] for a calibrated plan or a CPU."""
+    """Return lines about the time of a step, judged by published runs: its range, and the three training codes with
+    the most runs. Without such runs, a line says so. Return [] for a calibrated plan or a CPU."""
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
     if plan.calibration is not None or plan.cluster == "cpu":
@@ -89,7 +89,7 @@ def fixed(number: float, digits: int, sign: str = "") -> str:
 
 
 def delta(number: float | None) -> str:
-    """Return a difference in nats as text with its sign."""
+    """Return a difference in nats as text with its sign. Return "0.0000" if it rounds to 0, and ``NONE`` for None."""
     if number is None:
         return NONE
     shown = f"{abs(number):.4f}"

@@ -69,7 +69,8 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return a trial's tokens as a percentage of the longest complete trial's tokens, such as ``at 18%``, or ""."""
+    """Return a trial's tokens as a percentage of the longest complete trial's tokens, such as ``at 18%``; "" if
+    unknown."""
     whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
 

@@ -162,8 +162,9 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
     """Return the table of the multipliers in a study's best recipe, or None if there is nothing to show.
 
-    The table has a row for each module and a column for each kind of multiplier. The text beside a band is the
-    module's multiplier without the depth multiplier. ``space`` has the paths of the searched values.
+    The table has a row for each module and a column for each kind of multiplier. A cell is a band with a colour for
+    each layer. The text beside the band is the module's multiplier without the depth multiplier. If there are depth
+    multipliers, the first row shows them. ``space`` has the paths of the searched values.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

@@ -47,8 +47,8 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Group the trials by kind (a key of ``MARKS``), in the order in which kinds are drawn. Trials without a loss are
-    left out, unless they diverged or failed."""
+    """Group the trials by kind (a key of ``MARKS``), in the order in which kinds are drawn. Kinds without trials are
+    left out. So are trials without a loss, unless they diverged or failed."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -263,8 +263,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 def front(study: StudyView) -> Figure | None:
     """Draw the final losses of trials over their tokens, and the Pareto front as a stepped line.
 
-    A trial that was evaluated after several durations has a dot for each. Return None if all durations are about
-    equal.
+    A trial that was evaluated after several durations has a dot for each. Return None if the points of the front have
+    about equal tokens.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):

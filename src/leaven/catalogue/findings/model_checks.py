@@ -94,7 +94,7 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout in a run of at most 1.5 epochs, because in so few epochs a model hardly memorises the text."""
+    """Report dropout, unless the run is known to have over 1.5 epochs: in fewer, models hardly memorise the text."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -136,7 +136,7 @@ def mlp_ratio(check: Check, case: Case) -> Check | None:
 
 
 def expert_width(check: Check, case: Case) -> Check | None:
-    """Compare w / d_model with mixtures of experts, where w is the total width of the experts that a token uses."""
+    """Compare w / d_model with published runs, where w is the total width of the experts that a token uses."""
     model = case.recipe.model
     if not model.experts:
         return None
@@ -151,7 +151,7 @@ def expert_width(check: Check, case: Case) -> Check | None:
 
 
 def balance(check: Check, case: Case) -> Check | None:
-    """Report that nothing balances the load of the experts, if a token does not use all experts."""
+    """Report experts whose load nothing balances. Return None without experts, or if each token uses all of them."""
     experts = case.recipe.model.experts
     if not experts or experts.balance != "none" or experts.active == experts.number:
         return None
@@ -160,7 +160,7 @@ def balance(check: Check, case: Case) -> Check | None:
 
 
 def balance_loss(check: Check, case: Case) -> Check | None:
-    """Compare the coefficient of the balance loss, as written in the recipe and not as scaled by the rule."""
+    """Compare the recipe's coefficient of the balance loss, not scaled by the rule, with published runs."""
     experts = case.recipe.model.experts
     if not experts or not experts.balanced_by_loss:
         return None

@@ -54,7 +54,8 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
     """Return the ``ramp`` or ``stages`` of a recipe's ``[batch]`` that repeat the batch growth of a published run.
 
-    Stages begin, and a ramp ends, at the same share of the run. Return None if this is not possible.
+    Stages begin, and a ramp ends, at the same share of the run. Return None if the batch did not grow, if its growth
+    is not known in detail, or if ``batch`` is not above the start of the ramp.
 
     Args:
         tokens: length of the new run.

@@ -77,9 +77,9 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses; all of them if ``experts`` is None.
 
-    ``experts`` are the number of experts in a layer, and how many of them a token uses. All layers have experts. In a
-    block, attention has 4 d_model^2 parameters. The experts that a token uses have 3 x ratio x d_model^2, with the
-    ratio of :func:`widths_of_experts`.
+    ``experts`` are the number of experts in a layer, and how many of them a token uses. The estimate assumes that all
+    layers have experts. In a block, attention has 4 d_model^2 parameters. The experts that a token uses have 3 x
+    ratio x d_model^2, with the ratio of :func:`widths_of_experts`.
     """
     if experts is None:
         return params

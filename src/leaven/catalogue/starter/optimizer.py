@@ -132,7 +132,7 @@ def _choose_decay(draft: StarterDraft, at: RunSize) -> None:
 
 
 def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None:
-    """Choose betas, eps, weight decay, clipping and initialisation."""
+    """Choose AdamW and its settings, clipping, the z-loss and the initialisation."""
     near, run = at.near, at.reference
     draft.decide("hyperparameters.optimizer", "adamw")
     voters: list[str] = []

@@ -90,8 +90,9 @@ def shape_of(
 ) -> ModelShape:
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
-    Among shapes within `TOLERANCE` of ``params``, the one with the lowest cost is chosen. An odd number of layers
-    costs most, because such layers cannot be halved for pipeline stages.
+    Only shapes within `TOLERANCE` of ``params`` are compared. If there is none, the shape nearest in size is
+    returned. Numbers of layers that are not divisible by 4 count as less near, odd ones even more, because such
+    layers are harder to divide into pipeline stages.
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
@@ -326,7 +327,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def _predicted_batch(request: StarterRequest) -> float:
-    """Return the median of the batches that laws predict, in tokens."""
+    """Return the median of the optimal batches that laws predict, in tokens."""
     return float(middle(batches(evaluate(request.params_active, request.tokens), "optimal")).value)
 
 

@@ -184,7 +184,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
-    """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
+    """Choose precision, scaling rule and ``scaling.base``, the scale for which the hyperparameters are written.
 
     The base is the reference run, the tuned base, the proxy or the target: the first that exists.
     """

@@ -88,7 +88,8 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The settings that most matrices in the blocks have, for targets with one lr, one eps, ... for the model."""
+        """The most frequent settings of the hidden weights, for targets with one lr, one eps, ... for the whole
+        model."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 

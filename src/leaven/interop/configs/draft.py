@@ -189,10 +189,11 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a setting, or its default.
+        """Return the value of a setting, or its default. Without both, return False, "" or {} if the setting is not a
+        number.
 
         Raises:
-            InputError: if there is neither, or the value has the wrong type or is too small.
+            InputError: if a number is missing, or the value has the wrong type or is too small.
         """
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)

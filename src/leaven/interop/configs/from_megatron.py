@@ -54,7 +54,11 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 
 
 def _read_flags(text: str, draft: Draft) -> Settings:
-    """Return the known flags of a script. Unknown flags and unset variables are added to the draft."""
+    """Return the known flags of a script. Unknown flags and unset variables are added to the draft.
+
+    Raises:
+        InputError: if a flag needs a feature that leaven does not have, or has no value or a wrong one.
+    """
     origin = draft.origin
     flags = Settings(origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     for flag, words in parse_flags(text, origin).items():
@@ -239,7 +243,7 @@ def _experts(given: Settings, draft: Draft) -> None:
 
 
 def _dense_layers(given: Settings) -> int:
-    """Return the number of layers without experts. They must come before all layers with experts."""
+    """Return the number of layers without experts. Raise InputError unless they come before all other layers."""
     layers = given["num-layers"]
     if given["moe-layer-freq"].strip() == "1":
         return 0

@@ -68,7 +68,8 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
-    """Set the coefficient of the balance loss, if the config.json turns this loss on.
+    """Set the coefficient of the balance loss, if the config.json turns this loss on. Otherwise, leaven's default
+    stays.
 
     ``layers`` is the number of layers with experts, ``active`` the number of experts that a token uses.
     """

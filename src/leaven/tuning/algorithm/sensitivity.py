@@ -70,13 +70,14 @@ def coordinates(
 ) -> tuple[Coordinate, ...]:
     """Return one :class:`Coordinate` for each searched value, the most important first.
 
-    The importance of a value is the standard deviation of the predicted loss when this value of the best point takes
-    its settings in the trials, as a share of the sum over all values.
+    To compute the importance of a value, only this value of the best point is replaced by its setting in each trial.
+    The importance is the standard deviation of the predicted losses, divided by the sum of these deviations over all
+    values.
 
     Args:
         points: (n, D), the points of the trials, with ``losses`` (n,).
         floor: the noise floor, nats.
-        best: the best point (D,). Each value is changed from there while the others stay.
+        best: the best point (D,).
         optunas: Optuna's importances (D,).
     """
     tried = points[np.isfinite(losses)].T
@@ -128,8 +129,8 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats expected from twice as many trials; None after too few trials, or if the first
-    half diverged.
+    """Return the gain in nats expected from twice as many trials. Return None if the search proposed too few trials,
+    or if all trials in the first half of these diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).

@@ -361,12 +361,13 @@ def region(
     noise: float | None = None,
     seeds: NDArray[np.int64] | None = None,
 ) -> Region:
-    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order of their ends.
+    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order in which they
+    ended.
 
     Args:
         losses: nats; infinite where a trial diverged.
         noise: standard deviation of the loss between seeds; by default estimated from repeated points, 0 without any.
-        seeds: (n,), the seed of each trial, for this estimate; by default all are equal.
+        seeds: (n,), the seed of each trial, used to estimate the noise; by default all are equal.
     """
     (low, high), (near_low, near_high), scale = axes.ends, axes.box, axes.scale
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds

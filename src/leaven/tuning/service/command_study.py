@@ -107,10 +107,10 @@ class CommandTrainer:
         self._commands.__exit__()
 
     def __call__(self, proposal: Proposal) -> Outcome:
-        """Run the command and return the outcome.
+        """Run the command and return the outcome. If the values cannot be used together, return an infinite loss.
 
         Raises:
-            TrialReleased: if the search is stopped meanwhile, or the command failed while the disk is full.
+            TrialReleased: if the search is stopped meanwhile, or if a disk is full, so that output may be lost.
             WorkerDied: if the command failed for another reason, or no process can be started.
             StoreGone: if the output of a command that has ended cannot be read for ``AWAY_SECONDS``.
             InputError: if the command failed at the start point, before any trial had a result; if the folders of all
@@ -220,7 +220,8 @@ class CommandTrainer:
             self._note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return whether a trial may begin: not while a disk is full, which would lose output. Tell the user once."""
+        """Return whether a trial may begin: False while a disk is full, because output would be lost. Tell the user
+        once."""
         if is_full(self._folder if self._folder.exists() else self._folder.parent):
             self._full = f"the disk of {self._folder}"
         elif time.monotonic() >= self._full_until:
@@ -381,7 +382,7 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
 
 
 def _end_of(output: Path, most: int) -> str:
-    """Return the last ``most`` bytes of the output of a command, which may be larger than the memory."""
+    """Return the last ``most`` bytes of a command's output as text, without reading all of it into memory."""
     with open_file(output) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
         return file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")

@@ -106,6 +106,7 @@ def stack_size(
     The number is above 1 only where a stack was measured to be faster.
 
     Args:
+        durations: the durations of each trial, if there are several; the number is then 1.
         trials: the number of trials in the budget; None if the budget does not limit it.
         free: a function that returns the number of free bytes on a GPU.
     """

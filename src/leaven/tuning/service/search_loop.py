@@ -167,7 +167,8 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Close the attempts of dead commands, read all trials into ``trials``, and return how many were started."""
+        """Close the attempts of dead commands, and read all trials into ``trials``. Return the number of started
+        trials."""
         log = self._stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}

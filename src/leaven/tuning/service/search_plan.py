@@ -68,7 +68,8 @@ REFITTED = 1 / 1000
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study. Once one is reached, no further trial starts."""
+    """The limits of a search, for all commands of a study together. Once a limit is reached, no further trial
+    starts."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -179,10 +180,11 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials that are known before the search begins: those of the start, and the points of a grid.
+    """Return the trials that are known before the search begins: those of the start and, for method ``grid``, of the
+    grid.
 
     Raises:
-        InputError: if a grid has no budget in trials, or if even the coarsest grid has more points than this budget.
+        InputError: for method ``grid``, if ``budget.trials`` is None, or too small even for the coarsest grid.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
@@ -325,7 +327,11 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial, or None. ``count`` finalists that do not diverge get ``each`` trials."""
+        """Return the next final trial. Return None if no more are needed, or if the budget or the finalists are used
+        up.
+
+        Final trials are needed until ``count`` finalists have ``each`` of them, of which none diverged or was pruned.
+        """
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
             if trial.final_of == self.budget.label and not trial.confirms:

@@ -93,7 +93,8 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. Inherited fields are of its last attempt; ``values`` is empty."""
+    """A trial of a search, read from the store. The inherited fields describe its last attempt, but ``values`` is
+    empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
@@ -156,7 +157,7 @@ class StoredStudy:
         """Return the log of all attempts and trials, after a check of the attempts that are new or have changed.
 
         Raises:
-            InputError: if an attempt is missing, or was changed after it had ended.
+            InputError: if an attempt is missing, or was changed by another program.
         """
         log, suspects = self._log, set[int]()
         while True:
@@ -557,8 +558,8 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return the earlier trials with columns in the order ``names`` of this command. ``stored`` is the order of the
-    columns in the study."""
+    """Return ``earlier`` with its columns, which are in the order ``stored``, in the order ``names`` of this command.
+    Further columns stay behind these."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))

@@ -412,7 +412,13 @@ class _Waiting:
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(again)``, which is retried while the store is unreachable."""
+        """Return the result of ``call(again)``, which is retried while the store is unreachable. ``again`` is True in
+        retries.
+
+        Raises:
+            StoreGone: if the store is unreachable for longer than ``patience_seconds``.
+            InputError: if the store is damaged, or refuses the call.
+        """
         since, pause, again = time.monotonic(), FIRST_PAUSE, False
         while True:
             try:

@@ -98,7 +98,7 @@ SAVING = 0.1
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in order.
+    """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in the order of the paths.
 
     Folders with other names or contents, such as copies that a user made or files of another program, are left out.
     """
@@ -523,7 +523,7 @@ class BaseStudy(ABC):
         """Write study.json and the recipes of the best points. Return the study's document.
 
         Raises:
-            InputError: if they cannot be written, or if study.json belongs to another study.
+            InputError: if a file cannot be written, or if study.json belongs to another study.
         """
         with self._folder_lock():  # another command may save, too
             return self._write()
@@ -553,11 +553,11 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json. If there is a best point, also write best.toml and, unless ``state.fewer`` is None,
-    fewest.toml. Return the document in study.json.
+    """Write study.json, and return its document. If there is a best point, also write best.toml and fewest.toml. If
+    ``state.fewer`` is None, remove fewest.toml instead.
 
-    A file that the user has edited, or replaced by a link, stays while the answer is the same. It is moved aside
-    before another answer is written. ``note`` tells the user.
+    A recipe file that the user has edited, or replaced by a link, is never overwritten or removed. It stays while the
+    answer is the same, and is moved aside before another answer is written. ``note`` tells the user.
 
     Args:
         inputs: further files for the best point, written in the same way: texts by path in ``out``.
