@@ -439,7 +439,7 @@ KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr": "low"}}, "lr_scheduler_kwargs: min_lr low must be"),
-        (None, {"learning_rate": 1.0}, "its folder has no config.json"),
+        (None, {"learning_rate": 1.0}, "no config.json with the shape of a model is there"),
     ],
 )
 def test_unsupported_transformers_files_are_refused(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:
