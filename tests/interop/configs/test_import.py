@@ -136,16 +136,67 @@ def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
 
 
+SHAPE = f"{MINIMAL} --vocab-size 512"
+
+
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("A=--x\n" + 'A="$A $A"\n' * 26, "its variables insert more than 1,048,576 characters, at A"),
-        ("A0=x\n" + "".join(f'A{i + 1}="$A{i} $A{i}"\n' for i in range(40)), "1,048,576 characters, at A1"),
-        ("A=x\n" + 'A="$A$A"\n' * 18 + "--f $A $A $A $A", "1,048,576 characters, at A"),
+        ('if [ "$1" = 7B ]; then\n  LR=3e-4 WD=0.1\nelif [ "$1" = 13B ]; then\n  LR=2e-4\nelse\n  LR=1e-2\nfi',
+         "--lr (3e-4 or 2e-4 or 1e-2) has several values; write echo before"),
+        ("case $1 in\n  small) LR=1; SEQ=1 ;;\n  big|(huge)) SEQ=2 ;;\nesac\nMORE='--seq-length $SEQ'",
+         "--seq-length (1 or 2 or 128), --lr (1 or 3e-4) have several values"),
+        ("BASE=3e-4\n[ -n $DEBUG ] &&\n  BASE=1\nLR=$BASE", "--lr (3e-4 or 1) has"),
+        ("LR=3e-4\nLR=$LR.5", "--lr (3e-4 or 3e-4.5) has"),
+        ("LR=3e-4\nwhile [ $# -gt 0 ]; do case $1 in\n--lr) LR=$2; shift 2;;\nesac; done", "--lr (3e-4 or $2) has"),
+        ("LR=$((1+1))", "--lr ($(...) or 3e-4) has"),
+        ("LR=3e-4\nDEBUG=(--mock-data --lr 1)  # no command uses it", "--lr (1 or 3e-4) has"),
+        ("LR=3e-4\npython tools/convert.py --lr 7", "--lr (7 or 3e-4) has"),
+        ("MORE=(\n  --layernorm_epsilon 1\n)\nMORE+=(--norm-epsilon=2)", "--norm-epsilon (1 or 2) has"),
+        (f"LR=3e-4; torchrun pretrain_gpt.py {SHAPE} --lr 1", "--lr (1 or 3e-4) has"),
+    ],
+)  # fmt: skip
+def test_flags_of_a_script_with_several_values_are_refused(script: str, says: str) -> None:
+    command = f'torchrun pretrain_gpt.py {SHAPE} --lr ${{LR:-3e-4}} ${{MORE[@]}} "$@"'
+    with refused("args.sh: --", says):
+        from_megatron.read(f"{script}\n{command}", "args.sh", "x")
+
+
+def test_a_script_is_read_where_its_flags_have_one_value() -> None:
+    script = f"""\
+python tools/convert.py --output a
+if [ -d data ]; then DATA="--data-path data"; else DATA="--mock-data --data-path $OTHER"; fi
+ARGS=(
+    --normalization RMSNorm $MOE_ARGS
+)
+ARGS+=(--weight-decay ${{WD:-0.1}})
+CMD="pretrain_gpt.py {SHAPE} --lr $LR $DATA"
+CMD="$CMD --adam-beta2 0.95"
+if [ -n "$SLOW" ]; then LR=${{LR:-3e-4}}; else LR=3e-4; fi
+cd $FOLDER; echo $CMD
+srun bash -c "torchrun --nnodes 2 $CMD ${{ARGS[@]}} $OPT_ARGS; date" 2>&1 | tee log
+torchrun pretrain_gpt.py {SHAPE} --lr 7 --lr 3e-4 --bf16 2>&1
+"""
+    found = from_megatron.read(script, "args.sh", "x")
+    values = found.recipe.hyperparameters
+    assert (values.lr, values.weight_decay, values.beta2) == (3e-4, 0.1, 0.95)
+    assert (found.recipe.model.norm, found.recipe.precision.compute) == ("rmsnorm", "bf16")
+    assert found.unread == ("--output", "--data-path", "--mock-data", "--nnodes")
+    unset = "its flags are unknown until the script runs"
+    assert [line for line in found.unknown if unset in line] == [f"$MOE_ARGS: {unset}", f"$OPT_ARGS: {unset}"]
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("A0=x\n" + "".join(f'A{i + 1}="$A{i} $A{i}"\n' for i in range(40)) + "--lr $A40",
+         "its variables insert more than 1,048,576 characters, at A3"),
+        ("".join(f"A{i}=1; A{i}=2\n" for i in range(30)) + "--lr " + "".join(f"$A{i}" for i in range(30)),
+         "1,048,576 characters, at A1"),
         ("$" * 500_000, "and leaven reads at most 131,072; give a file with only the flags"),
     ],
-    ids=["one variable", "a chain", "few variables", "a long script"],
-)
+    ids=["a chain", "combinations", "a long script"],
+)  # fmt: skip
 def test_a_script_that_grows_without_end_is_refused(script: str, says: str) -> None:
     with refused("args.sh: ", says):
         from_megatron.read(f"{MINIMAL}\n{script}", "args.sh", "x")

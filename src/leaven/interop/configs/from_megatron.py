@@ -62,12 +62,14 @@ def _read_flags(text: str, draft: Draft) -> Settings:
     origin = draft.origin
     flags = Settings(origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     for flag, words in parse_flags(text, origin).items():
+        if flag.startswith("$"):
+            draft.unknown.append(f"{', '.join(open_variables(flag))}: its flags are unknown until the script runs")
+            continue
         name = flag.replace("_", "-")
-        name = TABLE["aliases"].get(name, name)
         for unsupported, what in TABLE["unsupported"].items():
             if fnmatchcase(name, unsupported):
                 raise InputError(f"{origin}: --{flag}: leaven does not have {what}")
-        kind = flags.table[name]["kind"] if name in flags.table else None
+        kind = _kind_of(name)
         unset = [variable for word in words[:1] for variable in open_variables(word)]
         if kind is None:
             draft.unread.append(f"--{flag}")
@@ -79,7 +81,7 @@ def _read_flags(text: str, draft: Draft) -> Settings:
         elif not words:
             raise InputError(f"{origin}: --{flag} has no value")
         else:
-            flags.given[name] = " ".join(words) if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
+            flags.given[name] = words[0] if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
     return flags
 
 
@@ -384,67 +386,81 @@ def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
 # Shell scripts -----------------------------------------------------------------------------------------------------
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
 _OPEN = re.compile(r"\$\{?(\w+)")
+_FLAG = re.compile(r"(?:^|\s)--\w")
 _COMMAND = "$_COMMAND_"
 _COMMANDS = (("$((", "))"), ("$(", ")"), ("`", "`"))  # start and end of a command, inner ones first
-_ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
+_END = re.compile(r"[\n;]+|&&|\|\||[|&()]|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # characters that all variables of a script may insert
+DEEPEST = 20  # variables that contain each other
 
 
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
+
+    A flag that leaven reads has one value at most, as one word. All lines count, also branches and unused variables.
+    A key that begins with $ is a variable that the script does not set and that may contain flags.
 
     The parser understands comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script
     sets. It does not run commands. A word that needs the output of a command, or a variable that is not set, keeps
     its $.
 
     Raises:
-        InputError: if a quote is not closed, there is no flag, or the script or its expanded variables are too long.
+        InputError: if a quote is not closed, there is no flag, a flag that leaven reads has several values, or the
+            script or its expanded variables are too long.
     """
     if len(text) > LONGEST:
         raise InputError(
             f"{origin}: has {len(text):,} characters, and leaven reads at most {LONGEST:,}; give a file with only "
             "the flags"
         )
-    flags: dict[str, list[str]] = {}
-    variables = _Variables(origin)
-    joined = re.sub(r"\\\r?\n", " ", text)
     try:
-        words = deque(_words(_without_commands(joined)))
+        script = _Script(text, origin)
     except ValueError as error:
         raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
-    current: list[str] | None = None
-    while words:
-        word = words.popleft()
-        assigned = _ASSIGNMENT.fullmatch(word)
-        if assigned and not word.startswith("-"):
-            name, value = assigned.groups()
-            current = None
-            if value.lstrip("(").lstrip().startswith("--"):
-                words.extendleft(reversed(_words(value.lstrip("("))))
-            elif value not in {"", "("}:
-                variables.values[name] = variables.expand(value)
-        elif word in _ENDS:
-            current = None
-        elif word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            current = flags[name.rstrip(")")] = [variables.expand(value)] if equals else []
-        elif current is not None:
-            bare = word if "$" in word else word.rstrip(")")
-            if bare:
-                current.append(variables.expand(bare))
-    if not flags:
+    if not script.flags:
         raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
-    return flags
+    flags: dict[str, list[str]] = {}
+    several = []
+    for flag, given in script.flags.items():
+        flags[flag] = list(given.values())[-1]
+        kind = _kind_of(flag)
+        if kind is None or kind == "switch":
+            continue
+        texts = [" ".join(words if kind == "word" else words[:1]) for words in given.values() if words]
+        values = [re.sub(r"\s\S*\$\S*", "", value) for text in texts for value in script.expand(text)]
+        flags[flag] = list(dict.fromkeys(values))  # without unset variables after the first word: they may be flags
+        if len(flags[flag]) > 1:
+            several.append(f"--{flag} ({' or '.join(flags[flag][:5]).replace(_COMMAND, '$(...)')})")
+    if several:
+        raise InputError(
+            f"{origin}: {', '.join(several)} {'have' if len(several) > 1 else 'has'} several values; write echo "
+            "before the command that trains, run the script, and import the line that it prints"
+        )
+    return flags | {word: [] for word in script.loose if script.values.keys().isdisjoint(_OPEN.findall(word))}
 
 
-def _words(text: str) -> list[str]:
+def _name(flag: str) -> str:
+    """Return the current name of a flag if leaven reads it, otherwise the flag as it is written."""
+    name = flag.replace("_", "-")
+    name = TABLE["aliases"].get(name, name)
+    return name if name in TABLE["flags"] else flag
+
+
+def _kind_of(flag: str) -> str | None:
+    """Return the kind of a flag, or None if leaven does not read it."""
+    kind: str | None = TABLE["flags"].get(flag, {}).get("kind")
+    return kind
+
+
+def _words(text: str) -> deque[str]:
+    """Split a script into words. Semicolons and ends of lines are words of their own."""
     # Remove comments here, where # begins a word. shlex would also cut a#b.
-    lexer = shlex.shlex(re.sub(r"(?m)(^|\s)#.*$", r"\1", text), posix=True)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    return [word.rstrip(";") or word for word in lexer]
+    lexer = shlex.shlex(re.sub(r"(?m)(^|\s)#.*$", r"\1", text), posix=True, punctuation_chars="\n;")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    return deque(lexer)
 
 
 def _without_commands(text: str) -> str:
@@ -458,33 +474,73 @@ def _without_commands(text: str) -> str:
     return text
 
 
-class _Variables:
-    """The variables that a script has set so far."""
+class _Script:
+    """The flags of a script with the words after them in each command, its variables with all their values.
 
-    def __init__(self, origin: str) -> None:
-        self.values: dict[str, str] = {}
+    ``loose`` are variables that stand where a flag may be.
+    """
+
+    def __init__(self, text: str, origin: str) -> None:
+        self.flags: dict[str, dict[int, list[str]]] = {}
+        self.loose: list[str] = []
+        self.values: dict[str, list[str]] = {}
         self._origin = origin
         self._expanded = 0  # characters that variables have inserted so far
+        self._read(_words(_without_commands(re.sub(r"\\\r?\n", " ", text))))
 
-    def expand(self, word: str) -> str:
-        """Return a word in which the known variables are replaced by their values."""
-        for _ in range(8):  # the value of a variable may contain another variable
-            expanded = _VARIABLE.sub(self._value, word)
-            if expanded == word:
-                break
-            word = expanded
-        return word
+    def _read(self, words: deque[str]) -> None:
+        current: list[str] | None = None
+        command, takes_flags = 0, True
+        while words:
+            word = words.popleft()
+            closes = word.count(")") - word.count("(") if word.endswith(")") else 0
+            if len(word.split()) > 1 and _FLAG.search(word):
+                words.extendleft(part.strip("'\"") for part in reversed(word.replace(";", " ; ").split()))
+            elif 0 < closes < len(word) and word.endswith(")" * closes):
+                words.extendleft([")", word[:-closes]])
+            elif assigned := _ASSIGNMENT.fullmatch(word):
+                name, value = assigned.groups()
+                values = self.values.setdefault(name, [])
+                if _FLAG.match(value) or (value.startswith("(") and (")" not in value or value[1] in "-$)")):
+                    words.appendleft(value.removeprefix("("))
+                elif value and value not in values:
+                    values.append(value)
+                words.appendleft(";")
+            elif _END.fullmatch(word):
+                current = None if current or not word.isspace() else current  # a value may be in the next line
+                command, takes_flags = command + 1, True
+            elif word.startswith("--") and len(word) > 2:
+                flag, equals, value = word[2:].partition("=")
+                current = self.flags.setdefault(_name(flag), {})[command] = [value] if equals else []
+                takes_flags = True
+            else:
+                if takes_flags and current != [] and _VARIABLE.fullmatch(word):
+                    self.loose.append(word)
+                if current is not None:
+                    current += [word] if word else []
+                else:
+                    takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
 
-    def _value(self, match: re.Match[str]) -> str:
-        name = match[1] or match[3]
-        value = self.values.get(name, match[2] if match[2] is not None else match[0])
-        self._expanded += len(value)
-        if self._expanded > MOST_EXPANDED:
-            raise InputError(
-                f"{self._origin}: its variables insert more than {MOST_EXPANDED:,} characters, at {name}; write the "
-                "values into the flags"
-            )
-        return value
+    def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
+        """Return a word with the values of the known variables in it, once for each combination of values.
+
+        ``inside`` are the values that contain this word; they are not inserted again.
+        """
+        found, end = [""], 0
+        for match in _VARIABLE.finditer(word) if len(inside) < DEEPEST else ():
+            name, default = match[1] or match[3], match[2]
+            values = [value for value in self.values.get(name, []) if value not in inside]
+            values += [] if default is None else [default]
+            each = [text for value in values for text in self.expand(value, (*inside, value))] or [match[0]]
+            self._expanded += sum(len(text) + 1 for text in each) * len(found)
+            if self._expanded > MOST_EXPANDED:
+                raise InputError(
+                    f"{self._origin}: its variables insert more than {MOST_EXPANDED:,} characters, at {name}; write "
+                    "the values into the flags"
+                )
+            found = [before + word[end : match.start()] + text for before in found for text in each]
+            end = match.end()
+        return list(dict.fromkeys(before + word[end:] for before in found))
 
 
 def open_variables(word: str) -> list[str]:
