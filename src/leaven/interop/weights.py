@@ -308,8 +308,13 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 def weights_fingerprint(folder: Path) -> str:
     """Return a hash of a folder's configuration, and of samples of its weights: `SAMPLES` pieces of each file."""
-    content = blake2b(digest_size=16)
-    for path in sorted(path for name in ("config.json", "model*.safetensors*") for path in folder.glob(name)):
+    content, index = blake2b(digest_size=16), b""
+    with suppress(OSError):
+        index = storage.read(folder / "model.safetensors.index.json")
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors*")]):
+        # Files with other names are read only if the index names them.
+        if not path.name.startswith(("config", "model")) and json.dumps(path.name).encode() not in index:
+            continue
         with suppress(OSError), storage.open_file(path) as file:
             size = path.stat().st_size
             content.update(f"{path.name} {size} ".encode())
