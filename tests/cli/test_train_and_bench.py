@@ -22,6 +22,7 @@ import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
 from leaven.cli.common import stop_on_signal
 from leaven.distributed.sharded_model import ShardedModel
+from leaven.training.line_digests import digest
 from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints
 
@@ -165,6 +166,15 @@ def test_a_ramp_is_proposed_from_the_noise_scale_of_a_run(leaven: Verb, tiny_fil
     assert code == 0
     assert shlex.split(out.splitlines()[-1].removeprefix("next")) == shlex.split(found["next"][0])
     assert shlex.split(found["next"][0])[-2:] == ["--set", *found["set"]]
+    finish = {"event": "finish", "time": 1.0, "step": 60, "tokens": 7_680, "seconds": 1.0, "loss": 3.0}
+    written = RunFolder(run).lines_of(run / "metrics.jsonl")
+    finish["metrics"] = {"lines": 60, "blake2b": digest(written).hexdigest()}
+    (run / "events.jsonl").write_text(json.dumps(finish) + "\n")
+    code, _, err = leaven("bench", tiny_file, "--noise-from", run)
+    assert code == 0, err
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('": 11.', '": 12.', 1))
+    code, _, err = leaven("bench", tiny_file, "--noise-from", run)
+    assert (code, "metrics.jsonl is not as it was when the run finished" in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.parametrize("on_spike", ["off", "rollback"])

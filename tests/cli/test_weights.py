@@ -43,6 +43,23 @@ def test_exported_weights_are_the_start_of_a_new_recipe(leaven: Verb, scaled_run
     assert wide.why["start.weights"] == "left out: the weights of the previous recipe have another shape"
 
 
+def test_start_weights_with_the_token_ids_of_another_tokenizer_are_named(
+    leaven: Verb, scaled_run: Path, tmp_path: Path
+) -> None:
+    out, recipe = tmp_path / "out", tmp_path / "next.toml"
+    assert leaven("export", "weights", scaled_run, out)[0] == 0
+    assert leaven("new", recipe, "--from-weights", out, "--tokens", "1k")[0] == 0
+    (tmp_path / "other.txt").write_text("another text of a few tokens\n" * 99)
+    # The text is too short for a window, so the run ends after the text has been tokenised.
+    train = ["train", recipe, "--run", tmp_path / "run", "--set", f"data.source={tmp_path}/other.txt"]
+    train += ["--set", "model.seq_len=4096", "--set", "batch.tokens=4096"]
+    for more, told in (([], False), (["--set", "data.tokenizer=bpe"], True)):
+        code, _, err = leaven(*train, *more)
+        line = " ".join(err.split())
+        assert (code, "token ids of data.tokenizer are other tokens in the tokenizer of [start]" in line) == (2, told)
+    assert f'unless this is on purpose, set data.tokenizer = "{out}/' in line
+
+
 def test_an_exported_folder_has_a_model_card(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
     out, early = tmp_path / "out", tmp_path / "early"
     assert leaven("export", "weights", scaled_run, out, "--data-license", "ODC-By 1.0 | see there")[0] == 0

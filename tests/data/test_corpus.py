@@ -259,6 +259,18 @@ def test_a_broken_file_is_named_and_skipped(tmp_path: Path, what: str) -> None:
         opened(f"{tmp_path}/*", share=0.09)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("x.txt", b""), ("x.jsonl", b""), ("x.jsonl", b'{"text": null}\n' * 9)]
+)
+def test_a_file_without_text_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "a.txt").write_text("whole")
+    assert opened(f"{tmp_path}/*").skipped == ""
+    (tmp_path / name).write_bytes(content)
+    line = f"data.source '{tmp_path}/*': no text in 1 of 2 files, such as {tmp_path}/{name}"
+    for _ in range(2):  # the second time, the survey comes from the cache
+        assert opened(f"{tmp_path}/*", memory=tmp_path / "cache").skipped == line
+
+
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     rows = [f"row {number}".encode() for number in range(600)]
     rows[300] = b"caf\xe9"

@@ -26,6 +26,7 @@ from leaven.interop.weights import (
     require_start,
     router_biases,
     start_from,
+    weights_fingerprint,
     write_huggingface,
 )
 from leaven.model.experts import MixtureOfExperts
@@ -685,3 +686,19 @@ def test_start_weights_of_another_shape_are_refused(tiny: Recipe, tmp_path: Path
     longer |= {"seq_len": 64, "rope_theta": 1e6, "dropout": 0.1}
     recipe = tiny.replace({"model": longer})
     start(random_model(recipe), recipe, tmp_path / "rope")
+
+
+def test_the_fingerprint_of_weights_has_every_file_that_is_read(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_text("{}")
+    before = weights_fingerprint(tmp_path)
+    assert before == "815700f6e50364efc59562709e55ddc7"  # as in the studies of earlier versions
+    (tmp_path / "consolidated.safetensors").write_text("not read")
+    assert weights_fingerprint(tmp_path) == before
+    index = {"weight_map": {"lm_head.weight": "weights-a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = set()
+    for content in ("a", "b"):
+        (tmp_path / "weights-a.safetensors").write_text(content)
+        found.add(weights_fingerprint(tmp_path))
+    assert len(found) == 2

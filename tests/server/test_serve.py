@@ -120,8 +120,7 @@ def test_the_list_has_every_folder_with_its_state(port: int, roots: Path) -> Non
 
 
 def test_the_list_reads_of_a_run_only_what_it_shows(roots: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("changed_since", "foreign_files", "newest_state"):
-        monkeypatch.setattr(folders, name, None)
+    monkeypatch.setattr(folders, "faults", None)
     rows = {each.found.kind: each for each in (row(found, time.time()) for found in find([roots]))}
     assert rows["run"].loss is not None
 

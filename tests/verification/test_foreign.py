@@ -1,5 +1,6 @@
 """Test checks of models from module:factory: labels, errors, batches, and runs compared with a hand-written loop."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +29,7 @@ from leaven.verification.equivalence import equivalence
 from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
 from leaven.verification.gradients import GradientCheck
 from leaven.verification.model_instance import RunScale, RunSetting
-from leaven.verification.runs import CheckTrial, RunStore
+from leaven.verification.runs import ChecksStopped, CheckTrial, RunStore
 
 SCALE = RunScale(16, 1)
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -123,6 +124,16 @@ def feeding(width, depth, ratios=leaven.Ratios()):
         tokens = torch.randint(0, 64, (4, 9), generator=drawn)
         return tokens[:, :-1], tokens[:, 1:]
     return *plain(width, depth, ratios=ratios), batch
+
+class Own(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad
+
+def owning(width, depth):
+    model, _ = plain(width, depth)
+    return model, Own(model.parameters(), lr=0.01)
 """
 
 
@@ -360,6 +371,36 @@ def test_the_key_of_a_run_changes_with_its_factory(here: Path) -> None:
     after = keys()
     assert after[:2] == before[:2]  # at the base, both versions of the factory give the same model
     assert not set(after[2:]) & set(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("owning", "* p.grad", "* p.grad.sign()"), ("feeding", "1000 * seed + step", "1000 * seed + 2 * step")],
+)
+def test_the_key_of_a_run_changes_with_an_own_optimizer_and_later_batches(
+    here: Path, name: str, old: str, new: str
+) -> None:
+    def key() -> str:
+        sys.modules.pop("their_model", None)
+        source = None if name == "feeding" else MADE_UP
+        return foreign(f"their_model:{name}", SCALE, source=source, tokens=1024).trial(RunSetting(SCALE, 1.0, 0)).key
+
+    before = key()
+    assert key() == before
+    (here / "their_model.py").write_text((here / "their_model.py").read_text().replace(old, new))
+    assert key() != before
+
+
+def test_results_on_another_text_are_refused_and_those_of_another_factory_named(here: Path) -> None:
+    notes: list[str] = []
+    trial = theirs("plain").trial(RunSetting(SCALE, 1.0, 0))
+    line = {"key": trial.key, "text": "a", "loss": 1.0, "tokens": 1, "seconds": 1.0}
+    (here / "runs.jsonl").write_text(json.dumps(line) + "\n")
+    with RunStore(here, 1, note=notes.append) as store, pytest.raises(InputError, match="has runs on another text"):
+        store.run([replace(trial, text="b")])
+    with RunStore(here, 1, note=notes.append, stop=lambda: True) as store, pytest.raises(ChecksStopped):
+        store.run([replace(trial, key="c")])
+    assert notes == [f"no result in {here}/runs.jsonl is of this model with these settings, so every run is trained"]
 
 
 def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

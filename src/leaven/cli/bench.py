@@ -65,11 +65,16 @@ def bench(
 ) -> None:
     loaded = load_recipe(recipe, overrides)
     if noise_from is not None:
-        from leaven.training.run_folder import RunFolder
+        from leaven.training.integrity import changed_since
+        from leaven.training.run_folder import RunFolder, finish_of
 
-        lines = RunFolder(noise_from).metrics()
+        run = RunFolder(noise_from)
+        lines = run.metrics()
         if not lines:
             raise InputError(f"--noise-from {noise_from}: the folder has no metrics.jsonl; give the folder of a run")
+        finish = finish_of(run.read_events())
+        if finish is not None and (why := changed_since(run, finish).get(run.metrics_file.name)) is not None:
+            raise InputError(f"{run.metrics_file} is not as it was when the run finished: {why}; bring the file back")
         fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
         ramp = noise_ramp(loaded, fit, noise_multiple)
         following = [next_commands.launch(recipe, [*(overrides or ()), *ramp.set])] if ramp.set else []

@@ -257,12 +257,18 @@ def exit_interrupted(message: str) -> NoReturn:
     raise typer.Exit(INTERRUPTED)
 
 
-def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
-    """Return the tokens of the text that ``data`` names. Show the progress of reading and tokenising the text."""
+def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
+    """Return the tokens of the text that ``data`` names. Show the progress of reading and tokenising the text. Print
+    a line if the tokenizer is not that of the weights in the folder ``start``."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 
     with LiveScreen() as screen:
         tokens = prepare(data, vocab_size, progress=screen.text)
         screen.notes(tokens)
+        if start is not None and tokens.tokenizer_path is not None:
+            from leaven.interop.weights import tokenizer_caution
+
+            if (caution := tokenizer_caution(start, tokens.tokenizer_path)) is not None:
+                screen.line(f"  {caution}")
     return tokens

@@ -107,7 +107,8 @@ def train(
     trainer.check(loaded, folder, rewind)
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
-        tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size))
+        start = loaded.start.folder
+        tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size, start))
         with stop_on_signal() as stop, TrainScreen(loaded, log_every) as screen:
             try:
                 summary = trainer.train(

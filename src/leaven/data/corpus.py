@@ -92,7 +92,7 @@ class Corpus:
     source: str
     parts: tuple[TextPart, ...]
     surveys: tuple[Survey, ...]  # counts and hashes of each part (a file or a split of a data set)
-    skipped: str  # one line that says what could not be read; "" if everything could be read
+    skipped: str  # one line about what could not be read, and files without text; "" if there is neither
     memory: Path | None = field(default=None, compare=False)  # the cache file of the surveys, if they are cached
 
     @property
@@ -181,6 +181,10 @@ def open_corpora(
             raise InputError(
                 f"data.source {source.source!r} contains no text; {skipped or 'give files that contain text'}"
             )
+        blank = [part for part, found in zip(some, surveys, strict=True) if not (found.documents or found.faults)]
+        if blank and source.source != "python-stdlib":  # an empty module is common
+            line = f"data.source {source.source!r}: no text in {len(blank):,} of {len(some):,} files, such as"
+            skipped = "; ".join(filter(None, [skipped, _line(f"{line} {blank[0].name}")]))
         corpora.append(Corpus(source.source, some, tuple(surveys), skipped, path))
     meter.finish()
     return corpora

@@ -7,6 +7,7 @@ embedding, are divided out of written weights (:meth:`leaven.interop.architectur
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
@@ -316,8 +317,13 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 def weights_fingerprint(folder: Path) -> str:
     """Return a hash of a folder's configuration, and of samples of its weights: `SAMPLES` pieces of each file."""
-    content = blake2b(digest_size=16)
-    for path in sorted(path for name in ("config.json", "model*.safetensors*") for path in folder.glob(name)):
+    content, index = blake2b(digest_size=16), b""
+    with suppress(OSError):
+        index = storage.read(folder / "model.safetensors.index.json")
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors*")]):
+        # Files with other names are read only if the index names them.
+        if not path.name.startswith(("config", "model")) and json.dumps(path.name).encode() not in index:
+            continue
         with suppress(OSError), storage.open_file(path) as file:
             size = path.stat().st_size
             content.update(f"{path.name} {size} ".encode())
@@ -349,6 +355,26 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
             "set [model] to the shape of the weights, or leave [start] out"
         )
     return plain
+
+
+def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
+    """Return a line if a token id of the file ``tokenizer`` is another token in the tokenizer.json of a folder with
+    start weights. Return None if there is no such id, or the folder has no tokenizer.json that can be read."""
+    there = folder / "tokenizer.json"
+    try:
+        known, own = (given_tokenizer(str(path), sys.maxsize) for path in (there, tokenizer))
+    except InputError:
+        return None
+    assert known is not None
+    assert own is not None
+    vocabulary = own.get_vocab()
+    other = sum(known.id_to_token(id) not in {None, token} for token, id in vocabulary.items())
+    if not other:
+        return None
+    return (
+        f"caution: {other:,} of {len(vocabulary):,} token ids of data.tokenizer are other tokens in the tokenizer of "
+        f"[start] weights; unless this is on purpose, set data.tokenizer = {json.dumps(str(there))}"
+    )
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:

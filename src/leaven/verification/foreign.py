@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaven.data.tokens import prepare
+from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.data import Data
 from leaven.recipe.schedule import Schedule
@@ -128,17 +128,30 @@ class ForeignFamily:
             f"ruled={setting.ruled}, quantity={setting.quantity!r}))"
         )
         # The trial is sent to another process, so its family is a copy without the cached text.
-        return ForeignTrial(replace(self), setting, blake2b(text.encode(), digest_size=12).hexdigest())
+        key = blake2b(text.encode(), digest_size=12).hexdigest()
+        return ForeignTrial(replace(self), setting, key, self._fingerprint)
+
+    @cached_property
+    def _tokens(self) -> TokenSet | None:
+        """The tokens of the text, or None if there is no text: the factory returns batches, or they are made up."""
+        return None if self.source in {None, MADE_UP} else prepare(_data(str(self.source)), self.vocab_size)
+
+    @property
+    def _fingerprint(self) -> str | None:
+        return None if self._tokens is None else self._tokens.fingerprint
 
     @cached_property
     def _text(self) -> Batches:
-        assert self.source is not None
-        if self.source == MADE_UP:
+        if self._tokens is None:
             return synthetic(self.vocab_size, self.seq_len, self.sequences)
-        return corpus(prepare(_data(self.source), self.vocab_size), self.seq_len, self.sequences)
+        return corpus(self._tokens, self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale) -> str:
-        """Return a hash of the optimizer, initial values, first loss and first gradient of the model at a scale."""
+        """Return a hash of the optimizer, initial values, first loss and first gradient of the model at a scale.
+
+        For an optimizer or batches of the user, whose code may change, the hash also has two updates and the loss
+        after them. For others it has not, because older results could not be used with it.
+        """
         instance = self.build(scale, 0)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -151,6 +164,9 @@ class ForeignFamily:
                 found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
+        known = type(instance.optimizer).__module__.startswith(("torch.optim.", "leaven."))
+        if self.source is None or not known:
+            found.append("{:.3g} {:.4g}".format(*_two_steps(instance)))
         return blake2b(" ".join(found).encode(), digest_size=12).hexdigest()
 
 
@@ -161,6 +177,7 @@ class ForeignTrial:
     family: ForeignFamily
     setting: RunSetting
     key: str
+    text: str | None = None  # the fingerprint that the tokens must have; None if there is no text
 
     @property
     def cost(self) -> float:
@@ -170,8 +187,14 @@ class ForeignTrial:
 
     def run(self) -> Outcome:
         """Train a new model and return the outcome. A diverged run has the highest loss: 1 nat above that of a
-        uniform guess."""
+        uniform guess.
+
+        Raises:
+            InputError: if the text has changed.
+        """
         family, setting, scale = self.family, self.setting, self.setting.scale
+        if self.text is not None and family._fingerprint != self.text:
+            raise InputError(f"the text of {family.source} has changed since this command began; run it again")
         began = time.perf_counter()
         instance = family.build(setting.ruled_scale, setting.seed)
         instance.scale_lr(setting.value)
@@ -264,6 +287,20 @@ def foreign(
             )
         prepare(_data(source), vocab_size)
     return ForeignFamily(entry, vocab_size, source, size // SEQ_LEN, SEQ_LEN, tokens, alpha)
+
+
+def _two_steps(instance: ModelInstance) -> tuple[float, float]:
+    """Take two optimizer steps. Return the sum of the norms by which parameters change, and the loss on held-out
+    text."""
+    before = [parameter.detach().clone() for parameter in instance.model.parameters()]
+    for step in range(2):
+        instance.optimizer.zero_grad(set_to_none=True)
+        instance.loss(step).backward()  # type: ignore[no-untyped-call]
+        instance.optimizer.step()
+    pairs = zip(before, instance.model.parameters(), strict=True)
+    change = math.fsum((after.detach() - value).norm().item() for value, after in pairs)
+    with torch.no_grad():
+        return change, instance.loss_of(instance.batches(HELD_OUT, 0)).item()
 
 
 def _data(source: str) -> Data:

@@ -31,7 +31,7 @@ from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line; lines of benchmarks/lr_transfer.py have no digest
-TEXT = "text"  # key of the fingerprint of the text, which lines of foreign models do not have
+TEXT = "text"  # key of the fingerprint of the text; lines without text, and older ones of factories, have none
 COUNT = "earlier_runs"  # key of the number of runs before a line; lines of benchmarks/lr_transfer.py have no number
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
@@ -60,7 +60,8 @@ class RunStore:
         Args:
             on_run: called by :meth:`run` with (number of its finished trials, number of its trials).
             stop: called repeatedly; the runs stop once it returns true.
-            note: called with a sentence if results in the folder were lost or changed, or cannot be written.
+            note: called with a sentence if results in the folder were lost or changed, are all of other trials, or
+                cannot be written.
             finished: the least number of results that the folder should have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
@@ -87,18 +88,16 @@ class RunStore:
             ChecksStopped: if ``stop`` returned True before all runs had ended.
         """
         wanted = {trial.key: trial for trial in trials}
-        pool = self._open()
+        first, pool = self._pool is None, self._open()
         texts = {key: text for key, trial in wanted.items() if (text := getattr(trial, "text", None)) is not None}
         if any(self._texts.get(key, text) != text for key, text in texts.items()):
             raise InputError(
-                f"{self.folder / LINES} has runs on another text: the files of [data] source or the tokenizer have "
+                f"{self.folder / LINES} has runs on another text: the files of the source or the tokenizer have "
                 "changed since; use another --run"
             )
         queue = sorted(wanted.keys() - self._ended.keys(), key=lambda key: (wanted[key].cost, key))
-        if queue and self._lost:
-            lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"
-            self._note(f"caution: {lost} missing or changed in {self.folder / LINES}, and will be trained again")
-            self._lost = 0
+        if queue:
+            self._note_unused(first and len(queue) == len(wanted))
         self._on_run(len(wanted) - len(queue), len(wanted))
         died: set[str] = set()  # keys of runs whose process died once
         pending: dict[Future[Outcome], str] = {}
@@ -136,6 +135,16 @@ class RunStore:
         if ended < len(wanted):
             raise ChecksStopped(f"{ended} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]
+
+    def _note_unused(self, all_of_others: bool) -> None:
+        """Tell the user which results in the folder are lost, or that none is of the trials that will be run."""
+        file = self.folder / LINES
+        if self._lost:
+            lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"
+            self._note(f"caution: {lost} missing or changed in {file}, and will be trained again")
+            self._lost = 0
+        elif all_of_others and self._ended:
+            self._note(f"no result in {file} is of this model with these settings, so every run is trained")
 
     def _save(self) -> bool:
         """Write the lines of finished runs, and return whether all are written.
