@@ -172,6 +172,8 @@ ARGS=(
 ARGS+=(--weight-decay ${{WD:-0.1}})
 CMD="pretrain_gpt.py {SHAPE} --lr $LR $DATA"
 CMD="$CMD --adam-beta2 0.95"
+MORE=" --qk-layernorm"
+MORE+="--swiglu "
 if [ -n "$SLOW" ]; then LR=${{LR:-3e-4}}; else LR=3e-4; fi
 cd $FOLDER; echo $CMD
 srun bash -c "torchrun --nnodes 2 $CMD ${{ARGS[@]}} $OPT_ARGS; date" 2>&1 | tee log
@@ -180,7 +182,9 @@ torchrun pretrain_gpt.py {SHAPE} --lr 7 --lr 3e-4 --bf16 2>&1
     found = from_megatron.read(script, "args.sh", "x")
     values = found.recipe.hyperparameters
     assert (values.lr, values.weight_decay, values.beta2) == (3e-4, 0.1, 0.95)
-    assert (found.recipe.model.norm, found.recipe.precision.compute) == ("rmsnorm", "bf16")
+    shape = found.recipe.model
+    assert (shape.norm, shape.qk_norm, shape.activation) == ("rmsnorm", True, "swiglu")
+    assert found.recipe.precision.compute == "bf16"
     assert found.unread == ("--output", "--data-path", "--mock-data", "--nnodes")
     unset = "its flags are unknown until the script runs"
     assert [line for line in found.unknown if unset in line] == [f"$MOE_ARGS: {unset}", f"$OPT_ARGS: {unset}"]
@@ -202,11 +206,15 @@ def test_a_script_that_grows_without_end_is_refused(script: str, says: str) -> N
         from_megatron.read(f"{MINIMAL}\n{script}", "args.sh", "x")
 
 
-@pytest.mark.parametrize("unclosed", ["$((", "$(", "${N:-"])
+@pytest.mark.parametrize("unclosed", ["$((", "$(", "${N:-", "A=("])
 def test_a_script_is_read_in_linear_time(unclosed: str) -> None:
     start = time.process_time()
     parse_flags("--lr 1 " + unclosed * (130_000 // len(unclosed)), "x")
     assert time.process_time() - start < 8  # below 0.5 s; in quadratic time 22 s and more
+
+
+def test_arguments_may_have_a_line_each() -> None:
+    assert parse_flags("--bf16\n--lr\n1\n--seed=2", "x") == {"bf16": [], "lr": ["1"], "seed": ["2"]}
 
 
 def test_commands_inside_commands_are_one_unknown_value() -> None:

@@ -494,7 +494,7 @@ class _Script:
         while words:
             word = words.popleft()
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
-            if len(word.split()) > 1 and _FLAG.search(word):
+            if word.split() != [word] and _FLAG.search(word):
                 words.extendleft(part.strip("'\"") for part in reversed(word.replace(";", " ; ").split()))
             elif 0 < closes < len(word) and word.endswith(")" * closes):
                 words.extendleft([")", word[:-closes]])
@@ -502,12 +502,14 @@ class _Script:
                 name, value = assigned.groups()
                 values = self.values.setdefault(name, [])
                 if _FLAG.match(value) or (value.startswith("(") and (")" not in value or value[1] in "-$)")):
-                    words.appendleft(value.removeprefix("("))
+                    first = value.removeprefix("(")
+                    words.appendleft(first if first[:1] in "-$" else "")
                 elif value and value not in values:
                     values.append(value)
                 words.appendleft(";")
             elif _END.fullmatch(word):
-                current = None if current or not word.isspace() else current  # a value may be in the next line
+                alone = word.isspace() and (len(words) < 2 or words[1].isspace())
+                current = current if alone and not current else None  # a word alone in its line may be a value
                 command, takes_flags = command + 1, True
             elif word.startswith("--") and len(word) > 2:
                 flag, equals, value = word[2:].partition("=")
