@@ -7,7 +7,7 @@ from tests.cli.conftest import Verb, document
 from tests.data.written import documents, megatron
 
 from leaven.catalogue.runs import find_run
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.units import format_parameters
 from leaven.scaling.table import parameter_table
 
@@ -33,7 +33,8 @@ def test_every_printed_command_works(leaven: Verb, tmp_path: Path, monkeypatch: 
     assert tune[:2] == ["tune", str(path.with_stem("new wheat-proxy"))]
     best = Path(back[1])
     best.parent.mkdir(parents=True)
-    path.with_stem("new wheat-proxy").rename(best)  # as if the proxy's own values were the best
+    why = proxy.why | {"hyperparameters.lr": "study x, trial 0"}  # as if the proxy's own values were the best
+    write_recipe(proxy.replace({"why": why}), best)
     code, _, err = leaven(*back)
     assert (code, err) == (0, "")  # no warning of what new itself proposed
     tuned = read_recipe(path.with_stem("new wheat-tuned"))

@@ -256,7 +256,7 @@ def test_trials_of_a_stack_whose_process_dies_are_one_stack_again(
             given.append((arguments[0], [file.name for file in kept.iterdir()]))
             if len(given) > 1:
                 return super().submit(function, *arguments, **named)  # type: ignore[no-any-return]
-            (kept / "kept").touch()
+            (kept / "stack-1").mkdir()
             future: Future[Any] = Future()
             future.set_exception(BrokenProcessPool())
             return future
@@ -266,7 +266,7 @@ def test_trials_of_a_stack_whose_process_dies_are_one_stack_again(
         state = opened.run(4, 1)
     assert stacks == [4]
     assert given[0][0] == given[1][0]
-    assert [kept for _, kept in given] == [[], ["kept"]]
+    assert [kept for _, kept in given] == [[], ["stack-1"]]
     assert [trial.number for trial in state.trials] == [4, 5, 6, 7]
     assert not list((tmp_path / "study" / "checkpoints").glob("*"))
 

@@ -106,7 +106,7 @@ def attempts(folder: Path) -> list[tuple[int, Path]]:
     return [
         (int(name[1]), path)
         for name, path in named
-        if name and all(_TRIAL.fullmatch(entry.name) for entry in path.glob("*"))
+        if name and all(_TRIAL.fullmatch(entry.name) for entry in path.glob("[!.]*"))
     ]
 
 
