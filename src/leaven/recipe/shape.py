@@ -15,6 +15,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "output", "sandwich"]
 AttentionBias = Literal["none", "qkv", "all"]
 Activation = Literal["swiglu", "geglu", "gelu", "relu", "squared_relu"]
+GATED = {"swiglu", "geglu"}
 Positions = Literal["rope", "learned", "alibi"]
 _BRANCHES = ("attention", "mlp")
 # The last matrices of the residual branches of a block. Their output is added to the residual stream, after a norm if
@@ -191,7 +192,7 @@ class ModelShape(Part):
 
     @property
     def gated(self) -> bool:
-        return self.activation in {"swiglu", "geglu"}
+        return self.activation in GATED
 
     @property
     def d_rotary(self) -> int:

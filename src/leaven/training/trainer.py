@@ -579,8 +579,13 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return the run folder, the recipe with the run's micro-batch, and the rewind, or None if no rewind is left to
-    do. Raise InputError if the folder cannot be used to train this recipe after this rewind."""
+    """Return the run folder, the recipe, and the rewind, or None if no rewind is left to do.
+
+    If ``micro_batch`` of the recipe is "auto" and the run has begun, the returned recipe has the run's micro-batch.
+
+    Raises:
+        InputError: if the folder cannot be used to train this recipe after this rewind.
+    """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):

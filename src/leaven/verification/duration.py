@@ -126,10 +126,11 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return the loss of each control run minus the loss of the run under the rule, for the scales ``longer``.
+    """Return, for each scale in ``longer``, the losses of two control runs minus the loss under the rule.
 
-    One control run keeps all hyperparameters of a run with the family's batch and tokens. Another control run keeps
-    only the lr. It is left out if the rule does not change the lr. If a run diverged, the value is None.
+    The run "nothing moved" has the hyperparameters of the family at its own batch and tokens. In the run "lr left
+    alone", the rule changes all hyperparameters but the lr; without an exponent of the lr there is no such run. If a
+    run diverged, the difference is None.
     """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}

@@ -14,7 +14,7 @@ from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, widths_of_experts
 from leaven.catalogue.terms import terms
 from leaven.errors import InputError
-from leaven.recipe.shape import Activation, ModelShape, NormPlacement, Positions
+from leaven.recipe.shape import GATED, Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity, parse_quantity
 
 TOLERANCE = 0.03
@@ -70,7 +70,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
     Parameters saved by grouped-query attention are added to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
     """
-    return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation == "swiglu" else 2)
+    return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation in GATED else 2)
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:

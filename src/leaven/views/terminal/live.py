@@ -74,7 +74,7 @@ class LiveScreen(Progress):
         return update
 
     def text(self, stage: str, done: int, total: int) -> None:
-        """Show how many bytes of text have been read or tokenised."""
+        """Show how many bytes of text or token ids have been read or tokenised."""
         self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
     def notes(self, tokens: "TokenSet") -> None:
