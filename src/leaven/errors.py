@@ -28,6 +28,11 @@ def shown(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+AGAIN_AFTER = 1.0
+"""Seconds. A second Ctrl-C that comes earlier is ignored: a program around leaven may have repeated the first one."""
+STOPPING = "stopping at the next safe point; press Ctrl-C again to stop at once"
+
+
 class InputError(ValueError):
     """An error in the user's input. The message is one line: what is wrong and what to type. The exit code is 2."""
 

@@ -715,11 +715,15 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
 
 
 def ctrl_c(step: Step) -> None:
+    """Press Ctrl-C, which another program repeats at once."""
     if step.step == 5:
+        signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_in_python_saves_the_run_first(recipe: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_ctrl_c_in_python_saves_the_run_first(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunFolder(tmp_path / "run")
     handler = signal.getsignal(signal.SIGINT)
     told = pytest.warns(UserWarning, match=r"run: stopped at 1,\d+ tokens, saved; the same call resumes the run")
@@ -728,6 +732,7 @@ def test_ctrl_c_in_python_saves_the_run_first(recipe: Recipe, tokens: TokenSet, 
     assert signal.getsignal(signal.SIGINT) == handler
     assert run.events()[-1]["event"] == "stop"
     assert tokens_of(checkpoints(run.checkpoints)[-1]) in {1_280, 1_536}  # the step that was under way may be read
+    monkeypatch.setattr("leaven.training.trainer.AGAIN_AFTER", -1.0)  # later
     with pytest.raises(KeyboardInterrupt):  # the second one does not wait
         train(recipe, tokens, run.path, on_step=lambda step: [signal.raise_signal(signal.SIGINT) for _ in "12"])
     assert run.events()[-1]["event"] != "stop"
@@ -747,10 +752,10 @@ def test_ctrl_c_stops_a_run_whose_signal_handler_raises_nothing(
         with pytest.warns(UserWarning, match="saved; the same call resumes the run"):
             assert not train(recipe, tokens, tmp_path / "run", on_step=ctrl_c).finished
         # Without a warning: the caller has asked for the stop, as the command line does.
-        assert not train(recipe, tokens, tmp_path / "caller", on_step=ctrl_c, stop=lambda: bool(seen[1:])).finished
+        assert not train(recipe, tokens, tmp_path / "caller", on_step=ctrl_c, stop=lambda: bool(seen[2:])).finished
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(seen) == 2
+    assert len(seen) == 4
 
 
 def test_a_run_in_another_thread_leaves_ctrl_c_to_the_main_thread(
@@ -918,6 +923,8 @@ def test_a_link_to_checkpoints_of_an_unknown_run_is_not_rewound(
     with monkeypatch.context() as patched:
         patched.setattr("leaven.training.run_folder._inode", lambda folder: bool(folder.stat()) and 2)
         (elsewhere / ".run").write_text(f"{run.path}\n2")
+        shutil.copytree(run.path, tmp_path / "whole copy")  # its checkpoints are no link
+        RunFolder(tmp_path / "whole copy").require_own_checkpoints()
         with refused("is a link to the checkpoints of the run in", str(run.path)):
             train(recipe, tokens, copy)
         RunFolder(run.path).require_own_checkpoints()

@@ -23,7 +23,7 @@ from rich.console import RenderableType
 from leaven.catalogue.runs import FOLDER as RUNS
 from leaven.cli import INTERRUPTED, parameter_name
 from leaven.documents import Document
-from leaven.errors import InputError
+from leaven.errors import AGAIN_AFTER, STOPPING, InputError
 from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
@@ -208,9 +208,6 @@ def _without_reader(descriptor: int) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-AGAIN_AFTER = 1.0  # seconds; a second Ctrl-C that comes earlier is ignored
-
-
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
@@ -234,7 +231,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
         # RuntimeError: the signal has interrupted another write to this stream.
         with suppress(OSError, RuntimeError):
             if first:
-                errors.print("stopping at the next safe point; press Ctrl-C again to stop at once")
+                errors.print(STOPPING)
 
     hang_up = getattr(signal, "SIGHUP", None)
     numbers = [signal.SIGINT, signal.SIGTERM]

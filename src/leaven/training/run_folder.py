@@ -276,7 +276,7 @@ class RunFolder:
             except OSError:  # that run was moved or removed, or is on another machine
                 there, same = None, False
             if recorded == _inode(self.path):  # this run, or one on another disk, where inodes begin anew
-                own = same or there != recorded
+                own = not linked or same or there != recorded
             # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
             elif self._claimed is None and not linked:
                 try:

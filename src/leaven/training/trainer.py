@@ -56,6 +56,7 @@ a line with the time of a step is also added to the user's cache, for later plan
 import math
 import shutil
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -72,7 +73,7 @@ from leaven import __version__, storage
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
-from leaven.errors import InputError, Settled, TextUnreadable, out_of_memory
+from leaven.errors import AGAIN_AFTER, STOPPING, InputError, Settled, TextUnreadable, out_of_memory
 from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
@@ -186,31 +187,38 @@ def train(
 
 @contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. What the handler of the first
-    Ctrl-C raises is raised at the end of the block, since an exception within a step would leave half a step."""
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed.
+
+    What the handler of the first Ctrl-C raises is raised after the block, because an exception within a step would
+    leave half a step. A second Ctrl-C, at least `AGAIN_AFTER` seconds later, raises at once.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield stop
         return
-    pressed, raised = False, list[BaseException]()
+    first, raised = math.inf, list[BaseException]()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        first, pressed = not pressed, True
+        nonlocal first
+        now = time.monotonic()
+        first = min(first, now)
         try:
             before(number, frame)
         except BaseException as error:
-            if not first:
+            if now > first + AGAIN_AFTER:
                 raise
-            raised.append(error)
+            if not raised:
+                raised.append(error)
+                with suppress(OSError, RuntimeError):  # RuntimeError: the signal interrupted another write
+                    print(STOPPING, file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGINT, handle)
     try:
-        yield lambda: pressed or stop()
+        yield lambda: first < math.inf or stop()
     finally:
         signal.signal(signal.SIGINT, before)
-        for error in raised:
-            raise error
+    if raised:
+        raise raised[0]
 
 
 def _train(  # noqa: PLR0917

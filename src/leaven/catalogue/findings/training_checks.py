@@ -134,7 +134,8 @@ def timescale(check: Check, case: Case) -> Check | None:
     """Return the check of the timescale of weight decay against the best timescale that the Power Lines law predicts.
 
     The timescale is batch / (lr x decay x tokens), a share of the run. The ratio timescale / best timescale is 33 for
-    GPT-NeoX-20B, and 0.34 to 10.9 for the other runs that the check compares. Return None without weight decay or with plain Adam.
+    GPT-NeoX-20B, and 0.34 to 10.9 for the other runs that the check compares. Return None without weight decay, or
+    with plain Adam.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":

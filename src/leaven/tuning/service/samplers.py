@@ -52,8 +52,9 @@ class SeededSampler(BaseSampler):
     commands of one search draw different proposals, and a resumed search does not repeat its proposals.
 
     CMA-ES stays near the start by itself, so its box contains the whole space and is symmetric around the start.
-    Proposals outside the space are clipped. The covariance is diagonal, because a few hundred trials do not determine a full one in 90 dimensions. CMA-ES cannot
-    sample a choice: with probability 1/2, the choice has the level of the best trial, and if not, a random one.
+    Proposals outside the space are clipped. The covariance is diagonal, because a few hundred trials do not determine
+    a full one in 90 dimensions. CMA-ES cannot sample a choice: with probability 1/2, the choice has the level of the
+    best trial, and if not, a random one.
 
     In a grid search, this sampler draws random points once the grid has run (``search_plan.py``).
     """
