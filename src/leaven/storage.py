@@ -270,8 +270,8 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def may_pass(error: str) -> bool:
-    """Return whether an error message says that a disk is full, away or may not be written. A user can correct this
-    while a command waits."""
+    """Return whether an error message says that a disk is full or away, or that writing is not permitted. A user can
+    correct this while a command waits."""
     return any(os.strerror(number) in error for number in FULL | AWAY | DENIED)
 
 

@@ -65,19 +65,19 @@ def nearest(
     kind: Kind = "dense",
     used: bool = False,
 ) -> list[tuple[PublishedRun, float]]:
-    """Return the published runs nearest to a model, each with its distance.
+    """Return the published runs of ``kind`` that are nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. Runs of ``kind`` come
-    first, and among them the runs that fit ``stack``. Then the first run of each lineage is moved to the front.
+    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. Runs that fit ``stack``
+    come first. Then the first run of each lineage is moved to the front.
 
     Only runs within ``factor`` of the model's size are returned. If there is none, runs of all sizes are returned,
-    and ``kind`` and ``stack`` do not affect the order. Runs with unknown tokens, or an lr that cannot be compared
-    (such as muP), are left out.
+    and only the distance ranks them. Runs with unknown tokens, or an lr that cannot be compared (such as muP),
+    are left out.
 
     Args:
         limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
-        used: compare sizes by the parameters that a token uses, and return dense runs beside runs of ``kind``.
+        used: compare sizes by the parameters that a token uses, and return dense runs, too, after those of ``kind``.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind

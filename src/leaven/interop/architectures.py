@@ -178,7 +178,7 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the offset of :meth:`factors` for each gain that is stored as gain - 1, by leaven's name."""
+        """Return the offset (see :meth:`factors`), 1, of each gain that is stored as gain - 1, by leaven's name."""
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:

@@ -17,7 +17,7 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    Between nodes, a group uses one NIC for each of its ranks in a node, up to the bandwidth of the link.
+    Between nodes, a group uses one NIC for each of its ranks in a node, up to the bandwidth of a link in the node.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:

@@ -60,8 +60,8 @@ class RunStore:
         Args:
             on_run: called by :meth:`run` with (number of its finished trials, number of its trials).
             stop: called repeatedly; the runs stop once it returns true.
-            note: called with a sentence if results in the folder were lost or changed, are all of other trials, or
-                cannot be written.
+            note: called with a sentence if results in the folder were lost or changed, all belong to other trials,
+                or cannot be written.
             finished: the least number of results that the folder should have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop

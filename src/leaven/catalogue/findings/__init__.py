@@ -52,7 +52,7 @@ def findings(
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
         """Return how many notes a suggested change adds. Return None if the changed recipe is invalid, still has the
-        finding ``name``, or has a worse finding that is more than a note."""
+        finding ``name``, or has a new or more severe finding that is not a note."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid

@@ -112,8 +112,8 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay with published values, if the scaling rule does not change it.
 
-    Where a rule changes the decay, it changes the lr inversely, and :func:`timescale` compares the product of both.
-    For the optimizer ``adam`` there is :func:`l2_decay`.
+    Where the rule changes it, :func:`timescale` compares lr x decay instead. For the optimizer ``adam`` there is
+    :func:`l2_decay`.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02

@@ -475,10 +475,8 @@ def _without_commands(text: str) -> str:
 
 
 class _Script:
-    """The flags of a script with the words after them in each command, its variables with all their values.
-
-    ``loose`` are variables that stand where a flag may be.
-    """
+    """The flags and variables of a shell script. ``flags`` has the words after each flag, by number of the command.
+    ``values`` has all values of each variable. ``loose`` has the variables that stand where a flag may be."""
 
     def __init__(self, text: str, origin: str) -> None:
         self.flags: dict[str, dict[int, list[str]]] = {}

@@ -130,7 +130,7 @@ def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
     """Return the gain in nats expected from twice as many trials. Return None if the search proposed too few trials,
-    or if all trials in the first half of these diverged.
+    or if the first half of these all diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).

@@ -112,10 +112,10 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
-    """Return the rows, which have ``key``, with NaN for null at their end, if null stands for NaN, which JSON lacks.
+    """Return the rows, which all have ``key``, with NaN for null in the last rows: JSON has null in place of NaN.
 
-    It does if two or more rows before have a loss and none has null, which might mean a step without a loss; and if
-    the row has no values that those rows lack, as the summary of a run does.
+    If fewer than two losses precede the first null, or a loss follows it, null may mean a step without a loss. The
+    rows are then unchanged. Rows with null and with values that the earlier rows lack (a summary) are left out.
     """
     first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
     if first < 2 or any(row[key] is not None for _, row in rows[first:]):

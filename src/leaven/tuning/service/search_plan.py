@@ -330,7 +330,7 @@ class SearchPlan:
         """Return the next final trial. Return None if no more are needed, or if the budget or the finalists are used
         up.
 
-        Final trials are needed until ``count`` finalists have ``each`` of them, of which none diverged or was pruned.
+        Final trials are needed until ``count`` finalists have ``each`` final trials, none of them diverged or pruned.
         """
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
