@@ -146,7 +146,7 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return factors on weights, by leaven's names: stored weight = factor x leaven's weight - offset."""
+    """Return factors by leaven's names: stored weight = factor x leaven's weight - :meth:`Architecture.offsets`."""
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor

@@ -190,10 +190,10 @@ class NoiseFit(NoiseFitRow):
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """Return a power law fitted to pairs of (tokens, noise scale), or a constant if the noise scale falls.
+    """Return a power law fitted to pairs of (tokens, noise scale) after the first 10, or a constant if noise falls.
 
     Raises:
-        InputError: if there are fewer than 20 measurements, of which the first 10 are skipped.
+        InputError: if there are fewer than 20 pairs.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:

@@ -93,7 +93,7 @@ class Batch(Part):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return a pair for each batch size: (consumed tokens from which steps have this size, size in tokens)."""
+        """Return a pair for each batch size: (tokens consumed before it applies, batch size in tokens)."""
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
         if self.ramp is None or self.ramp.start_tokens == self.tokens:

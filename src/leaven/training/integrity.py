@@ -334,7 +334,7 @@ def _trained_file(run: RunFolder, begun: bool) -> Path | None:
     """Return plan.json or a TensorBoard file if the file shows that the run has trained, or else None.
 
     ``begun`` says whether the run has events. If so, plan.json must have measured steps, because the first plan is
-    written before the first step. TensorBoard files then count only without metrics.jsonl.
+    written before the first step. In such a run, TensorBoard files count only without metrics.jsonl.
     """
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])

@@ -207,7 +207,7 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return the micro-batch of the rule of thumb, halved until it fits, or None if not even one sequence fits."""
+    """Return :func:`rule_of_thumb`, at most the last candidate, halved until it fits; None if nothing fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while time_passes(training, size) is None:

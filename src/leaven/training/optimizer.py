@@ -97,7 +97,7 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: the new half-life of the moments over the old one, in steps."""
+        """Multiply Adam's step counts by ``factor``: new half-life of the moments in steps / old half-life."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor

@@ -40,8 +40,8 @@ EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an 
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
-    """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and the standard
-    deviation of the loss between seeds. The noise is None if too few trials measured it.
+    """Return (trials, noise): the completed trials of the study in ``folder`` as points of ``space``, and the
+    standard deviation of the loss between seeds. The noise is None if too few trials measured it.
 
     Raises:
         InputError: if the study cannot be read or compared with ``space``, or has too few trials (``LEAST``).

@@ -272,9 +272,9 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean deviation of each block's losses from a line fitted to its interval: (intervals, BLOCKS).
+    """Return the mean deviation of the losses in each block from a line fitted to its interval: (count, BLOCKS).
 
-    ``count`` is the number of intervals. The result is None if an interval has fewer than 2 x BLOCKS points.
+    Each of ``count`` intervals has ``BLOCKS`` blocks. Return None if an interval has fewer than 2 x BLOCKS points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)

@@ -149,8 +149,8 @@ class ForeignFamily:
     def _state(self, scale: RunScale) -> str:
         """Return a hash of the optimizer, initial values, first loss and first gradient of the model at a scale.
 
-        For an optimizer or batches of the user, whose code may change, the hash also has two updates and the loss
-        after them. For others it has not, because older results could not be used with it.
+        If the optimizer is the user's, or there is no text, the hash also has two updates and the loss after them:
+        the user's code may change. Otherwise it has neither, so that older results can still be used.
         """
         instance = self.build(scale, 0)
         loss = instance.loss(0)

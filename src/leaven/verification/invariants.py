@@ -153,7 +153,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponent of a combination in each layer, or in the first and the last layer if the depths differ.
+    """Return the exponent of the combination ``column`` in each layer, or in the first and last if the depths differ.
 
     Layers where the combination is 0 at both scales are left out. If it is 0 at one scale, the exponent is infinite.
     """

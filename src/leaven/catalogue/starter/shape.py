@@ -145,7 +145,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert: as requested, or as similar mixtures; None if dense."""
+    """Return the fields of :class:`Experts` except d_expert, from the request and similar mixtures; None if dense."""
     if request.experts is None:
         return None
     number, active = request.experts

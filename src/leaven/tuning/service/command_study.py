@@ -197,7 +197,7 @@ class CommandTrainer:
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
         """Check the folder of a trial before the trial begins.
 
-        If the folder of a new trial exists already, a trial that the store has lost has left it: move it aside. If
+        If the folder of a new trial exists already, it is that of a trial that the store has lost: move it aside. If
         the folder of a retry is missing, tell the user.
 
         Raises:
