@@ -844,16 +844,22 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
         read_losses(source, lines, complete=True)
 
 
+TWO = [{"i": 1, "loss": 3, "norm": 1}, {"i": 2, "loss": 2}]
+LOSSES = [{"i": 1, "loss": 3, "train_loss": 2}, {"i": 2, "loss": 2, "train_loss": 2}]
+
+
 @pytest.mark.parametrize(
     ("rows", "diverged"),
     [
-        ([{"i": 1, "loss": 3, "norm": 1}, {"i": 2, "loss": 2}, {"i": 3, "loss": None, "norm": None}], True),
-        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 2, "val": 2}, {"i": 3, "loss": None}, {"i": 4}], True),
+        ([*TWO, {"i": 3, "loss": None, "norm": None}, {"i": 4, "loss": None, "norm": None}], True),
+        ([*TWO, {"i": 2, "val": 2}, {"i": 3, "loss": None}, {"i": 4}, {"i": 5, "loss": None}], True),
+        ([*TWO, {"i": 3, "loss": None}], False),  # perhaps a last step without a validation
+        ([*LOSSES, {"i": 3, "loss": None, "train_loss": 1}, {"i": 4, "loss": None, "train_loss": 1}], False),
         ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 3, "loss": None}, {"i": 4, "loss": 2}], False),
         ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}, {"i": 3, "loss": 2}, {"i": 4, "loss": None}], False),
         ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}], False),  # perhaps of every tenth step
-        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 2, "loss": None, "test": 2}], False),  # a summary
-        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"loss": None}], False),
+        ([*TWO, {"i": 2, "loss": None, "test": 2}, {"i": 2, "loss": None, "test": 2}], False),  # summaries
+        ([*TWO, {"loss": None}, {"loss": None}], False),
     ],
 )
 def test_null_after_losses_in_every_line_is_nan(

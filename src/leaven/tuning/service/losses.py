@@ -114,8 +114,9 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
     """Return the rows, which all have ``key``, with NaN for null in the last rows: JSON has null in place of NaN.
 
-    If fewer than two losses precede the first null, or a loss follows it, null may mean a step without a loss. The
-    rows are then unchanged. Rows with null and with values that the earlier rows lack (a summary) are left out.
+    The rows are unchanged if null may mean a step without a loss: if fewer than two losses precede the first null, a
+    loss follows it, there is one null alone, or a row with null has a number under another name with "loss". A row
+    with values that the earlier rows lack (a summary) is not counted, and left out.
     """
     first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
     if first < 2 or any(row[key] is not None for _, row in rows[first:]):
@@ -123,6 +124,8 @@ def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
     known = set[str]().union(*(_named(row) for _, row in rows[:first]))
     stepped = rows[0][0] is not None
     nulls = [(step, row) for step, row in rows[first:] if _named(row) <= known and (step is not None) == stepped]
+    if len(nulls) < 2 or any("loss" in name for _, row in nulls for name in _named(row)):
+        return rows
     return rows[:first] + [(step, row | {key: math.nan}) for step, row in nulls]
 
 
