@@ -319,8 +319,8 @@ def require_free(path: Path, *, device: bool = False) -> None:
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. An empty
-    folder at ``path`` leaves its permissions and its group; a link stays one.
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. It
+    gets the permissions and the group of an empty folder at ``path``. A link at ``path`` stays a link.
 
     Raises:
         InputError: if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.

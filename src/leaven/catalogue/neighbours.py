@@ -217,7 +217,7 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the published values at a recipe's ``path`` with the most frequent one, or None without values."""
+        """Return the neighbours' values at a recipe's ``path`` and the most frequent one, or None without values."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:

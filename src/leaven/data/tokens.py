@@ -174,8 +174,7 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if keys of ``data`` do not fit its sources, or training and validation have the same token
-    ids.
+    """Raise InputError if keys of ``data`` do not fit its sources, or token ids are for both training and validation.
 
     ``of_ids`` has the parts of each source of token ids, by source.
     """

@@ -84,15 +84,14 @@ class LoadedRun:
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Return the model and the tokenizer of a run, from its newest undamaged checkpoint or from the one at ``tokens``
-    trained tokens.
+    """Return a run's model and tokenizer from its newest undamaged checkpoint, or from that at ``tokens`` tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
     time, vocabulary). Warnings name newer checkpoints that are damaged or missing, and changed values of recipe.toml.
 
     Raises:
-        InputError: if the folder has no run or no tokenizer, if it has files of another run, or if the checkpoint is
-            missing or damaged.
+        InputError: if the folder has no run or no tokenizer, if it has files of another run, if recipe.toml was
+            changed outside ``[evaluation]`` and ``[stability]``, or if the checkpoint is missing or damaged.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():

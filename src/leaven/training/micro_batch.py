@@ -112,8 +112,8 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
     """Return the recipe with the micro-batch of the run in place of "auto", if the run has started.
 
-    With a pipeline, the micro-batch is at most the largest that the pipeline allows. Another micro-batch would change
-    the order of summation, and so the last bits of the loss.
+    Another micro-batch would change the order of summation, and so the last bits of the loss. But if the recipe has a
+    pipeline, the micro-batch is at most the largest that the pipeline allows.
     """
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe

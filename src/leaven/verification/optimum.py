@@ -82,7 +82,7 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The predicted loss at the best value, of shape (...)."""
+        """The predicted loss at the best value: (...) for ``means`` of shape (..., values)."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:

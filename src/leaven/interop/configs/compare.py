@@ -207,8 +207,9 @@ def as_written(value: Any) -> Any:
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and a row for each value that had to be replaced.
 
-    ``holds`` maps keys of ``[model]`` to the values that the target supports. The first of them replaces other
-    values. ``["any"]`` supports every value; "d_model" stands for None. An empty ``holds`` supports every shape.
+    ``holds`` maps keys of ``[model]`` to the values that the target supports; the first of them replaces any other
+    value. ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. If ``holds`` is not
+    empty, the fields in `Part.added` that it lacks get their defaults.
 
     Raises:
         InputError: if the target supports only heads of size d_model / n_heads, which is not a whole number.

@@ -267,7 +267,7 @@ class SearchLoop:
 
 
 def _trials_of(calls: Sequence[Sequence[Proposal]]) -> int:
-    """Return the number of different trials in ``calls`` of the objective. Retries of a trial count once."""
+    """Return the number of ``calls`` of the objective. Calls that begin with the same trial (retries) count once."""
     return len({call[0].origin for call in calls})
 
 
