@@ -31,7 +31,7 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sealed(document: Mapping[str, Any]) -> bool:
-    """Return whether the digest of a JSON object is right. Without one, as in files of older versions, it is."""
+    """Return whether the digest of a JSON object is right, or missing as in files of older versions."""
     return DIGEST not in document or document[DIGEST] == digest_of(document)
 
 

@@ -270,9 +270,9 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Return the row, corrected for an embedding module that multiplies its output by a factor, such as sqrt(width).
 
-    ``c`` is the factor in this model / the factor in the base. AdamW trains the same function as without the factor
-    if weight, std and lr are divided by c, and eps and decay are multiplied by c. The logits of a tied embedding are
-    then multiplied by c. Rows of other roles are returned unchanged.
+    ``c`` is the factor in this model / the factor in the base. AdamW trains the same function as with the base's
+    factor if weight, std and lr are divided by c, and eps and decay are multiplied by c. For a tied embedding, the
+    multiplier of the logits is multiplied by c, too. Rows of other roles are returned unchanged.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row

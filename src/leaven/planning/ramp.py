@@ -157,8 +157,8 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start``, and the smallest of ``starts`` with at least 1, 1/2, 1/4, ... of the full batch, from small
-    to large."""
+    """Return ``start`` and, for each of 1, 1/2, 1/4, ... of the full batch, the smallest of ``starts`` that is at
+    least as large. The result is sorted by size."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)

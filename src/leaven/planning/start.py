@@ -36,7 +36,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     """Return the recipes of the target and of its proxy, and the comparison of the target with published runs.
 
     Raises:
-        InputError: if the size or the duration is out of range, or the target does not fit the cluster.
+        InputError: if :func:`starter` refuses the request, or if the target does not fit the cluster.
     """
     started = starter(request)
     if cluster:

@@ -39,8 +39,8 @@ class DivergenceMonitor(Callback):
     - The loss of a step is not finite. With ``at_once``, the same holds for the gradient.
     - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
       about 1/32 of the run, because a single batch of unusual text may be above the limit.
-    - A point of the curve was above that limit, and the running mean at the end of the run is not at least
-      :data:`LEARNT` nats below the loss of a uniform guess. The softmax of such a run is saturated.
+    - A point of the curve was above that limit, and the running mean at the end of the run is above the loss of a
+      uniform guess minus :data:`LEARNT` nats. The softmax of such a run is saturated.
     """
 
     vocab_size: int

@@ -248,8 +248,8 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
     """Return how recipe.toml differs from the recipe of the run. Return [] if no recipe of the run can be read.
 
     The recipe of the run is that of the checkpoint or, if the event is newer, that of the last event that changed the
-    recipe. Values from before this event do not count as changes, because a process may have been killed before it
-    wrote recipe.toml.
+    recipe. A value that the event replaced does not count as a change, because a process may have been killed before
+    it wrote recipe.toml.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:

@@ -277,8 +277,8 @@ def _require_one_recipe(
     recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
 ) -> None:
     """Check that all processes have the same recipe, text, start weights, rewind and leaven version, and wait until
-    all see the same events of the run. Paths may differ, but not those of several sources, which decide the order of
-    the samples.
+    all see the same events of the run. Paths may differ, except those of two or more sources, which decide the order
+    of the samples.
 
     Raises:
         InputError: on all processes, if one of them differs or does not see the events.

@@ -112,8 +112,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of every size check and, if these are two, a third: the smallest and the largest width at
-        the largest depth.
+        """Return the axes that every size check has and, if these are two, a third: the smallest and the largest
+        width at the largest depth.
 
         Some errors of a rule show only if width and depth both grow.
         """

@@ -102,9 +102,9 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return one row for each module label, which judges how its settings change with scale.
+    """Return one row for each module label, which judges how the module's optimizer settings change with scale.
 
-    If the family can adapt to batch and tokens, there is one more row for each of the two that the rule ignores.
+    If the rule can adapt to batch and tokens, there is also a row for each of these two that changes nothing.
     """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})

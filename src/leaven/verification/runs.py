@@ -137,7 +137,7 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def _note_unused(self, all_of_others: bool) -> None:
-        """Tell the user which results in the folder are lost, or that none is of the trials that will be run."""
+        """Tell the user how many results in the folder are lost, or else that all are of other models or settings."""
         file = self.folder / LINES
         if self._lost:
             lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"

@@ -37,8 +37,8 @@ ADAM = {
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    The factor is limited to `MOST_BY_BATCH`, because published batches at one size differ by up to a factor of a
-    hundred. If ``published`` is None, the factor is 1.
+    It is limited to 1 / `MOST_BY_BATCH` to `MOST_BY_BATCH`, because published batches at one size differ by up to a
+    factor of a hundred. If ``published`` is None, it is 1.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)

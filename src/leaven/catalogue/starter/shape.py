@@ -254,7 +254,7 @@ def _usual_aspect(near: Neighbours) -> float:
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the width d at which blocks of the usual d / L have as many parameters as a token uses: 12 d^2 L."""
+    """Return the width d at which the blocks, 12 d^2 L at the usual d / L, have all parameters that a token uses."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
