@@ -410,7 +410,8 @@ def test_a_page_that_was_edited_is_not_replaced(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     for text in ("<!doctype html>older", "<!doctype html>"):
         page.write_text(text)  # without a digest, as in an older version
-        storage.write_page(page, "<!doctype html>1")
+        storage.write_page(page, "<!doctype html>1\n")
+        page.write_bytes(page.read_bytes().replace(b"\n", b"\r\n"))  # as git may do
         storage.write_page(page, "<!doctype html>2")
     written = page.read_text()
     for edited in (f"{written}<p>my notes</p>", written.replace("2", "3", 1)):

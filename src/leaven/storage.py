@@ -220,7 +220,7 @@ def require_page(path: Path) -> None:
     there = _content(path) if path.is_file() else b""
     if there and there[: len(PAGE)].lower() != PAGE:
         raise InputError(f"{path} exists and is not an HTML page; give another name, such as report.html")
-    page, seal, found = there.rpartition(_PAGE_SEAL)
+    page, seal, found = there.replace(b"\r\n", b"\n").rpartition(_PAGE_SEAL)  # a copy may have other line ends
     if seal and found != digest(page).encode() + b" -->\n":
         raise InputError(f"{path} was edited after leaven wrote it; rename it, or give another name")
     whole = Path(os.path.realpath(path))
@@ -241,7 +241,8 @@ def write_page(path: Path, html: str) -> None:
     be written, or :func:`require_page` refuses the path."""
     require_page(path)
     content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
-    write_text(path, f"{content.decode()}{_PAGE_SEAL.decode()}{digest(content)} -->\n")
+    seal = digest(content.replace(b"\r\n", b"\n"))
+    write_text(path, f"{content.decode()}{_PAGE_SEAL.decode()}{seal} -->\n")
 
 
 def require_folder_name(path: Path) -> None:

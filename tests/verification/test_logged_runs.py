@@ -456,6 +456,17 @@ def moved(run: Path) -> Path:
     return away
 
 
+def test_empty_folders_and_links_to_nothing_are_refused_beside_runs_alone(tmp_path: Path) -> None:
+    for name, width in (("a", 64), ("b", 128)):
+        (tmp_path / "runs" / name / "checkpoints").mkdir(parents=True)
+        write(tmp_path / "runs" / name / "sweep.jsonl", rows({width: -6.0}, 0.001))
+    (tmp_path / "runs" / "a" / "debug.log").symlink_to("gone.log")
+    assert transfer_of_runs(tmp_path / "runs").passed
+    (tmp_path / "runs" / "c").symlink_to(tmp_path / "away" / "c")
+    with pytest.raises(InputError, match="runs/c is a link to .*/away/c, which is missing .is its disk mounted"):
+        transfer_of_runs(tmp_path / "runs")
+
+
 def test_a_run_behind_a_link_is_read_once(tmp_path: Path) -> None:
     for width, lr in product((64, 128), (0.001, 0.002, 0.004)):
         a_run(tmp_path / "runs" / f"{width}-{lr}", width, lr)

@@ -95,14 +95,15 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
     Links to folders are followed, except in the folder of a run.
 
     Raises:
-        InputError: if a run may be missing: a folder cannot be read or is empty, or the target of a link is missing.
+        InputError: if a folder cannot be read, or if a run may be missing: beside the folders of runs is an empty
+            folder, or a link to nothing.
     """
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
 
     seen = {str(above) for above in path.resolve().parents}
-    runs = set[Path]()
+    runs, beside, missing = set[Path](), set[Path](), dict[Path, str]()
     links = [path]
     while links:  # after the folders, so that a folder has its own name rather than that of a link to it
         tops, links = links, []
@@ -115,18 +116,24 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
             inner[:] = sorted(name for name in inner if name[0] != "." and name not in OF_DISKS)
             names = sorted(name for name in files if name[0] != ".")
             yield here, names
-            if _is_own_run(here, names) or any(EVENTS in name or name.lower().endswith(".wandb") for name in names):
+            own = _is_own_run(here, names)
+            if own or any(EVENTS in name or Path(name).suffix.lower() in SUFFIXES for name in names):
+                beside.add(here.parent)
+            if own or any(EVENTS in name or name.lower().endswith(".wandb") for name in names):
                 runs.add(here)
             if not runs.isdisjoint([here, *here.parents]):
                 continue
-            if here != path and not (inner or names):
-                raise InputError(f"{here} is empty; if a disk belongs there, mount it, or remove the folder")
+            if not (inner or names):
+                missing[here] = f"{here} is empty; if a disk belongs there, mount it, or remove the folder"
             for link in (here / name for name in (*inner, *names) if (here / name).is_symlink()):
-                if not link.exists():
-                    where = f"{link} is a link to {os.readlink(link)}, which is missing (is its disk mounted?)"
-                    raise InputError(f"{where}; bring it back, or remove the link")
                 if link.is_dir():
                     links.append(link)
+                elif not link.suffix and not link.exists():
+                    where = f"{link} is a link to {os.readlink(link)}, which is missing (is its disk mounted?)"
+                    missing[link] = f"{where}; bring it back, or remove the link"
+    for lost, message in missing.items():
+        if lost.parent in beside:
+            raise InputError(message)
 
 
 def _is_own_run(folder: Path, names: Collection[str]) -> bool:
