@@ -199,8 +199,8 @@ def write_text(path: Path | str, text: str) -> None:
     except UnicodeEncodeError as error:
         there = ascii(text[max(0, error.start - 20) : error.end])
         raise InputError(
-            f"{path}: cannot be written: {there} ends with a character that is not Unicode; rename the file or "
-            "change the value"
+            f"{path}: cannot be written: its text {there} ends with a character that is not Unicode; change the "
+            "value, or rename the file, that has this text"
         ) from None
     except OSError as error:
         unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror

@@ -612,6 +612,10 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     file.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"no model.safetensors; save the model there with save_pretrained"):
         read_huggingface(tmp_path)
+    file.mkdir()
+    with pytest.raises(InputError, match=r"model.safetensors: cannot be read: Is a directory; make it readable"):
+        read_huggingface(tmp_path)
+    file.rmdir()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config.json: cannot be read"):
         read_huggingface(tmp_path)

@@ -205,7 +205,7 @@ FAILS = "sh -c 'echo ready; echo broken: no GPU; exit 3' {lr} {seed}"
             "loss = {jsonl = '{out}/a', key = 'loss', step = 'it'}\n",
             "/out/a: a line with loss has the step it = None, not a number; set loss.step to another key",
         ),
-        (ROW, "loss = {jsonl = '{out}', key = 'l'}\n", "/out: Is a directory; correct the path of the losses"),
+        (ROW, "loss = {jsonl = '{out}', key = 'l'}\n", "/out: Is a directory; correct this, or the path of"),
     ],
     ids=["crash", "no loss", "timeout", "signal", "key", "null", "step", "folder"],
 )

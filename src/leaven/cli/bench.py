@@ -71,7 +71,7 @@ def bench(
         run = RunFolder(noise_from)
         lines = run.metrics()
         if not lines:
-            raise InputError(f"--noise-from {noise_from}: the folder has no metrics.jsonl; give the folder of a run")
+            raise InputError(f"--noise-from {noise_from}: no steps in its metrics.jsonl; give the folder of a run")
         finish = finish_of(run.read_events())
         if finish is not None and (why := changed_since(run, finish).get(run.metrics_file.name)) is not None:
             raise InputError(f"{run.metrics_file} is not as it was when the run finished: {why}; bring the file back")

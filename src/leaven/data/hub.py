@@ -226,5 +226,6 @@ def _cannot_open(what: str, error: Exception, instead: str) -> InputError:
     if isinstance(error, ConnectionError | LocalEntryNotFoundError):
         reason = "the Hub cannot be reached, and there is no earlier download; connect to the network"
     else:
-        reason = (str(error).strip().partition("\n")[0] or type(error).__name__) + "; check the name and the options"
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = f"{said}; check the name, the options and your access"
     return InputError(f"{what} cannot be opened: {reason}, or give the path of {instead} on this machine")

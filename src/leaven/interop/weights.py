@@ -462,7 +462,7 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
         file, there = tensors[name]
         found: Tensor = file.get_tensor(there)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder}: {name} cannot be read: {error}") from None
+        raise InputError(f"{folder}: {name} cannot be read ({error}); copy or save the model again") from None
     return found
 
 
@@ -472,7 +472,7 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
     name.
 
     Raises:
-        InputError: if a file is missing or damaged, or the folder has two models.
+        InputError: if a file cannot be read, or the folder has two models.
     """
     files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
@@ -499,8 +499,12 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
                 raise InputError(
                     f"{plain.folder}: no {file}; save the model there with save_pretrained of transformers"
                 ) from None
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"{plain.folder / file}: damaged, or not a safetensors file ({error})") from None
+            except OSError as error:
+                why = f"cannot be read: {error.strerror or error}; make it readable, or save the model again"
+                raise InputError(f"{plain.folder / file}: {why}") from None
+            except SafetensorError as error:
+                why = f"damaged, or not a safetensors file ({error}); save the model again"
+                raise InputError(f"{plain.folder / file}: {why}") from None
             for name in opened.keys():  # noqa: SIM118  # not a mapping
                 tensors[plain.architecture.whole_name(name)] = (opened, name)
         yield tensors

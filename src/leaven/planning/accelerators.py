@@ -231,7 +231,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise InputError(f"LEAVEN_ACCELERATORS is {path}: no such file; create it, or unset the variable") from None
     except OSError as error:
         raise InputError(
-            f"{path}: this file of accelerators cannot be read: {error.strerror}; give a TOML file"
+            f"{path}: this file of accelerators cannot be read: {error.strerror}; give a readable TOML file"
         ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}; {_WRITE}") from None

@@ -360,9 +360,9 @@ class ModelShape(Part):
         if width * together % (self.d_model * step):
             unit = self.d_model * step // math.gcd(together, self.d_model * step)
             lower = max(width // unit, 1) * unit
-            times = f" x {self.d_model} / {together}" if self.d_attention else ""
+            heads_of = f"groups of {group} heads" if group > 1 else "heads"
             raise ValueError(
-                f"width {width} is not a multiple of d_head x n_heads / n_kv_heads = {d_head} x {group}{times}; "
+                f"width {width} does not give a whole number of {heads_of} of size {d_head}; "
                 f"give {lower} or {lower + unit}"
             )
         if d_ff is None and self.d_ff * width % self.d_model:

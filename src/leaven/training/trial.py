@@ -140,7 +140,7 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
-            f"durations: with decay {schedule.decay} they cannot share one run; set schedule.decay = wsd"
+            f'durations: with decay = "{schedule.decay}" they cannot share one run; set schedule.decay = "wsd"'
         )
     for duration in sorted(set(durations)):
         prefix = f"durations: {duration:,} tokens"

@@ -56,8 +56,8 @@ def equivalence(
     if steps < LEAST_STEPS:
         need = math.ceil(LEAST_STEPS * family.batch_tokens * kappas[-1])
         raise InputError(
-            f"with batch x {kappas[-1]:g} a run has {steps:.0f} steps; the check needs {LEAST_STEPS}. "
-            f"Give {need:,} tokens, smaller batches or smaller --batch-ratios"
+            f"with batch x {kappas[-1]:g} a run has {steps:.0f} steps, but the check needs {LEAST_STEPS}; "
+            f"give {need:,} tokens, smaller batches or smaller --batch-ratios"
         )
     settings = {
         (arm, kappa): RunSetting(replace(scale, batch=kappa), family.value("lr"), ruled=arm == "rule" or kappa == 1)

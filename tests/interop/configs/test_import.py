@@ -194,9 +194,9 @@ torchrun pretrain_gpt.py {SHAPE} --lr 7 --lr 3e-4 --bf16 2>&1
     ("script", "says"),
     [
         ("A0=x\n" + "".join(f'A{i + 1}="$A{i} $A{i}"\n' for i in range(40)) + "--lr $A40",
-         "its variables insert more than 1,048,576 characters, at A3"),
+         "its variables expand to more than 1,048,576 characters, the last variable A3"),
         ("".join(f"A{i}=1; A{i}=2\n" for i in range(30)) + "--lr " + "".join(f"$A{i}" for i in range(30)),
-         "1,048,576 characters, at A1"),
+         "1,048,576 characters, the last variable A1"),
         ("$" * 500_000, "and leaven reads at most 131,072; give a file with only the flags"),
     ],
     ids=["a chain", "combinations", "a long script"],

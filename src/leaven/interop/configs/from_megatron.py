@@ -535,8 +535,8 @@ class _Script:
             self._expanded += sum(len(text) + 1 for text in each) * len(found)
             if self._expanded > MOST_EXPANDED:
                 raise InputError(
-                    f"{self._origin}: its variables insert more than {MOST_EXPANDED:,} characters, at {name}; write "
-                    "the values into the flags"
+                    f"{self._origin}: its variables expand to more than {MOST_EXPANDED:,} characters, the last "
+                    f"variable {name}; write the values into the flags"
                 )
             found = [before + word[end : match.start()] + text for before in found for text in each]
             end = match.end()

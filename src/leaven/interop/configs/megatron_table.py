@@ -141,11 +141,15 @@ def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
     generator.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
     rows, stds = values.get("rows", [len(parameter)]), values["init_std"]
     # Of query, key and value, a rank has whole groups of heads. Of an MLP, it has rows of the gate and of the input.
-    groups, odd = divmod(values.get("heads", 1) * len(parameter), sum(rows))
+    heads = values.get("heads", 1)
+    groups, odd = divmod(heads * len(parameter), sum(rows))
     if "linear_fc1" in seed:
         groups, odd = 1, 0
     if odd or not groups:
-        raise ValueError(f"{seed}: {len(parameter)} rows are not whole groups of the {sum(rows)} in the table")
+        raise ValueError(
+            f"{seed}: {len(parameter)} rows are not whole groups of {sum(rows) // heads} rows; the table belongs to "
+            f"another model, or --tensor-model-parallel-size does not divide {heads}"
+        )
     sizes = [each * len(parameter) // sum(rows) // groups for each in rows]
     grouped = parameter.data.view(groups, -1, *parameter.shape[1:])
     for part, std in zip(torch.split(grouped, sizes, dim=1), stds if "rows" in values else [stds], strict=True):

@@ -46,7 +46,8 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
             return ()
         if error.errno in storage.AWAY:
             raise
-        raise InputError(f"{where}: {error.strerror}; correct the path of the losses in the command file") from None
+        why = f"{error.strerror}; correct this, or the path of the losses in the command file"
+        raise InputError(f"{where}: {why}") from None
     except LogDamaged:
         if not complete:  # another machine may see a part of the file before the rest
             return ()

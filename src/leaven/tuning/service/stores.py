@@ -314,7 +314,7 @@ def open_journal(path: Path) -> JournalStorage:
     except InputError:
         raise
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+        raise InputError(f"{path}: cannot be opened: {error.strerror}; correct this, or give another path") from None
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError):
         raise _not_a_journal(path) from None
 
