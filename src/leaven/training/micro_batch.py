@@ -81,7 +81,8 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Return the number of sequences in each pass if a batch is split into as few equal passes as possible.
+    """Return the number of sequences in each pass if a batch is split into as few passes as possible, each of at most
+    ``micro_batch`` sequences. All passes have this number, but the last one may have fewer.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)

@@ -27,7 +27,7 @@ class LogDamaged(InputError):
     """Raised when a log is damaged, or was still being written when it was copied or read."""
 
     def __init__(self, file: Path | str, at: int, why: str) -> None:
-        super().__init__(f"{file} is damaged at byte {at:,}: {why}; remove it, or copy it again")
+        super().__init__(f"{file} is damaged at byte {at:,}: {why}; remove the file, or copy it again")
 
 
 def _ignore(_: str) -> None:

@@ -74,8 +74,11 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size in `VOCABULARIES` nearest to ``usual``. If its embedding has more than 25% of ``params``,
-    return the largest smaller size whose embedding does not, or else the smallest size."""
+    """Return the size in `VOCABULARIES` nearest to ``usual``.
+
+    If its embedding has more than 25% of ``params``, return the next smaller size with an embedding of at most 25%.
+    If there is none, return the smallest size.
+    """
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])

@@ -193,8 +193,8 @@ def _pattern(word: str, layers: int) -> str:
 
 
 def _experts(given: Settings, draft: Draft) -> None:
-    """Set the number and shape of the experts, the settings of their router, and how the load of experts is
-    balanced."""
+    """Set the shape of the experts, how many a token uses, which layers are dense, the router, and how the load of
+    experts is balanced."""
     origin = given.origin
 
     def put(key: str, value: object, *flags: str) -> None:

@@ -178,7 +178,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
     names = {group["optimizer_name"] for group in groups}
     kinds = TABLE["keys"]["optimizer.name"]["values"]
     if len(names) != 1 or not names <= kinds.keys():
-        raise InputError(f"{draft.origin}: optimizer_name {', '.join(sorted(names))}: leaven supports AdamW or Adam")
+        raise InputError(f"{draft.origin}: optimizer_name {', '.join(sorted(names))}: give one, AdamW or Adam")
     draft.set("hyperparameters.optimizer", kinds[names.pop()], "optimizer_name")
     settings: dict[str, ParameterSettings] = {}
     fused = "wqkv" in model["layers"][0]["attention"]["qkv_linear"]

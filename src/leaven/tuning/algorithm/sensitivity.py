@@ -159,16 +159,16 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the indices of the two numbers (not choices) that alone bring the largest share of the
-    predicted gain of all numbers.
+    """Return (i, j, share): the indices of the two values that alone bring the largest share of the predicted gain
+    of all values. Choices, such as of an activation, are left out.
 
-    Return None if the gain of all numbers is at most ``noise``. Also return None if there are fewer than 3 numbers,
-    or fewer than ``PER_VALUE`` trials for each searched value.
+    Return None if the gain of all values is at most ``noise``. Also return None if fewer than 3 values are not
+    choices, or if there are fewer than ``PER_VALUE`` trials for each searched value.
 
     Args:
         points: (n, D), the points of the trials. The pair stays within the settings that were tried.
         best: the best point (D,).
-        noise: standard deviation of the loss between seeds.
+        noise: standard deviation of the loss between seeds, estimated or given.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

@@ -449,8 +449,8 @@ class CommandStudy(BaseStudy):
             raise InputError("a study over a command needs /bin/sh, which Windows does not have; use WSL")
         if noise != 0 and not {SEED, RECIPE, "data.seed"} & command.used:
             raise InputError(
-                "the command has no {seed}, so the noise between seeds cannot be measured; add {seed}, or give "
-                "--noise 0 if equal values always give the same loss"
+                "the command has no {seed}, so its trials cannot have different seeds; add {seed}, or give --noise 0 "
+                "if equal values always give the same loss"
             )
         self._command = command
         shared: dict[str, Any] = {"command": command.settings}
