@@ -334,8 +334,9 @@ def written_folder(path: Path) -> Iterator[Path]:
     try:
         temporary.mkdir()
         if final.is_dir():
-            if (group := final.stat().st_gid) != temporary.stat().st_gid:
-                os.chown(temporary, -1, group)
+            with suppress(PermissionError):  # a group of others, or a disk without groups
+                if (group := final.stat().st_gid) != temporary.stat().st_gid:
+                    os.chown(temporary, -1, group)
             shutil.copystat(final, temporary)
         yield temporary
         for folder, _, names in os.walk(temporary):
