@@ -52,6 +52,7 @@ def test_a_best_lr_that_drifts_by_half_an_octave_fails() -> None:
     assert verdicts(0.5, 0.01)[0] == ["FAILED"] * 3
 
 
+@pytest.mark.slow
 def test_an_optimum_far_from_the_first_lrs_is_found() -> None:
     assert verdicts(-2.0, 0.01)[0] == ["FAILED"] * 3
 

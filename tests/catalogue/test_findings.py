@@ -12,7 +12,7 @@ from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings, 
 from leaven.catalogue.neighbours import Neighbours
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import adamw_rows, parameter_table
+from leaven.scaling.table import ParameterRow, adamw_rows, parameter_table
 from leaven.scaling.tested_ranges import warnings
 
 # 360 M parameters and 8 B tokens with common values.
@@ -38,8 +38,19 @@ def healthy(**changes: Any) -> Recipe:
     return Recipe.model_validate(HEALTHY).replace({path.replace("__", "."): value for path, value in changes.items()})
 
 
+def rows_of(recipe: Recipe) -> tuple[ParameterRow, ...]:
+    """Return the rows of a recipe. Each recipe has its rows computed once: they take most of the time of a check."""
+    key = recipe.model_dump_json()
+    if key not in _ROWS:
+        _ROWS[key] = adamw_rows(recipe)
+    return _ROWS[key]
+
+
+_ROWS: dict[str, tuple[ParameterRow, ...]] = {}
+
+
 def found(recipe: Recipe, corpus_tokens: int | None = None) -> list[FindingRow]:
-    return findings(recipe, adamw_rows, corpus_tokens)
+    return findings(recipe, rows_of, corpus_tokens)
 
 
 def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
@@ -50,7 +61,7 @@ def severities(recipe: Recipe, corpus_tokens: int | None = None) -> dict[str, st
     """Return the severity of each finding by check, without trying the suggestions. Each recipe is checked once."""
     key = recipe.model_dump_json(), corpus_tokens
     if key not in _SEVERITIES:
-        case = Case(recipe, adamw_rows(recipe), corpus_tokens)
+        case = Case(recipe, rows_of(recipe), corpus_tokens)
         _SEVERITIES[key] = {check.name: one.severity for check in CHECKS if (one := find(check, case))}
     return _SEVERITIES[key]
 
@@ -70,7 +81,7 @@ def assert_suggestions_fix(recipe: Recipe, one: FindingRow, corpus_tokens: int |
 def assert_a_repair_passes_or_is_one_suggestion(recipe: Recipe, of_recipe: list[FindingRow]) -> None:
     """The first suggestions of all findings together may contradict each other."""
     outside = [one for one in of_recipe if one.severity != "note"]
-    changes = repair(recipe, of_recipe, adamw_rows)
+    changes = repair(recipe, of_recipe, rows_of)
     first = next((one.mends[0] for one in outside if one.mends), {})
     passes = set(severities(recipe.replace(changes)).values()) <= {"note"}
     assert passes or changes == first, (changes, first)

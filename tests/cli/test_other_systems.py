@@ -54,15 +54,21 @@ def elsewhere(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def test_verbs_work_without_what_only_unix_has(tiny_file: Path, tmp_path: Path, elsewhere: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "studies", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a run", "a study, too"]
+)
+def test_verbs_work_without_what_only_unix_has(
+    tiny_file: Path, tmp_path: Path, elsewhere: dict[str, str], studies: bool
+) -> None:
+    """Every module of leaven is imported, too."""
     few = "--set data.tokens=1024 --set evaluation.tokens=512"
     verbs = [
         f"plan {tiny_file} --gpus cpu",
         f"train {tiny_file} --run {tmp_path}/run {few}",
         f"tune {tiny_file} --study {tmp_path}/study --trials 1 --workers 1 --space hyperparameters.lr {few}",
     ]
-    command = [sys.executable, "-c", VERBS, *verbs]
+    command = [sys.executable, "-c", VERBS, *(verbs if studies else verbs[:2])]
     done = subprocess.run(command, env=elsewhere, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "metrics.jsonl").stat().st_size
-    assert (tmp_path / "study" / "best.toml").exists()
+    assert (tmp_path / "study" / "best.toml").exists() == studies

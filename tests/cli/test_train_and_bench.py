@@ -59,6 +59,7 @@ def test_train_prints_one_document_and_a_line_every_so_many_steps(
     assert (code, "bits per byte" in out) == (0, True)
 
 
+@pytest.mark.slow  # other tests stop a run with SIGTERM, and a study by closing its terminal
 def test_a_closed_terminal_stops_a_run_and_saves_it(tiny_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     many = ("--set", "data.tokens=2_560_000", "--set", "stability.checkpoint_every_tokens=2_560_000")

@@ -11,6 +11,7 @@ from leaven.recipe.recipe import Recipe
 
 # The others have these features.
 SLOW = {"dp 2 pp 2 zero 0", "dp 2 pp 2 zero 1", "dp 2 pp 2 zero 3", "dp 2 zero 1", "tp 2 pp 2"}
+SLOW |= {"dp 2 zero 3", "tp 2"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The planner against the dry run, and the dry run against real processes."""
 
 import json
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ SMALL: dict[str, Any] = {
     "precision.compute": "bf16",
 }
 
+FEW = {"batch.tokens": 256 * 16, "data.tokens": 256 * 16 * 8}  # for real steps of experts
+
 
 def taken(recipe: Recipe) -> StepMemory:
     """Return the memory of a step in a process of a real run, measured with the tracker of the dry run."""
@@ -71,6 +75,21 @@ def fresh(recipe: Recipe, rank: int, device: str) -> StepMemory:
         return pool(1, dry_run, recipe, rank, device)[0]  # type: ignore[no-any-return]
     finally:
         pool.close()
+
+
+class FreshPool(nullcontext[Any]):
+    """Stands in for the WorkerPool of `leaven check memory`, whose processes import torch anew."""
+
+    def __init__(self, workers: int) -> None: ...
+
+    def __enter__(self) -> "FreshPool":
+        return self
+
+    def submit(self, function: Any, recipe: Recipe, rank: int) -> "Future[StepMemory]":
+        assert function is dry_run
+        future: Future[StepMemory] = Future()
+        future.set_result(fresh(recipe, rank, "cuda"))
+        return future
 
 
 def compared(recipe: Recipe) -> list[MemoryCheckRow]:
@@ -146,9 +165,9 @@ def test_the_planner_predicts_the_dry_run(layout: str, model: dict[str, Any], ti
 
 def test_a_dry_run_finds_the_memory_of_real_experts(ranks: Pool, tiny: Recipe) -> None:
     """Every expert is active, so their real load is even, as in a dry run."""
-    experts = EXPERTS | {"active": 8, "balance": "none", "dense_layers": 0}
+    experts = EXPERTS | {"number": 4, "active": 4, "balance": "none", "dense_layers": 0}
     recipe = rehearsal(
-        with_layout(tiny.replace(SMALL | {"model.n_layers": 1, "model.experts": experts}), "dp=2,ep=2")
+        with_layout(tiny.replace(SMALL | FEW | {"model.n_layers": 1, "model.experts": experts}), "dp=2,ep=2")
     )
     real, dry = ranks(2, taken, recipe)[1], fresh(recipe, 1, "cpu")
     assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
@@ -184,12 +203,13 @@ def test_which_ranks_are_checked(tiny: Recipe) -> None:
         ranks_to_check(layout, [16])
 
 
-def test_check_memory_from_the_command_line(tiny_file: Path) -> None:
+def test_check_memory_from_the_command_line(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text does not exist, and no step reads it."""
     from typer.testing import CliRunner  # not in the processes that import this file
 
     from leaven.cli import app
 
+    monkeypatch.setattr("leaven.verification.memory.WorkerPool", FreshPool)
     before = sorted(tiny_file.parent.iterdir())
     options = ["--set", "data.source=nowhere/*.txt", "--layout", "dp=4,zero=1", "--rank", "3", "--json"]
     ran = CliRunner().invoke(app, ["check", "memory", str(tiny_file), *options])

@@ -171,6 +171,7 @@ def test_a_nan_on_one_process_rolls_back_all(two: Recipe, tokens: TokenSet, rank
 
 
 def test_all_wait_for_room_at_the_end_of_a_run(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
+    two = two.replace({"data.tokens": 1_536})
     assert ranks(2, waits_for_room, two, tokens, tmp_path / "run") == [True, True]
     assert len(losses(tmp_path / "run")) == RunFolder(tmp_path / "run").metrics()[-1]["step"]
     assert events(tmp_path / "run")[-1] == "finish"
@@ -179,6 +180,7 @@ def test_all_wait_for_room_at_the_end_of_a_run(two: Recipe, tokens: TokenSet, ra
 def test_all_wait_for_one_that_sees_the_end_of_a_run_late(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path
 ) -> None:
+    two = two.replace({"data.tokens": 1_536})
     ranks(2, run, two, tokens, tmp_path / "run")
     before = events(tmp_path / "run")
     for rank in range(2):

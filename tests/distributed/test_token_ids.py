@@ -71,7 +71,7 @@ def test_losses_and_resume_are_those_of_one_process(
     ]
     sources: list[dict[str, Any]] = [{"source": name} for name in names]
     sources[0]["validation"] = megatron(tmp_path / "held.bin", documents(9))
-    changes = {"data.source": sources, "data.tokens": 2_048, "batch.micro_batch": 1, "model.n_kv_heads": 2}
+    changes = {"data.source": sources, "data.tokens": 2_048, "batch.micro_batch": 2, "model.n_kv_heads": 2}
     one = tiny.replace(changes)
     many = one.replace(layout(*degrees))
     size = many.layout.ranks

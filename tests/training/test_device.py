@@ -246,8 +246,8 @@ FAULTS = """
 import resource, torch
 from leaven.training.device import keep_freed_memory
 def faults():
-    for step in range(13):
-        if step == 10:  # the first steps allocate
+    for step in range(8):
+        if step == 5:  # the first steps allocate
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(10_000_000).relu().relu()  # 40 MB: larger than what the C library keeps by default
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

@@ -98,6 +98,7 @@ def test_a_rollback_skips_a_shard_of_garbage(calm: float, run_once: Callable[...
     assert max(line["loss"] for line in run.metrics()[100:]) < 2
 
 
+@pytest.mark.slow
 def test_without_the_guard_garbage_costs_more_than_noise(tmp_path: Path, calm: float) -> None:
     summary, loss, _ = ended(recipe(stability__on_spike="off"), SHARD, tmp_path / "run")
     assert summary.rollbacks == 0
@@ -184,6 +185,7 @@ def test_a_lr_that_stays_too_high_stops_the_run_with_a_report(
         train(recipe(stability__max_rollbacks=2), text(), tmp_path / "run")
 
 
+@pytest.mark.slow  # tests/distributed/test_faults.py does the same with two processes
 def test_a_rollback_undoes_a_nan_weight(tmp_path: Path, calm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight becomes nan, as after a memory fault. The loss is nan from this step on, and no step is applied."""
     broken = once(101, 1, 2.0)
@@ -283,7 +285,9 @@ def fill(ballast: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize(("until", "elsewhere"), [(120, False), (None, False), (None, True)])
+@pytest.mark.parametrize(
+    ("until", "elsewhere"), [(120, False), pytest.param(None, False, marks=pytest.mark.slow), (None, True)]
+)
 def test_a_full_disk_does_not_stop_a_run(
     tmp_path: Path, run_once: Callable[..., Result], until: int | None, elsewhere: bool
 ) -> None:

@@ -55,8 +55,9 @@ HONOURED: dict[str, dict[str, Any]] = {
     },
     **{
         f"{HYPER}depth.{quantity}": {f"{HYPER}depth": {quantity: [0.3, 1.5, 3.0]}}
-        for quantity in ("lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual")
+        for quantity in ("lr", "init_std", "weight_decay", "beta1", "beta2", "residual")
     },
+    f"{HYPER}depth.eps": {f"{HYPER}depth": {"eps": [3e4, 1e3, 1e5]}},
     "precision.compute": {"precision.compute": "bf16"},
     "evaluation.tokens": {"evaluation.tokens": 1_100},
 }
@@ -139,7 +140,7 @@ def test_every_setting_is_honoured_or_refused_or_no_part_of_a_trial() -> None:
 
 @pytest.fixture
 def short(tiny: Recipe) -> Recipe:
-    return tiny.replace({"data.tokens": 2_000, "schedule.warmup_tokens": 512})
+    return tiny.replace({"data.tokens": 1_280, "schedule.warmup_tokens": 512})
 
 
 @pytest.fixture(scope="module")

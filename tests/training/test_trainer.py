@@ -72,7 +72,15 @@ EXPERTS: dict[str, Any] = {"number": 4, "active": 2, "d_expert": 16, "router": "
 EXPERTS = {"model.experts": EXPERTS | {"shared": 1, "bias_step": 0.05}}
 
 
-@pytest.mark.parametrize("more", [{}, MUON, EXPERTS], ids=["adamw", "muon", "experts"])
+# Experts are trained with AdamW, too.
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="adamw", marks=pytest.mark.slow),
+        pytest.param(MUON, id="muon"),
+        pytest.param(EXPERTS, id="experts"),
+    ],
+)
 def test_a_run_stopped_twice_has_the_same_bits(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:

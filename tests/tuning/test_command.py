@@ -499,7 +499,14 @@ echo iter 1: val loss {{lr}} >> {{out}}/log; : {{seed}}
 """
 
 
-@pytest.mark.parametrize(("how", "resume"), [(signal.SIGINT, True), (signal.SIGKILL, True), (signal.SIGKILL, False)])
+@pytest.mark.parametrize(
+    ("how", "resume"),
+    [
+        (signal.SIGINT, True),
+        pytest.param(signal.SIGKILL, True, marks=pytest.mark.slow),
+        (signal.SIGKILL, False),
+    ],
+)
 def test_a_further_attempt_may_resume(write: Write, how: signal.Signals, resume: bool) -> None:
     loss = "loss = {pattern = 'iter {step}: val loss {loss}', file = \"{out}/log\"}\n"
     write(SAVES, loss + f"resume = {str(resume).lower()}\n", ONE)

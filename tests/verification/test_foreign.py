@@ -193,7 +193,13 @@ def test_blocks_share_labels_and_the_modules_of_a_block_do_not(here: Path) -> No
     ("check", "rule", "options", "verdict"),
     [
         ("coordinates", "complete_d_p", ("--depths", "2,4,8"), "passed:"),
-        ("gradients", "complete_d_p", ("--depths", "2,4,8", "--seeds", "2", "--steps", "1"), "passed:"),
+        pytest.param(
+            "gradients",
+            "complete_d_p",
+            ("--depths", "2,4,8", "--seeds", "2", "--steps", "1"),
+            "passed:",
+            marks=pytest.mark.slow,
+        ),
         ("coordinates", "standard", ("--depths", "2"), "FAILED:"),
     ],
 )

@@ -88,7 +88,7 @@ Check = Callable[..., CheckDocument]
 # A family whose coordinates are compared over depth has its gradients compared over width, and the reverse.
 RIGHT: dict[str, tuple[Check, dict[str, Any]]] = {
     "coordinates": (coordinates, {"depths": DEPTHS}),
-    "gradients": (gradients, {"depths": DEPTHS, "steps": 10}),
+    "gradients": (gradients, {"depths": DEPTHS}),
     # If the tied matrix started at 1/width, gradients inside blocks would be wrong by a factor of L^0.75.
     "coordinates, tied": (coordinates, {"widths": (64,), "depths": DEPTHS, "tied_embeddings": True}),
     "gradients, tied": (gradients, {"widths": (64,), "depths": DEPTHS, "tied_embeddings": True}),
@@ -114,7 +114,7 @@ RIGHT: dict[str, tuple[Check, dict[str, Any]]] = {
 @cache
 def right(name: str) -> CheckDocument:
     of, options = RIGHT[name]
-    return of(**({"steps": 6} | options))
+    return of(**({"steps": 4} | options))
 
 
 RIGHT_SLOW = {
@@ -124,7 +124,7 @@ RIGHT_SLOW = {
     "gradients, gemma 2",
     "coordinates, gpt-j",
 }
-RIGHT_SLOW |= {"coordinates, shared experts", "coordinates, adamw_rms"}
+RIGHT_SLOW |= {"coordinates, shared experts", "coordinates, adamw_rms", "gradients, experts", "gradients, gpt-j"}
 
 
 @pytest.mark.xdist_group("right rules")  # one worker, because the next test uses what it caches
@@ -200,9 +200,11 @@ ROUTER_DECAY = fault("mlp.router", weight_decay=times(lambda r: 1 / width(r)))
         pytest.param(
             coordinates, ADAMW_RMS, HALF_LR, WIDE, {"attention.query"}, id="muon: lr of Adam's rule", marks=SLOW
         ),
-        pytest.param(coordinates, SPECTRAL, WIDTH_LR, WIDE, {"attention.query"}, id="muon: lr scaled twice"),
+        pytest.param(
+            coordinates, SPECTRAL, WIDTH_LR, WIDE, {"attention.query"}, id="muon: lr scaled twice", marks=SLOW
+        ),
         pytest.param(coordinates, SPECTRAL, DEPTH_LR, DEEP, {"mlp.out"}, id="muon: lr of another alpha"),
-        pytest.param(coordinates, OLMO, READOUT_LR, WIDE, {"unembedding"}, id="output norm: readout lr"),
+        pytest.param(coordinates, OLMO, READOUT_LR, WIDE, {"unembedding"}, id="output norm: readout lr", marks=SLOW),
         pytest.param(
             coordinates,
             OLMO,
@@ -340,8 +342,8 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool, mon
     ("planted", "module"),
     [
         pytest.param(fault(lr=zero), "embedding", id="nothing is trained"),
-        pytest.param(fault(lr=zero_if_wide), "embedding", id="nothing is trained when wide"),
-        pytest.param(fault(HIDDEN, lr=zero), "mlp.in", id="no hidden weight is trained"),
+        pytest.param(fault(lr=zero_if_wide), "embedding", id="nothing is trained when wide", marks=SLOW),
+        pytest.param(fault(HIDDEN, lr=zero), "mlp.in", id="no hidden weight is trained", marks=SLOW),
         pytest.param(fault("norm.mlp", lr=zero), "norm.mlp", id="a gain is not trained"),
         pytest.param(fault("unembedding", lr=zero, init_std=zero), "unembedding", id="a readout of 0"),
     ],

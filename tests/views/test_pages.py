@@ -199,7 +199,15 @@ def browser(tmp_path_factory):
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["demo", "study", "catalogue", "check of curves", "plan"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "demo",
+        "study",
+        "plan",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("catalogue", "check of curves")),
+    ],
+)
 def test_charts_draw_and_fit_a_narrow_window(browser: Browser, pages: dict[str, Path], name: str):
     page = pages[name]
     browser.window(390, dark=name in {"study", "plan"})
