@@ -34,7 +34,7 @@ def test_an_attention_width_that_is_not_the_model_width() -> None:
     big = small.scaled(2048, 28)
     assert (big.n_heads, big.n_kv_heads, big.d_head, big.d_attention) == (32, 16, 128, 4096)
     assert small.scaled(1024, 28, d_head=64).n_heads == 32
-    with pytest.raises(ValueError, match="128 x 2 x 1024 / 2048; give 1024 or 1152"):
+    with pytest.raises(ValueError, match="groups of 2 heads of size 128; give 1024 or 1152"):
         small.scaled(1100, 28)
     assert small.scaled(1152, 28).n_heads == 18
 

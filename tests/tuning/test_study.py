@@ -607,7 +607,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another text: .* in the study, x in this command", {"text": "x"}),
     ("another noise: none in the study, 0.5 in this command", {"noise": 0.5}),
     ("another durations", {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}}),
-    ("durations: with decay cosine they cannot share one run", {"durations": (1024, 2048)}),
+    ('durations: with decay = "cosine" they cannot share one run', {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "new.db"}),

@@ -619,7 +619,7 @@ def tensorboard_event(step: int = 1, shape: Sequence[int] = (), **tensor: Any) -
 EVENT = tensorboard_event
 DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "many elements": (lambda: EVENT(shape=[3 * 10**9]), r"loss is 'a tensor of shape \[3000000000\]', which"),
-    "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\]\); remove it"),
+    "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\]\); remove the file"),
     "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*a tensor of type 20"),
     "type 99": (lambda: EVENT(dtype=99), "tfevents is damaged at byte 0: .*a tensor of type 99"),
     "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*a tensor of type 0"),
