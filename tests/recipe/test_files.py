@@ -121,7 +121,7 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
             "hyperparameters.modules.attention.quary.lr=2",
             r"no module 'attention.quary' .* did you mean attention.query\?",
         ),
-        ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", r"scaling.base: width 20 does not give"),
+        ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", r"scaling.base: width 20 does not"),
         ("name.x=3", "name is a value, not a table"),
         ("nothing", "write --set key.subkey=value"),
     ],
