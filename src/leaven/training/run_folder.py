@@ -275,7 +275,7 @@ class RunFolder:
                 there, same = _inode(other), other.samefile(self.path)
             except OSError:  # that run was moved or removed, or is on another machine
                 there, same = None, False
-            if recorded == _inode(self.path):  # this run, or one on another disk, where inodes begin anew
+            if recorded == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
                 own = not linked or same or there != recorded
             # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
             elif self._claimed is None and not linked:
