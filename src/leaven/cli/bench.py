@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from leaven.cli import next_commands
 from leaven.cli.common import (
     DeviceOption,
@@ -16,6 +14,7 @@ from leaven.cli.common import (
     exit_interrupted,
     list_option,
     load_recipe,
+    option,
     prepare_text,
     print_document,
     stop_on_signal,
@@ -29,8 +28,7 @@ from leaven.views.terminal.live import LiveScreen
 def bench(
     recipe: RecipeArgument,
     micro_batch: Annotated[
-        Any,
-        list_option(count_above_0, "Micro-batch sizes to measure, in sequences.", "powers of two", "N,N,..."),
+        Any, list_option(count_above_0, "Micro-batch sizes to measure, in sequences.", "powers of two", "N,N,...")
     ] = None,
     global_batch: Annotated[
         Any,
@@ -42,22 +40,18 @@ def bench(
         ),
     ] = None,
     share: ShareOption = 0.9,
-    seconds: Annotated[
-        float, typer.Option(min=0, help="Do not start another measurement after this many seconds.")
-    ] = 300,
+    seconds: Annotated[float, option("Do not start another measurement after this many seconds.", min=0)] = 300,
     noise_from: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "Do not measure speed. Propose a batch ramp from the gradient noise scale that the run in this folder "
+            "has recorded.",
             metavar="RUN",
-            help="Do not measure speed. Propose a batch ramp from the gradient noise scale that the run in this "
-            "folder has recorded.",
         ),
     ] = None,
     noise_multiple: Annotated[
         float,
-        typer.Option(
-            min=0.01, help="With --noise-from: the largest allowed batch size, as a multiple of the noise scale."
-        ),
+        option("With --noise-from: the largest allowed batch size, as a multiple of the noise scale.", min=0.01),
     ] = 1.0,
     overrides: SetOption = None,
     device: DeviceOption = None,

@@ -16,6 +16,7 @@ from leaven.cli.common import (
     list_option,
     load_recipe,
     number_above_0,
+    option,
     parsed_option,
     print_document,
     require_new,
@@ -49,7 +50,7 @@ ScaleOption = Annotated[
     Any, parsed_option(_scale, "WIDTHxDEPTH", "Size of the model as WIDTHxDEPTH, e.g. 64x4.", "the recipe's")
 ]
 LossOption = Annotated[
-    str, typer.Option(metavar="NAME", help="With LOGS, the column of the loss, or its tag in TensorBoard or W&B.")
+    str, option("With LOGS, the column of the loss, or its tag in TensorBoard or W&B.", metavar="NAME")
 ]
 LrsOption = Annotated[
     Any,
@@ -73,10 +74,10 @@ def coordinates(
     options: SizeOptions,
     steps: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Number of training steps on the same batch. With more than 3, the limits on changes of activations "
+        option(
+            "Number of training steps on the same batch. With more than 3, the limits on changes of activations "
             "with width and depth are a little wider.",
+            min=1,
         ),
     ] = 3,
     lr_factor: FactorOption = "1",
@@ -103,9 +104,7 @@ def gradients(
     options: SizeOptions,
     steps: Annotated[
         int,
-        typer.Option(
-            min=1, help="Number of training steps. From 150 steps on, QK-norm gains that heads share are checked too."
-        ),
+        option("Number of training steps. From 150 steps on, QK-norm gains that heads share are checked too.", min=1),
     ] = 20,
     lr_factor: FactorOption = "0.125",
 ) -> None:
@@ -126,22 +125,19 @@ def memory(
     recipe: RecipeArgument,
     layout: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "The layout to check, e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full.",
+            "the recipe's",
             metavar="KEY=VALUE,...",
-            help="The layout to check, e.g. tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full.",
-            show_default="the recipe's",
         ),
     ] = None,
     ranks: Annotated[
         list[int] | None,
-        typer.Option(
-            "--rank",
-            min=0,
-            help="Check this rank. Repeatable.",
-            show_default="one rank each of the first, second and last stage",
+        option(
+            "Check this rank. Repeatable.", "one rank each of the first, second and last stage", names="--rank", min=0
         ),
     ] = None,
-    all_stages: Annotated[bool, typer.Option("--all-stages", help="Check one rank of every pipeline stage.")] = False,
+    all_stages: Annotated[bool, option("Check one rank of every pipeline stage.", names="--all-stages")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -174,7 +170,7 @@ def transfer(
     scales: ScalesOption = None,
     lrs: LrsOption = None,
     value: Annotated[
-        str, typer.Option(metavar="COLUMN", help="With LOGS, the column with the values of the swept hyperparameter.")
+        str, option("With LOGS, the column with the values of the swept hyperparameter.", metavar="COLUMN")
     ] = "lr",
     loss: LossOption = "loss",
 ) -> None:
@@ -202,10 +198,10 @@ def collapse(
     scales: ScalesOption = None,
     irreducible: Annotated[
         float | None,
-        typer.Option(
-            min=0,
+        option(
+            "The irreducible loss, if you know it, e.g. from a scaling law. By default, it is fitted.",
             metavar="NATS",
-            help="The irreducible loss, if you know it, e.g. from a scaling law. By default, it is fitted.",
+            min=0,
         ),
     ] = None,
     loss: LossOption = "loss",
@@ -241,9 +237,7 @@ def duration(
     lrs: LrsOption = None,
     write: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OUT.toml", help="Write a copy of the recipe with the measured token_exponent to this file."
-        ),
+        option("Write a copy of the recipe with the measured token_exponent to this file.", metavar="OUT.toml"),
     ] = None,
 ) -> None:
     """Check that the best lr changes with the run length as the rule says, and measure the rule's token_exponent."""

@@ -18,6 +18,7 @@ from leaven.cli.common import (
     exit_interrupted,
     list_option,
     load_recipe,
+    option,
     prepare_text,
     print_document,
     require_alone,
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 
 SourceOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="With module:factory, the text to train on: a file, a glob or hf://..., as for data.source in a recipe. "
+    option(
+        "With module:factory, the text to train on: a file, a glob or hf://..., as for data.source in a recipe. "
         "The word made-up gives synthetic text.",
-        show_default="python-stdlib",
+        "python-stdlib",
+        metavar="TEXT",
     ),
 ]
 
@@ -54,8 +55,8 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of fin
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with an option for each field of the data class that is its first parameter.
 
-    typer does not support data classes. From ``init(options: RecipeRunOptions, scales)``, this function makes
-    ``init(*, subject, run, scales, seeds=3, ...)``.
+    typer does not support data classes. ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run,
+    scales, seeds=3, ...)``.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters
@@ -81,10 +82,9 @@ class CheckOptions:
         str,
         typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or module:factory for your own torch model."),
     ]
-    seeds: Annotated[int, typer.Option(min=1, help="Number of random seeds for initialisation and data.")] = 3
+    seeds: Annotated[int, option("Number of random seeds for initialisation and data.", min=1)] = 3
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE.html", help="Write an HTML page with charts to this file."),
+        Path | None, option("Write an HTML page with charts to this file.", metavar="FILE.html", names="--output -o")
     ] = None
     overrides: SetOption = None
     json_output: JsonOption = False
@@ -96,8 +96,7 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``. Raise
-        InputError for a file with logs, and for an option that does not apply to ``subject``."""
+        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -115,10 +114,8 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print the result of a check and the lines ``more``. Write the page if the user has named a file for it.
-
-        Exit with code 1 if the check failed. ``following`` are the commands to suggest if it passed.
-        """
+        """Print a check and the lines ``more``, and write the page of ``--output``. Exit with code 1 if the check
+        failed."""
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -142,24 +139,20 @@ class SizeOptions(CheckOptions):
     depths: Annotated[
         Any, list_option(count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
     ] = None
-    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")] = None
+    batch_tokens: Annotated[int | None, option("Batch size in tokens.", "512", min=1)] = None
     source: SourceOption = None
     alpha: Annotated[
         float | None,
-        typer.Option(
-            min=0.5,
-            max=1,
-            help="With module:factory: your model multiplies its residual branches by depth^-alpha.",
-            show_default="1",
+        option(
+            "With module:factory: your model multiplies its residual branches by depth^-alpha.", "1", min=0.5, max=1
         ),
     ] = None
     grow_heads: Annotated[
-        bool, typer.Option("--grow-heads", help="Widen the model with larger heads instead of more heads.")
+        bool, option("Widen the model with larger heads instead of more heads.", names="--grow-heads")
     ] = False
     for_factories = ("source", "alpha")
 
     def train(self, kind: "type[SizeCheck[Any]]", steps: int, lr_factor: float) -> CheckDocument:
-        """Train the small models of a check of this ``kind``, and return its document."""
         check = kind.of(
             self.read(),
             prepare_text,
@@ -182,18 +175,14 @@ class RecipeRunOptions(CheckOptions):
     """Options of the checks that train whole runs of a recipe."""
 
     run: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."
-        ),
+        Path, option("The folder for the training runs. Run the same command again to resume them.", metavar="DIR")
     ]
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of worker processes, each with one thread.", show_default="one per core"),
+        int | None, option("Number of worker processes, each with one thread.", "one per core", min=1)
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the family, which makes the recipe's model at any size, and the size: ``scale``, or the recipe's."""
+        """Return the family, which makes the recipe's model at any size, and the size of ``scale`` or the recipe."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
@@ -210,7 +199,6 @@ class RecipeRunOptions(CheckOptions):
         values: Sequence[float] | None,
         scales: "Sequence[RunScale]",
     ) -> None:
-        """Run a check that trains a grid of values at several model sizes, and print its result."""
         from leaven.verification.sweep import sweep
 
         self.finish(
@@ -218,7 +206,7 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Return the document of a check that keeps its runs in the folder ``run``. Ctrl-C exits with code 75."""
+        """Return the document of a check that keeps its runs in the folder ``run``."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (
@@ -240,9 +228,7 @@ class RunOptions(RecipeRunOptions):
         int | None,
         count_option("With module:factory, the length of a run in tokens.", "131,072; check equivalence: 524,288"),
     ] = None
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With module:factory, the batch size in tokens.", show_default="512")
-    ] = None
+    batch_tokens: Annotated[int | None, option("With module:factory, the batch size in tokens.", "512", min=1)] = None
     source: SourceOption = None
     for_factories = ("tokens", "batch_tokens", "source")
 
@@ -273,14 +259,14 @@ class LoggedRunOptions(RunOptions):
     ]
     run: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."
-        ),
+        option("The folder for the training runs. Run the same command again to resume them.", metavar="DIR"),
     ] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the user's logs (results of finished runs), or None if the check trains runs. Raise
-        InputError if an option does not apply or is missing. ``only_logs`` names the options that need logs."""
+        """Return the path of the user's logs (results of finished runs), or None if the check trains runs.
+
+        ``only_logs`` names the options that need logs.
+        """
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

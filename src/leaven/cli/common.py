@@ -33,36 +33,44 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
     from leaven.recipe.data import Data
 
+
+def option(help: str, default: str | bool = True, names: str = "", **more: Any) -> Any:
+    """Return an option of a command. ``default`` is the text of the default value in ``--help``.
+
+    ``names``, such as ``"--output -o"``, are by default the parameter's name. ``more``: arguments of `typer.Option`.
+    """
+    return typer.Option(*names.split(), help=help, show_default=default, **more)
+
+
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder that leaven train wrote.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
+    option(
+        "Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
         metavar="KEY=VALUE",
-        help="Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
+        names="--set",
     ),
 ]
 ShareOption = Annotated[
     float,
-    typer.Option(
+    option(
+        "Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
+        metavar="SHARE",
         min=0.01,
         max=1,
-        metavar="SHARE",
-        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+JsonOption = Annotated[bool, option("Print one JSON document instead of text.", names="--json")]
 
 
 def device_option(default: str) -> Any:
     """Return the option ``--device``. ``default`` is the text of its default in ``--help``."""
-    return typer.Option(
+    return option(
+        "The device to compute on.",
+        default=default,
         metavar="cuda|mps|cpu",
-        envvar="LEAVEN_DEVICE",
-        help="The device to compute on.",
-        show_default=default,
-        # Worker processes inherit the variable.
+        envvar="LEAVEN_DEVICE",  # worker processes inherit it
         callback=lambda name: os.environ.update({"LEAVEN_DEVICE": name} if name else {}),
     )
 
@@ -71,7 +79,7 @@ DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
 def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an option whose value is ``parse(text)``. ``default`` is the text of the default value in ``--help``."""
+    """Return an option whose value is ``parse(text)``."""
 
     def parser(text: str) -> Any:
         try:
@@ -120,10 +128,8 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed one of ``others``, which cannot be combined with ``option``.
-
-    ``others`` has the names of parameters, separated by spaces, for example ``"params tokens"``.
-    """
+    """Raise InputError if the user typed one of the parameters ``others``, e.g. ``"params tokens"``, beside
+    ``option``."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -131,8 +137,10 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError unless ``path`` is a new file in an existing folder, or a device such as /dev/null. With
-    ``force``, the file may exist. ``force`` is None for a command without the option ``--force``."""
+    """Raise InputError unless ``path`` is a new file in an existing folder, or a device such as /dev/null.
+
+    With ``force``, the file may exist. None is for a command without the option ``--force``.
+    """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
     if not path.parent.exists():
@@ -143,13 +151,12 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a recipe's name: the file's stem with hyphens for special characters, or ``default`` if this is
-    empty."""
+    """Return the file's stem with hyphens for special characters, or ``default`` if nothing is left."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
 def group() -> typer.Typer:
-    """Return the typer app of a command with subcommands. Without a subcommand, the command prints its help."""
+    """Return the typer app of a command with subcommands, which prints its help if none is typed."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -159,7 +166,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe in a file. ``overrides`` are the values of ``--set``, such as "data.tokens=1M"."""
+    """Return the recipe in a file, with the values of ``--set`` in ``overrides``."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
@@ -187,7 +194,7 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether a file descriptor is a terminal, pipe or socket, which can be closed at the other end."""
+    """Return whether a file descriptor is a terminal, pipe or socket, whose other end can be closed."""
     with suppress(OSError):
         mode = os.fstat(descriptor).st_mode
         return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
@@ -200,7 +207,7 @@ def _drop_output(descriptors: Iterable[int]) -> None:
 
 
 def _without_reader(descriptor: int) -> bool:
-    """Return whether a terminal, pipe or socket is closed at the other end. On Windows, always return False."""
+    """Return whether the other end is closed. On Windows, always return False."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()
@@ -213,9 +220,10 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
     A Ctrl-C more than `AGAIN_AFTER` seconds after the first signal raises KeyboardInterrupt. Other repeats are
-    ignored: under torchrun, a process gets a scheduler's signal twice (from the scheduler and from torchrun), and a
-    closed terminal often sends SIGHUP twice. If the terminal is closed, or the program that reads the output has
-    ended, the command continues without output.
+    ignored:
+    torchrun and a scheduler both send a signal, and a closed terminal often sends SIGHUP twice. If the program that
+    reads
+    the output has ended, the command continues without output.
     """
     requested: float | None = None  # time.monotonic() of the first signal
     readers = [number for number in (1, 2) if _has_reader(number)]
@@ -255,14 +263,17 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
-    """Return the tokens of the text that ``data`` names. Show the progress of reading and tokenising the text. Print
-    a line if the tokenizer is not that of the weights in the folder ``start``."""
+    """Return the tokens of the text that ``data`` names, and print what is notable about them.
+
+    A line says if the tokenizer is not that of the weights in the folder ``start``.
+    """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 
     with LiveScreen() as screen:
         tokens = prepare(data, vocab_size, progress=screen.text)
-        screen.notes(tokens)
+        for note in tokens.notes:
+            screen.line(f"  {note}")
         if start is not None and tokens.tokenizer_path is not None:
             from leaven.interop.weights import tokenizer_caution
 

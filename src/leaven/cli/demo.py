@@ -3,35 +3,30 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
-from leaven.cli.common import JsonOption, device_option, exit_interrupted, print_document, stop_on_signal
+from leaven.cli.common import JsonOption, device_option, exit_interrupted, option, print_document, stop_on_signal
 from leaven.errors import InputError
 from leaven.planning.this_machine import cores
 
 
 def demo(
-    run: Annotated[Path, typer.Option(help="The folder for the runs, the recipes and the page.")] = Path("runs/demo"),
+    run: Annotated[Path, option("The folder for the runs, the recipes and the page.")] = Path("runs/demo"),
     size: Annotated[
         Literal["full", "quick"] | None,
-        typer.Option(
-            help="full: about five minutes on two slow cores. quick: about one minute, with fewer widths.",
-            show_default="full, or quick where full takes more than ten minutes",
+        option(
+            "full: about five minutes on two slow cores. quick: about one minute, with fewer widths.",
+            "full, or quick where full takes more than ten minutes",
         ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The same as --size quick.")] = False,
+    quick: Annotated[bool, option("The same as --size quick.", names="--quick")] = False,
     source: Annotated[
         str | None,
-        typer.Option(
-            help=r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...",
-            show_default="tiny-shakespeare, which comes with leaven",
+        option(
+            r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...",
+            "tiny-shakespeare, which comes with leaven",
         ),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of worker processes. The losses do not depend on it.", show_default="one per core"
-        ),
+        int | None, option("Number of worker processes. The losses do not depend on it.", "one per core", min=1)
     ] = None,
     device: Annotated[str, device_option("cpu: the same losses on every machine")] = "cpu",
     json_output: JsonOption = False,

@@ -14,6 +14,7 @@ from leaven.cli.common import (
     TokensOption,
     group,
     load_recipe,
+    option,
     print_document,
 )
 from leaven.documents.runs import ConfigDocument, WeightsDocument
@@ -30,21 +31,17 @@ def weights(
     run: RunArgument,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
     to: Annotated[
-        Literal["huggingface"], typer.Option(help="The format to write. Only huggingface is supported.")
+        Literal["huggingface"], option("The format to write. Only huggingface is supported.")
     ] = "huggingface",
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], typer.Option(help="Number format of the weights: fp32, bf16 or fp16.")
+        Literal["fp32", "bf16", "fp16"], option("Number format of the weights: fp32, bf16 or fp16.")
     ] = "fp32",
     data_license: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="The licence of the training data, for the model card.", show_default="not stated"
-        ),
+        str | None, option("The licence of the training data, for the model card.", "not stated", metavar="TEXT")
     ] = None,
     tokens: TokensOption = None,
     averaged: Annotated[
-        bool,
-        typer.Option("--averaged", help=r"Write the averaged weights of a run that has \[average] in its recipe."),
+        bool, option(r"Write the averaged weights of a run that has \[average] in its recipe.", names="--averaged")
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
@@ -59,10 +56,7 @@ def weights(
     say_skipped(loaded.skipped, loaded.changed)
     architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
     document = WeightsDocument(
-        path=str(folder),
-        architecture=architecture.name,
-        tokens=loaded.tokens,
-        averaged=averaged,
+        path=str(folder), architecture=architecture.name, tokens=loaded.tokens, averaged=averaged
     )
     screen = exported_weights(document, loaded.recipe.model.params, dtype)
     print_document(document, screen, json_output, next_commands.after_export_weights(folder))
@@ -73,24 +67,23 @@ def config(
     recipe: RecipeArgument,
     to: Annotated[
         str,
-        typer.Option(
+        option(
+            "The training code: megatron, megatron-module (sets every parameter), automodel, torchtitan, deepspeed, "
+            "nanotron, transformers or litgpt.",
             metavar="TARGET",
-            help="The training code: megatron, megatron-module (sets every parameter), automodel, torchtitan, "
-            "deepspeed, nanotron, transformers or litgpt.",
         ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o",
-            "--output",
+        option(
+            "The file to write, or the folder for targets with several files.",
+            "named after the recipe",
             metavar="PATH",
-            help="The file to write, or the folder for targets with several files.",
-            show_default="named after the recipe",
+            names="-o --output",
         ),
     ] = None,
     lossy: Annotated[
-        bool, typer.Option(help="Write the file even if it cannot express some values. The file lists these values.")
+        bool, option("Write the file even if it cannot express some values. The file lists these values.")
     ] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, group, print_document, recipe_name, require_new
+from leaven.cli.common import JsonOption, group, option, print_document, recipe_name, require_new
 from leaven.documents.runs import ImportDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
@@ -28,15 +28,13 @@ def config(
     ],
     source: Annotated[
         Literal["transformers", "megatron", "torchtitan"],
-        typer.Option("--from", metavar="SOURCE", help="The format of FILE: transformers, megatron or torchtitan."),
+        option("The format of FILE: transformers, megatron or torchtitan.", metavar="SOURCE", names="--from"),
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="OUT.toml", help="The recipe file to write.", show_default="print it"),
+        Path | None, option("The recipe file to write.", "print it", metavar="OUT.toml", names="-o --output")
     ] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Number of processes of the run. FILE does not contain this number."),
+        int | None, option("Number of processes of the run. FILE does not contain this number.", metavar="N", min=1)
     ] = None,
     json_output: JsonOption = False,
 ) -> None:

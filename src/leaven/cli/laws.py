@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.laws import compute_optimal, critical_batch, evaluate, lr_at_batch
-from leaven.cli.common import JsonOption, count_option, print_document, require_alone
+from leaven.cli.common import JsonOption, count_option, option, print_document, require_alone
 from leaven.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
 
@@ -38,10 +38,10 @@ def laws(
     ] = None,
     experts: Annotated[
         int,
-        typer.Option(
+        option(
+            "Number of experts for each that a token uses, e.g. 16 for 8 of 128 experts. One loss law depends on "
+            "this number.",
             min=1,
-            help="Number of experts for each that a token uses, e.g. 16 for 8 of 128 experts. One loss law "
-            "depends on this number.",
         ),
     ] = 1,
     json_output: JsonOption = False,

@@ -12,6 +12,7 @@ from leaven.cli.common import (
     JsonOption,
     count_above_0,
     count_option,
+    option,
     parsed_option,
     print_document,
     recipe_name,
@@ -50,10 +51,10 @@ def new(
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Choose --params and --tokens so that training takes this time on --gpus, e.g. 3h or 2d. Without "
+            "--gpus, it is the time on this machine's CPU.",
             metavar="TIME",
-            help="Choose --params and --tokens so that training takes this time on --gpus, e.g. 3h or 2d. "
-            "Without --gpus, it is the time on this machine's CPU.",
         ),
     ] = None,
     proxy: Annotated[
@@ -67,11 +68,11 @@ def new(
     ] = None,
     from_run: Annotated[
         str | None,
-        typer.Option(
-            "--from",
+        option(
+            "Copy the values of this published run (see leaven recipes list). Without --params, also copy its size "
+            "and length.",
             metavar="ID",
-            help="Copy the values of this published run (see leaven recipes list). Without --params, also copy its "
-            "size and length.",
+            names="--from",
         ),
     ] = None,
     experts: Annotated[
@@ -81,25 +82,20 @@ def new(
         int | None, count_option("How many of the experts each token uses, e.g. 8. Needs --experts.")
     ] = None,
     gpus: Annotated[
-        str | None,
-        typer.Option(metavar="COUNTxNAME", help="Choose the layout for this cluster, e.g. 8xH100-80GB."),
+        str | None, option("Choose the layout for this cluster, e.g. 8xH100-80GB.", metavar="COUNTxNAME")
     ] = None,
     from_weights: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Continue training this model in Hugging Face format, instead of choosing a new shape.",
+        option(
+            "Continue training this model in Hugging Face format, instead of choosing a new shape.", metavar="DIR"
         ),
     ] = None,
     source: Annotated[
-        str,
-        typer.Option(help=r"The text to train on: a file, a glob or hf://... It becomes the key source in \[data]."),
+        str, option(r"The text to train on: a file, a glob or hf://... It becomes the key source in \[data].")
     ] = "python-stdlib",
     vocab: Annotated[int | None, count_option("Vocabulary size.", "chosen by size")] = None,
     seq_len: Annotated[int | None, count_option("Sequence length in tokens.", "chosen by size")] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite OUT.toml and OUT-proxy.toml if they exist.")
-    ] = False,
+    force: Annotated[bool, option("Overwrite OUT.toml and OUT-proxy.toml if they exist.", names="--force")] = False,
     json_output: JsonOption = False,
 ) -> None:
     require_new(output, force)

@@ -3,8 +3,9 @@
 The usual order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan -> train ->
 report.
 
-``leaven new`` chooses the names of files. OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is
-the recipe of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
+``leaven new`` names the files: OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is the recipe
+of
+a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex
@@ -30,7 +31,7 @@ PROXY, TUNED = "-proxy", "-tuned"
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``recipes check`` passed. A tuned recipe gets a coordinate check first."""
+    """Return the commands to suggest after ``recipes check`` passed, with a coordinate check for a tuned recipe."""
     check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
     return [*check, *after_coordinates(path, recipe, overrides)]
 
@@ -52,11 +53,9 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a failed check. It is the first of these that applies, or []:
+    """Return the command that decides, repairs or shows the fault of a failed check, or [].
 
-    - if all failed rows are undecided, and ``check.options`` would decide them: the same check with these options;
-    - if a row failed with another rule than complete-d-p: the same check with complete-d-p;
-    - if no ``page`` was written: a command that writes one. ``run`` is the folder of the check's runs, if any.
+    ``run`` is the folder of the check's runs, and ``page`` the page that was written, if any.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -85,10 +84,9 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
-    """Return the commands to suggest after ``transfer`` and ``import config``: check the new recipe, and train it.
+    """Return the commands to suggest after ``transfer`` and ``import config``: check the recipe, and train it.
 
-    If no file was written (``output`` is None), return the command that the user typed with ``-o name`` added, or
-    with a similar name if this file exists.
+    Without a written file ``output``, return the user's command with ``-o name`` added.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
@@ -96,11 +94,10 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after the plan of a recipe: tune its proxy if it is not tuned, and train. For
-    the plan of a proxy: tune the proxy. Return [] if leaven cannot train with the plan.
+    """Return the commands to suggest after the plan of a recipe: tune an untuned proxy, and train as planned.
 
-    The training command sets the planned layout. With ``overrides``, no proxy is tuned, because the proxy was made
-    for the recipe without overrides.
+    Return [] if leaven cannot train so. With ``overrides``, no proxy is tuned: it was made for the recipe without
+    them.
     """
     if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []
@@ -120,7 +117,6 @@ def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Seque
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
-    """Return the command that plans a new recipe on ``cluster``, by default this machine's CPU."""
     return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
 
 
@@ -129,17 +125,14 @@ def after_plan_of_run(id: str, cluster: str) -> list[str]:
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command to suggest after ``plan --budget``: write a recipe for the middle of the listed sizes."""
+    """Return the command that writes a recipe for the middle of the sizes of ``plan --budget``."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """Return the commands to suggest after a finished run: write a report, sample text and export the weights.
-
-    Without a tokenizer, only the report is suggested. The export is suggested only for models that it supports.
-    """
+    """Return the commands to suggest after a run: report, and sample and export where these are supported."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]
@@ -158,9 +151,9 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
-    """Return the commands to suggest after ``export config``: import the configuration, if leaven can read it.
+    """Return the command that imports the configuration again, if leaven can read it.
 
-    leaven reads the JSON file that torchtitan saves when it trains. So for torchtitan, the first command trains.
+    leaven reads the JSON file that torchtitan saves when it trains, so torchtitan's own command comes first.
     """
     if to not in ("transformers", "megatron", "torchtitan") or is_device(path):
         return []
@@ -182,10 +175,9 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``.
+    """Return the command that tunes the proxy in the file ``path``, after its plan if this machine is too small.
 
-    With a ``target``, the command has the number of trials that are worth their cost. If the proxy is too large for
-    this machine, a command that plans the proxy comes first.
+    With a ``target``, the command has the number of trials that are worth their cost.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
@@ -226,15 +218,15 @@ def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Cluster | None = None) -> list[str]:
-    """Return the command that trains a recipe or, if the recipe is too large for this machine, plans its training."""
+    """Return the command that trains a recipe, or plans it if the recipe is too large for this machine."""
     if trainable_here(recipe):
         return [launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
     return [_line("plan", path, "--gpus", cluster or _cluster(recipe), sets=sets)]
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: its known cluster or, if there is none, a cluster that fits the
-    recipe. The latter has the GPUs of the target's known cluster, or `EXAMPLE_GPU` if that is unknown or a CPU."""
+    """Return the cluster on which to plan a recipe: the known one, or one that fits with the target's GPUs or
+    `EXAMPLE_GPU`."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -244,8 +236,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return a line with the reason for the recipe's known cluster, if the first ``leaven plan`` in ``following`` is
-    for this cluster. Otherwise, return []."""
+    """Return the reason for the recipe's known cluster, if ``following`` has a plan for this cluster, or []."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
@@ -257,7 +248,6 @@ def again(*words: str) -> str:
 
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
-    """Return a shell command: ``start``, then ``words``, then ``--set`` for each of ``sets``."""
     options = [word for change in sets for word in ("--set", change)]
     return shlex.join([*start, *map(str, words), *options])
 
@@ -271,8 +261,7 @@ def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) 
 
 
 def _run_name(recipe: Path) -> str:
-    """Return the name for a recipe's run folder: the stem of the file or, for a study's best.toml or fewest.toml, the
-    name of the study's folder."""
+    """Return the stem of a recipe's file or, for a study's best.toml or fewest.toml, the name of its folder."""
     best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
     return recipe.resolve().parent.name if best else recipe.stem
 

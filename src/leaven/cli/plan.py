@@ -13,6 +13,7 @@ from leaven.cli.common import (
     ShareOption,
     exit_interrupted,
     load_recipe,
+    option,
     print_document,
     require_alone,
     stop_on_signal,
@@ -34,78 +35,70 @@ from leaven.views.terminal.plan import budget_screen, plan_screen
 def plan(
     context: typer.Context,
     recipe: Annotated[
-        Path | None,
-        typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or the id of a published run."),
+        Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or the id of a published run.")
     ] = None,
     gpus: Annotated[
-        str | None,
-        typer.Option(metavar="COUNTxNAME", help="The cluster, e.g. 64xH100-80GB, 8x8xA100 (8 nodes of 8) or cpu."),
+        str | None, option("The cluster, e.g. 64xH100-80GB, 8x8xA100 (8 nodes of 8) or cpu.", metavar="COUNTxNAME")
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Plan this layout instead of the best layout, e.g. tp=2,pp=4,mbs=2. Keys: dp tp pp cp ep zero mbs "
+            "(micro-batch) dp_replicate stages_per_rank schedule recompute compile. Defaults: dp fills the cluster, "
+            "mbs and compile come from the recipe, and the others are off.",
             metavar="KEY=VALUE,...",
-            help="Plan this layout instead of the best layout, e.g. tp=2,pp=4,mbs=2. Keys: dp tp pp cp ep zero mbs "
-            "(micro-batch) dp_replicate stages_per_rank schedule recompute compile. Defaults: dp fills the "
-            "cluster, mbs and compile come from the recipe, and the others are off.",
         ),
     ] = None,
     explain: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Explain why this layout was not chosen, e.g. tp=4 or pp=8,zero=1. Other keys take their best values.",
             metavar="KEY=VALUE,...",
-            help="Explain why this layout was not chosen, e.g. tp=4 or pp=8,zero=1. Other keys take their best "
-            "values.",
         ),
     ] = None,
     share: ShareOption = SHARE,
     price: Annotated[
         str | None,
-        typer.Option(
-            metavar="PRICE",
-            help="Price of one GPU for one hour, e.g. $2.50. The plan then includes the cost in money.",
+        option(
+            "Price of one GPU for one hour, e.g. $2.50. The plan then includes the cost in money.", metavar="PRICE"
         ),
     ] = None,
     report: Annotated[
-        Path | None,
-        typer.Option("--report", "-o", metavar="HTML", help="Also write the plan as an HTML page with charts."),
+        Path | None, option("Also write the plan as an HTML page with charts.", metavar="HTML", names="--report -o")
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Without RECIPE: list the model sizes that can be trained in this time on this cluster, e.g. '64xH100 x "
+            "14d'.",
             metavar="CLUSTERxTIME",
-            help="Without RECIPE: list the model sizes that can be trained in this time on this cluster, e.g. "
-            "'64xH100 x 14d'.",
         ),
     ] = None,
     mfu: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="With --budget: assume this MFU (0 to 1) instead of planning layouts."),
+        float | None, option("With --budget: assume this MFU (0 to 1) instead of planning layouts.", metavar="SHARE")
     ] = None,
     moments: Annotated[
         Moments | None,
-        typer.Option(
-            help="Count memory for the states of this optimizer, by default the recipe's optimizer. leaven itself "
-            "does not train with adam-8bit."
+        option(
+            "Count memory for the states of this optimizer, by default the recipe's optimizer. leaven itself does "
+            "not train with adam-8bit."
         ),
     ] = None,
     code: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Plan for Megatron-LM instead of leaven's own trainer, e.g. megatron-2026, or megatron-deepep for "
+        option(
+            "Plan for Megatron-LM instead of leaven's own trainer, e.g. megatron-2026, or megatron-deepep for "
             "mixtures of experts; a wrong name prints all. Published runs are planned for megatron-flash.",
+            metavar="NAME",
         ),
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option(
-            "--measure", help="Run three short steps on this machine and calibrate the predicted times with them."
+        option(
+            "Run three short steps on this machine and calibrate the predicted times with them.", names="--measure"
         ),
     ] = False,
-    history: Annotated[
-        bool, typer.Option(help="Calibrate the predicted times with earlier runs on this accelerator.")
-    ] = True,
+    history: Annotated[bool, option("Calibrate the predicted times with earlier runs on this accelerator.")] = True,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:

@@ -22,6 +22,7 @@ from leaven.cli.common import (
     count_option,
     group,
     load_recipe,
+    option,
     print_document,
 )
 from leaven.documents import Document
@@ -33,12 +34,10 @@ from leaven.views.terminal.console import console, warn
 from leaven.views.terminal.findings import findings_screen
 
 app = group()
-CsvOption = Annotated[bool, typer.Option("--csv", help="Print comma-separated values instead of a table.")]
-ParamsRange = Annotated[
-    str | None, typer.Option(metavar="A..B", help="Only runs of this size, e.g. 1B..10B, ..10B or 1B..")
-]
+CsvOption = Annotated[bool, option("Print comma-separated values instead of a table.", names="--csv")]
+ParamsRange = Annotated[str | None, option("Only runs of this size, e.g. 1B..10B, ..10B or 1B..", metavar="A..B")]
 TokensRange = Annotated[
-    str | None, typer.Option(metavar="A..B", help="Only runs of this length in tokens, e.g. 1T..5T, ..5T or 1T..")
+    str | None, option("Only runs of this length in tokens, e.g. 1T..5T, ..5T or 1T..", metavar="A..B")
 ]
 
 
@@ -46,14 +45,14 @@ TokensRange = Annotated[
 def list_runs(
     params: ParamsRange = None,
     tokens: TokensRange = None,
-    kind: Annotated[str | None, typer.Option(help="Only runs of this kind: dense, moe or vlm.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="Only runs with this optimizer, e.g. adamw.")] = None,
-    family: Annotated[str | None, typer.Option(help="Only runs of this family, e.g. Pythia.")] = None,
+    kind: Annotated[str | None, option("Only runs of this kind: dense, moe or vlm.")] = None,
+    optimizer: Annotated[str | None, option("Only runs with this optimizer, e.g. adamw.")] = None,
+    family: Annotated[str | None, option("Only runs of this family, e.g. Pythia.")] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Only runs with this value, e.g. schedule.shape=cosine. Other operators: != < <= > >=. Repeatable.",
             metavar="PATH=VALUE",
-            help="Only runs with this value, e.g. schedule.shape=cosine. Other operators: != < <= > >=. Repeatable.",
         ),
     ] = None,
     json_output: JsonOption = False,
@@ -92,35 +91,31 @@ def nearest_runs(
     tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.", "of --like")] = None,
     like: Annotated[
         Path | None,
-        typer.Option(
-            metavar="RECIPE", help="List runs that are similar to this recipe in size, norms and optimizer."
-        ),
+        option("List runs that are similar to this recipe in size, norms and optimizer.", metavar="RECIPE"),
     ] = None,
     norm_placement: Annotated[
-        NormPlacement | None, typer.Option(help="Put runs with this placement of norms at the top of the list.")
+        NormPlacement | None, option("Put runs with this placement of norms at the top of the list.")
     ] = None,
     qk_norm: Annotated[
         bool | None,
-        typer.Option("--qk-norm/--no-qk-norm", help="Put runs with (or without) QK-norm at the top of the list."),
+        option("Put runs with (or without) QK-norm at the top of the list.", names="--qk-norm/--no-qk-norm"),
     ] = None,
-    optimizer: Annotated[
-        Optimizer | None, typer.Option(help="Put runs with this optimizer at the top of the list.")
-    ] = None,
+    optimizer: Annotated[Optimizer | None, option("Put runs with this optimizer at the top of the list.")] = None,
     kind: Annotated[
         Kind,
-        typer.Option(
-            help="Only runs of models of this kind. For a --like recipe with experts, moe compares all its "
-            "parameters, and dense and vlm compare only those that a token uses."
+        option(
+            "Only runs of models of this kind. For a --like recipe with experts, moe compares all its parameters, "
+            "and dense and vlm compare only those that a token uses."
         ),
     ] = "dense",
     factor: Annotated[
         float,
-        typer.Option(
-            help="Only runs whose models are at most this many times larger or smaller. If there are none, runs of "
-            "any size."
+        option(
+            "Only runs whose models are at most this many times larger or smaller. If there are none, runs of any "
+            "size."
         ),
     ] = 4.0,
-    limit: Annotated[int, typer.Option(min=1, help="How many runs to list.")] = 5,
+    limit: Annotated[int, option("How many runs to list.", min=1)] = 5,
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
@@ -139,9 +134,7 @@ def nearest_runs(
         raise InputError("no size is given; type --params COUNT --tokens COUNT, or --like RECIPE")
     own = Stack("pre", recipe.model.qk_norm, recipe.hyperparameters.optimizer) if recipe else Stack()
     wanted = Stack(
-        norm_placement or own.norm_placement,
-        own.qk_norm if qk_norm is None else qk_norm,
-        optimizer or own.optimizer,
+        norm_placement or own.norm_placement, own.qk_norm if qk_norm is None else qk_norm, optimizer or own.optimizer
     )
     found = nearest(params, tokens, limit=limit, factor=factor, stack=wanted, kind=kind)
     rows = [near_run(run, away, params, factor, wanted) for run, away in found]

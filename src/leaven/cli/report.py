@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.runs import load_runs
-from leaven.cli.common import JsonOption, print_document
+from leaven.cli.common import JsonOption, option, print_document
 from leaven.documents.runs import ReportDocument
 from leaven.errors import InputError
 from leaven.storage import write_page
@@ -21,9 +21,9 @@ def report(
             "with the first.",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+    output: Annotated[Path, option("The HTML file to write.", names="--output -o")] = Path("report.html"),
     catalogue: Annotated[
-        bool, typer.Option("--catalogue", help="Write a page about the published runs. Give no PATH.")
+        bool, option("Write a page about the published runs. Give no PATH.", names="--catalogue")
     ] = False,
     json_output: JsonOption = False,
 ) -> None:

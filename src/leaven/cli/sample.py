@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, print_document
+from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, option, print_document
 from leaven.documents.runs import SampleDocument
 from leaven.errors import InputError, shown
 from leaven.views.terminal.console import console, errors, say_skipped
@@ -17,22 +17,17 @@ def sample(
     run: RunArgument,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt to continue.")] = "",
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens. Generation stops earlier at an end-of-text token.")
+        int, option("Maximum number of tokens. Generation stops earlier at an end-of-text token.", min=1)
     ] = 200,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature. At 0, the most likely token is always chosen.")
+        float, option("Sampling temperature. At 0, the most likely token is always chosen.", min=0)
     ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from this number of most likely tokens; 0 means all tokens.")
-    ] = 0,
+    top_k: Annotated[int, option("Sample from this number of most likely tokens; 0 means all tokens.", min=0)] = 0,
     top_p: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Sample from the most likely tokens whose total probability reaches this number."
-        ),
+        float, option("Sample from the most likely tokens whose total probability reaches this number.", min=0, max=1)
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
-    samples: Annotated[int, typer.Option(min=1, help="Number of texts to generate.")] = 1,
+    seed: Annotated[int, option("Random seed. The same seed gives the same text.")] = 0,
+    samples: Annotated[int, option("Number of texts to generate.", min=1)] = 1,
     tokens: TokensOption = None,
     device: DeviceOption = None,
     json_output: JsonOption = False,

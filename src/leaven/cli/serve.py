@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli.common import JsonOption, print_document
+from leaven.cli.common import JsonOption, option, print_document
 from leaven.documents.runs import ServeDocument
 from leaven.errors import InputError
 
@@ -25,7 +25,7 @@ def serve(
             show_default="the current folder",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="The port of the server on 127.0.0.1.")] = PORT,
+    port: Annotated[int, option("The port of the server on 127.0.0.1.", min=1, max=65_535)] = PORT,
     json_output: JsonOption = False,
 ) -> None:
     import uvicorn

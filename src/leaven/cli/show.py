@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
+from leaven.cli.common import JsonOption, SetOption, load_recipe, option, print_document
 from leaven.documents.runs import CautionRow, ShowDocument, WorthRow
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
@@ -22,8 +22,7 @@ from leaven.views.terminal.recipe import recipe_screen, rule_table
 def show(
     recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")] = None,
     rule: Annotated[
-        RuleName | None,
-        typer.Option(metavar="NAME", help=f"Print this scaling rule instead of a recipe: {', '.join(RULES)}."),
+        RuleName | None, option(f"Print this scaling rule instead of a recipe: {', '.join(RULES)}.", metavar="NAME")
     ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,

@@ -15,6 +15,7 @@ from leaven.cli.common import (
     count_option,
     exit_interrupted,
     load_recipe,
+    option,
     prepare_text,
     print_document,
     stop_on_signal,
@@ -34,28 +35,24 @@ def train(
     recipe: RecipeArgument,
     run: Annotated[
         Path | None,
-        typer.Option(
-            "--run",
-            "--run-folder",
-            help="The run folder to write. Under torchrun, type --run-folder, because torchrun itself has --run.",
-            show_default="runs/NAME",
+        option(
+            "The run folder to write. Under torchrun, type --run-folder, because torchrun itself has --run.",
+            "runs/NAME",
+            names="--run --run-folder",
         ),
     ] = None,
     log_to: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Where to log curves: tensorboard, wandb or trackio (separated by commas), or none.",
+            "tensorboard if installed",
             metavar="NAMES",
-            help="Where to log curves: tensorboard, wandb or trackio (separated by commas), or none.",
-            show_default="tensorboard if installed",
         ),
     ] = None,
     log_every: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="STEPS",
-            help="Print a line after every STEPS steps.",
-            show_default="after each validation and each minute",
+        option(
+            "Print a line after every STEPS steps.", "after each validation and each minute", metavar="STEPS", min=1
         ),
     ] = None,
     rewind_to: Annotated[

@@ -13,6 +13,7 @@ from leaven.cli.common import (
     SetOption,
     count_option,
     load_recipe,
+    option,
     print_document,
     require_alone,
     require_new,
@@ -45,17 +46,16 @@ def transfer(
     ] = None,
     like: Annotated[
         Path | None,
-        typer.Option(
-            metavar="TARGET.toml",
-            help="Put the tuned values into this recipe. The model shape, batch size, tokens, data and layout of "
+        option(
+            "Put the tuned values into this recipe. The model shape, batch size, tokens, data and layout of "
             "TARGET.toml do not change.",
+            metavar="TARGET.toml",
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="The recipe file to write.", show_default="print the table only"),
+        Path | None, option("The recipe file to write.", "print the table only", names="-o --output")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the output file if it exists.")] = False,
+    force: Annotated[bool, option("Overwrite the output file if it exists.", names="--force")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:

@@ -14,6 +14,7 @@ from leaven.cli.common import (
     exit_interrupted,
     list_option,
     load_recipe,
+    option,
     parsed_option,
     prepare_text,
     print_document,
@@ -44,59 +45,49 @@ def tune(
     recipe: Annotated[
         Path,
         typer.Argument(
-            metavar="RECIPE",
-            help="A recipe (TOML), or a command file: a command, its loss and its search space.",
+            metavar="RECIPE", help="A recipe (TOML), or a command file: a command, its loss and its search space."
         ),
     ],
     study: Annotated[
         str,
-        typer.Option(
+        option(
+            "The folder of the study, or a database that several machines share: postgresql://USER@HOST/DATABASE or "
+            "sqlite:///FILE.",
             metavar="DIR_OR_URL",
-            help="The folder of the study, or a database that several machines share: "
-            "postgresql://USER@HOST/DATABASE or sqlite:///FILE.",
         ),
     ],
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="Total number of trials, including finished ones.", show_default="32")
-    ] = None,
-    flops: Annotated[
-        float | None, typer.Option(help="Total FLOP budget of all trials, e.g. 1e18.", show_default="no limit")
-    ] = None,
+    trials: Annotated[int | None, option("Total number of trials, including finished ones.", "32", min=1)] = None,
+    flops: Annotated[float | None, option("Total FLOP budget of all trials, e.g. 1e18.", "no limit")] = None,
     hours: Annotated[
         float | None,
-        typer.Option(
-            help="Time budget in hours. An hour in which several machines run trials counts as one hour.",
-            show_default="no limit",
-        ),
+        option("Time budget in hours. An hour in which several machines run trials counts as one hour.", "no limit"),
     ] = None,
-    method: Annotated[
-        str, typer.Option(help="Search algorithm: trust-region, random, grid, tpe, cma or gp.")
-    ] = "trust-region",
+    method: Annotated[str, option("Search algorithm: trust-region, random, grid, tpe, cma or gp.")] = "trust-region",
     space: Annotated[
         str | None,
-        typer.Option(
-            help="The values to search: global (values for the whole model, e.g. lr), global-full (also schedule, "
+        option(
+            "The values to search: global (values for the whole model, e.g. lr), global-full (also schedule, "
             "clipping, dropout and optimizer), per-module (about 25 values), per-module-full (about 90 values), or "
             "keys of the recipe separated by commas, e.g. hyperparameters.lr.",
-            show_default="the tuning section of the recipe, or global",
+            "the tuning section of the recipe, or global",
         ),
     ] = None,
     command: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Run this shell command instead of leaven's own trainer. Placeholders such as {lr} stand for values of "
+            "the recipe, {seed} for the seed and {out} for an empty folder.",
+            "leaven's own trainer",
             metavar="TEXT",
-            help="Run this shell command instead of leaven's own trainer. Placeholders such as {lr} stand for values "
-            "of the recipe, {seed} for the seed and {out} for an empty folder.",
-            show_default="leaven's own trainer",
         ),
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="With --command: a regular expression for the losses in its output, with {loss} for the number and "
+        option(
+            "With --command: a regular expression for the losses in its output, with {loss} for the number and "
             "{step} for the step, e.g. 'step {step}: val loss {loss}'.",
-            show_default=False,
+            default=False,
+            metavar="PATTERN",
         ),
     ] = None,
     workers: Annotated[
@@ -113,13 +104,13 @@ def tune(
     ] = None,
     stack: Annotated[
         int | None,
-        typer.Option(
-            metavar="COUNT",
-            min=1,
-            help="Number of trials that a worker trains at once, as one batched model: many times faster for small "
+        option(
+            "Number of trials that a worker trains at once, as one batched model: many times faster for small "
             "models on a GPU, but not on a CPU. Batch size, run length and dropout are then not searched. More than "
             "1/12 of --trials at once makes the search worse.",
-            show_default="1; with --workers auto, chosen",
+            "1; with --workers auto, chosen",
+            metavar="COUNT",
+            min=1,
         ),
     ] = None,
     durations: Annotated[
@@ -133,35 +124,34 @@ def tune(
     ] = None,
     noise: Annotated[
         float | None,
-        typer.Option(
+        option(
+            "The standard deviation of the loss between seeds, in nats, e.g. from an earlier study of this recipe. "
+            "Without this option, some trials repeat the first trial with other seeds.",
+            "measured in studies of 12 trials or more",
             min=0,
             max=100,
-            help="The standard deviation of the loss between seeds, in nats, e.g. from an earlier study of this "
-            "recipe. Without this option, some trials repeat the first trial with other seeds.",
-            show_default="measured in studies of 12 trials or more",
         ),
     ] = None,
     prior: Annotated[
         Literal["laws"] | None,
-        typer.Option(
-            metavar="laws",
-            help="laws: begin at the values that published laws and runs predict to be best. A prediction that the "
+        option(
+            "laws: begin at the values that published laws and runs predict to be best. A prediction that the "
             "trials contradict is dropped.",
-            show_default="none",
+            "none",
+            metavar="laws",
         ),
     ] = None,
     from_study: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "The folder of an earlier study, e.g. of a smaller model with the same scaling.base and scaling.rule. "
+            "Its trials and its noise are prior knowledge for this search.",
+            "none",
             metavar="DIR",
-            help="The folder of an earlier study, e.g. of a smaller model with the same scaling.base and "
-            "scaling.rule. Its trials and its noise are prior knowledge for this search.",
-            show_default="none",
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for the results if --study is a URL.", show_default="studies/NAME"),
+        Path | None, option("Folder for the results if --study is a URL.", "studies/NAME", metavar="DIR")
     ] = None,
     overrides: SetOption = None,
     device: DeviceOption = None,

@@ -4,7 +4,6 @@ If standard error is not a terminal, only the rows are printed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -13,10 +12,6 @@ from rich.text import Text
 from leaven.recipe.units import format_seconds
 from leaven.views.tables import Cell, Column, RowByRow
 from leaven.views.terminal import console
-
-if TYPE_CHECKING:
-    from leaven.data.tokens import TokenSet
-
 
 LONG = 600.0  # seconds over which the speed of a progress bar is measured
 
@@ -76,8 +71,3 @@ class LiveScreen(Progress):
     def text(self, stage: str, done: int, total: int) -> None:
         """Show how many bytes of text or token ids have been read or tokenised."""
         self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
-
-    def notes(self, tokens: "TokenSet") -> None:
-        """Print the notes of ``tokens``, for example which documents were skipped and which shards were rebuilt."""
-        for note in tokens.notes:
-            self.line(f"  {note}")
