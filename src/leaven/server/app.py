@@ -1,23 +1,24 @@
 """The web server of ``leaven serve``: pages of folders, a planner and a page of published runs.
 
-The server answers only GET requests that are addressed to this machine and contain the token from the address that
-``leaven serve`` prints. It shows no other folders than those that :func:`leaven.server.folders.find` finds, whatever
-path a request contains.
+It answers only GET requests that are addressed to this machine and contain the token of the printed address. It shows
+only folders that :func:`leaven.server.folders.find` finds, whatever path a request contains.
 """
 
 import secrets
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.draft import StarterRequest
@@ -52,7 +53,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the web application. It shows the runs, studies, checks and demos that are in ``roots``."""
+    """Return the web application, which shows the runs, studies, checks and demos in ``roots``."""
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root}/{name:path}": lambda request: _folder(request, roots),
@@ -67,32 +68,27 @@ def application(roots: list[Path], token: str) -> Starlette:
     )
 
 
-class TokenRequired:
-    """ASGI middleware that refuses a request without the right token, or to a host other than 127.0.0.1 or localhost.
+class TokenRequired(BaseHTTPMiddleware):
+    """Refuses a request without the right token, or (to prevent DNS rebinding) to a host that is not in ``LOCAL``.
 
-    The first request has the token in its address, later ones in a cookie. The host name is checked to prevent DNS
-    rebinding.
+    The first request has the token in its address, later ones in a cookie.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+        super().__init__(app)
+        self._token = token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope)
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         cookie = f"leaven-{request.url.port}"
         if request.url.hostname not in LOCAL:
-            answer: Response | None = PlainTextResponse("open this page at http://127.0.0.1\n", 403, HEADERS)
-        elif self._is_token(request.query_params.get("token", "")):
+            return PlainTextResponse("open this page at http://127.0.0.1\n", 403, HEADERS)
+        if self._is_token(request.query_params.get("token", "")):
             answer = RedirectResponse(request.url.path, 303, HEADERS)
             answer.set_cookie(cookie, self._token, httponly=True, samesite="strict")
-        elif self._is_token(request.cookies.get(cookie, "")):
-            answer = None
-        else:
-            answer = PlainTextResponse("no valid token; open the address that leaven serve printed\n", 403, HEADERS)
-        await (answer or self._app)(scope, receive, send)
+            return answer
+        if self._is_token(request.cookies.get(cookie, "")):
+            return await call_next(request)
+        return PlainTextResponse("no valid token; open the address that leaven serve printed\n", 403, HEADERS)
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(), self._token.encode())
@@ -102,7 +98,7 @@ def _page(request: Request, here: str, make: Callable[[], str], found: list[Foun
     """Return the HTML page that ``make`` returns, or a page with the InputError or OSError that ``make`` raises.
 
     A page of the folders ``found`` updates itself: every two seconds, the browser asks whether they have changed. If
-    they have not, the response is an empty one with status 304.
+    not, the response is empty and has status 304.
     """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
@@ -139,9 +135,8 @@ def _folders(request: Request, roots: list[Path]) -> Response:
 def _counted(found: list[Found]) -> str:
     """Return the number of folders of each kind as text, for example ``2 runs, 1 study``."""
     plural = {"run": "runs", "study": "studies", "check": "checks", "demo": "demos"}
-    kinds = [each.kind for each in found]
-    counts = [(kinds.count(kind), kind) for kind in plural if kind in kinds]
-    return ", ".join(f"{count} {kind if count == 1 else plural[kind]}" for count, kind in counts)
+    kinds = Counter(each.kind for each in found)
+    return ", ".join(f"{n} {kind if n == 1 else plural[kind]}" for kind in plural if (n := kinds[kind]))
 
 
 def _named(roots: list[Path], root: str, name: str) -> Found | None:
@@ -185,8 +180,10 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return the plan that the form of the planner requests, and the title of its page. ``given`` has the texts of
-    the form by field. The size is a number of parameters, such as 7B, or the id of a published run."""
+    """Return the plan that the form of the planner requests, and the title of its page.
+
+    The size is a number of parameters, such as 7B, or the id of a published run.
+    """
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
         return plan_run(size, gpus, layout), size
@@ -196,8 +193,7 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the shell command that prints the plan of :func:`_planned`. ``given`` has the texts of the form by
-    field."""
+    """Return the shell command that prints the plan of :func:`_planned`."""
     options = ["--gpus", given["gpus"]]
     options += [part for key in ("layout", "price") if given[key] for part in (f"--{key}", given[key])]
     if given["size"] and not given["size"][0].isdigit():
