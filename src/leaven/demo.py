@@ -1,8 +1,10 @@
 """``leaven demo`` shows how the best learning rate (lr) changes when a model gets wider.
 
-The demo trains the smallest model, called the base, with each lr of a grid. It then trains every wider model with the
-same grid in two ways: "copied" keeps all hyperparameters of the base, and "moved" scales them to the new width by a
-scaling rule. Finally it trains the widest model in both ways with the base's best lr and more seeds.
+The demo trains the smallest model, called the base, with each lr of a grid. Every wider model gets the same grid
+twice:
+"copied" keeps all hyperparameters of the base, and "moved" scales them by a scaling rule. Finally, the widest model
+is
+trained in both ways with the base's best lr and more seeds.
 """
 
 import json
@@ -57,8 +59,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules, for each seed but the first. The grid
-        has the runs of the first seed."""
+        """Return the final runs: ``lr`` at the largest width, with both rules, for each seed but the first."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -93,14 +94,12 @@ def run_demo(
     Args:
         size: "full" or "quick". By default, a resumed demo keeps its size. A new demo is full, or quick if full is
             estimated to take more than ``MOST_SECONDS``.
-        source: the training text, written as ``data.source`` in a recipe. By default, a resumed demo keeps its text,
-            and a new demo trains on the text in demo.toml.
-        workers: number of processes.
+        source: ``data.source`` of the recipe. By default, a resumed demo keeps its text, and a new one has that of
+            demo.toml.
         stop: returns true once the user asked to stop.
 
     Raises:
-        InputError: if the folder contains other files or another demo, is in use, or cannot be written; or if the
-            source has no text.
+        InputError: if the folder has other files or another demo, is in use or cannot be written; or without text.
         ChecksStopped: if ``stop`` returned true. The same call resumes the demo.
     """
     require_writable(folder)
@@ -136,8 +135,7 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into the folder, or None if the demo is new. Raise InputError
-    for a file, a folder with other files, a demo of another size or text, or a demo whose runs are missing."""
+    """Return the document that an earlier call wrote into the folder, or None if the demo is new."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -197,7 +195,7 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
 
 
 def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
-    """Train the runs that have not finished, and write the three recipes. Return the document with the result."""
+    """Train the runs that have not finished, and write the three recipes."""
     size = SIZES[document.size]
     document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
     lr = best(curves(document)[MOVED, size.widths[0]])
@@ -214,7 +212,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
 
 
 def result_of(demo: DemoDocument) -> DemoResult:
-    """Return the result of a finished demo: the losses at the lr that is best for the base."""
+    """Return the losses at the lr that is best for the base."""
     base, widest = demo.models[0].width, demo.models[-1].width
     lr = best(curves(demo)[MOVED, base])
     copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
@@ -236,24 +234,24 @@ def _save(document: DemoDocument, folder: Path) -> None:
 
 
 def base_recipe() -> Recipe:
-    """Return the recipe of the smallest model, from demo.toml."""
     return parse_recipe(files("leaven").joinpath("demo.toml").read_text(encoding="utf-8"), "demo.toml")
 
 
 def recipe_at(base: Recipe, width: int) -> Recipe:
-    """Return the recipe ``base`` scaled to another width by the scaling rule in ``base``."""
+    """Return the recipe ``base`` scaled to another width by its scaling rule."""
     return trial_of(base, DemoPoint(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
 
 
 def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
-    """Return the training run with the scaling rule, width, lr and seed of a :class:`DemoPoint`."""
     family = recipe_models(base.replace({"scaling.rule": point.rule}), prepare)
     return family.trial(RunSetting(RunScale(point.width, base.model.n_layers), point.lr, point.seed))
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run on one thread from the speed of four steps. A validation token is assumed to
-    take a third of the time of a training token."""
+    """Estimate the seconds of a run on one thread from the speed of four steps.
+
+    A validation token is assumed to take a third of the time of a training token.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -265,15 +263,14 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean of ``first`` - ``second``, and half the width of its 95% confidence interval (Student's t). The
-    lists have one value for each seed, in the same order."""
+    """Return the mean of ``first`` - ``second``, and half the width of its 95% confidence interval (Student's t)."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread
 
 
 def _runs(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRun]:
-    """Train the runs that have no result in the store yet, and return the results of all runs in ``points``."""
+    """Train the runs that have no result in the store yet, and return the results of all ``points``."""
     trials = {point: trial_of(base, point) for point in points}
     outcome = store.run(trials.values())
     ended = {point: outcome(trial) for point, trial in trials.items()}

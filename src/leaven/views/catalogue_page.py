@@ -48,8 +48,7 @@ class CatalogueChart:
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
     """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is a field of a law's result, such as ``lr``. Laws without this field are left out, and so are laws
-    that only restate another law.
+    ``predicted`` is a field of a law's result, such as ``lr``. Laws that only restate another law are left out.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -61,10 +60,7 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return the init std of each rule for models of these sizes.
-
-    With width / ASPECT layers, the width of a model with N parameters is (N x ASPECT / 12)^(1/3).
-    """
+    """Return the init std of each rule. With width / ASPECT layers, N parameters have width (N ASPECT / 12)^(1/3)."""
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
         "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
@@ -103,7 +99,7 @@ CHARTS = (
 
 
 def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
-    """Return the page as HTML. If the recipe ``own`` is given, the charts also show its values."""
+    """Return the page as HTML. The charts also show the values of the recipe ``own``."""
     hues, values = hues_of(runs), _values_of(own) if own else {}
     drawn = {chart.key: scatter(chart, runs, hues, own, values.get(chart.key)) for chart in CHARTS}
     lineages = Counter(run.lineage.name for run in runs)
@@ -127,13 +123,13 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return the recipe's value for each chart, by key. The lr and init std are those of the hidden weights."""
+    """Return the recipe's value for each chart. The lr and init std are those of the hidden weights."""
     case = Case(recipe, adamw_rows(recipe))
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the `HUES` largest lineages by name, without lineages of a single run."""
+    """Return the colours of the `HUES` largest lineages with at least two runs, by name."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -144,7 +140,7 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
-    """Return plotly's name of a run's symbol. It depends on muP, the optimizer and whether the model has experts."""
+    """Return plotly's name of a run's symbol: muP is a diamond, other optimizers are squares, and moe is open."""
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -161,9 +157,9 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over the parameters that a token uses, and the names of its lines.
+    """Return a chart of published runs over the parameters that a token uses, and the names of its numbered lines.
 
-    The lines are numbered in the order of the names. The recipe ``own`` is a star at ``own_value``.
+    The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
@@ -218,7 +214,6 @@ def _value_and_size(quantity: CatalogueChart, value: float, params: int) -> str:
 
 
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
-    """Return the tooltip of a point, with the run's id, value, lineage and source."""
     lines = [_value_and_size(quantity, value, run.params_active), f"lineage {run.lineage.name}"]
     if run.kind == "moe":
         lines.append(f"experts, {numbers.quantity(run.params_total)} in total")
@@ -254,8 +249,10 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap. ``decades`` is
-    the height of the chart."""
+    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap.
+
+    ``decades`` is the height of the chart.
+    """
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):
@@ -266,7 +263,7 @@ def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[fl
 
 
 def linked(source: str) -> Markup:
-    """Return the text of a source as HTML, with links to arXiv papers and GitHub repositories."""
+    """Return a source as HTML, with links to arXiv papers and GitHub repositories."""
     text = str(escape(source))
     text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r'<a href="https://arxiv.org/abs/\1" rel="noreferrer">\g<0></a>', text)
     text = re.sub(r"^([\w.-]+/[\w.-]+): ", r'<a href="https://github.com/\1" rel="noreferrer">\1</a>: ', text)

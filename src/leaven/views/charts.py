@@ -67,12 +67,12 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """Return a user's text escaped for plotly, so that tags and %{...} in the text are shown as they are."""
+    """Return a user's text escaped for plotly: tags and %{...} are shown as they are."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 
 def hue(number: int) -> str:
-    """Return one of the nine categorical colours of the style sheet. The numbers 0 and 9 have the same colour."""
+    """Return one of the nine categorical colours of the style sheet; 0 and 9 are the same."""
     return f"var(--hue-{number % 9 + 1})"
 
 
@@ -106,7 +106,7 @@ def line(
     shape: str = "linear",
     **style: Any,
 ) -> Figure:
-    """Return a trace of a line through ``points``. With ``size``, each point has a dot of ``size`` pixels."""
+    """Return a trace of a line through ``points``, with dots of ``size`` pixels if it is not 0."""
     looks = {"color": colour, "width": width, "dash": dash, "shape": shape}
     if size:
         return _trace(points, "lines+markers", line=looks, **{"marker": {"color": colour, "size": size}} | style)
@@ -114,7 +114,7 @@ def line(
 
 
 def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None = None, **style: Any) -> Figure:
-    """Return a trace of dots. ``marker`` may contain more keys of plotly's markers, for example ``symbol``."""
+    """Return a trace of dots. ``marker`` may have more keys of plotly's markers, for example ``symbol``."""
     return _trace(points, "markers", marker={"color": colour, "size": size} | (marker or {}), **style)
 
 
@@ -127,7 +127,7 @@ def _trace(points: Points, mode: str, **style: Any) -> Figure:
 
 
 def short(value: float | None) -> float | None:
-    """Return a float with six significant digits, to keep pages small. Integers and None stay as they are."""
+    """Return a float with six significant digits, to keep pages small. Integers and None stay."""
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
@@ -140,7 +140,7 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
-    """Return a logarithmic axis with ticks at the ``values``, or at every n-th value if there are more than 8."""
+    """Return a logarithmic axis with ticks at the ``values``, or at every n-th if there are more than 8."""
     places = sorted(set(values))
     shown = places[:: -(-len(places) // 8)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
@@ -154,13 +154,13 @@ def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: fl
 
 
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
-    """Return a line across the whole chart at the value ``at`` of ``axis`` (x or y), by default behind the traces."""
+    """Return a line across the chart at the value ``at`` of ``axis`` (x or y), by default behind the traces."""
     looks = {"color": colour, "width": 1, "dash": dash}
     return {"type": "line", "line": looks, "layer": "below", **_across(axis, at, at), **more}
 
 
 def mark_band(axis: str, low: float, high: float, colour: str) -> Figure:
-    """Return a band across the whole chart from ``low`` to ``high`` on ``axis`` (x or y), behind everything else."""
+    """Return a band across the chart from ``low`` to ``high`` on ``axis`` (x or y), behind everything else."""
     return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **_across(axis, low, high)}
 
 
@@ -188,8 +188,9 @@ def _minus(a: float | None, b: float | None) -> float | None:
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
     """Return y smoothed: at each point, the value of a straight line that is fitted to its neighbours.
 
-    Point i has ``share`` * i neighbours on each side, at least 2. The number grows with i, because on a logarithmic
-    axis later points are closer. Unlike a moving average, the fit does not lag where the curve falls.
+    Point i has ``share`` * i neighbours on each side, at least 2: on a logarithmic axis later points are closer.
+    Unlike a
+    moving average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)
@@ -214,7 +215,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` of the points, with the first and the last, evenly spaced on a log or linear axis."""
+    """Return at most ``most`` points, the first and the last included, evenly spaced on a log or linear axis."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])
@@ -224,7 +225,7 @@ def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> lis
 
 
 def corners(points: Sequence[Point]) -> list[Point]:
-    """Return the points before and after each change of a step function, and the first and the last point."""
+    """Return the ends of a step function, and the points before and after each of its changes."""
     last = len(points) - 1
     return [
         (x, y) for i, (x, y) in enumerate(points) if i in {0, last} or y != points[i - 1][1] or y != points[i + 1][1]

@@ -36,10 +36,9 @@ def check_page(check: CheckDocument) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return a chart for each axis and quantity, by name, and the template variables of their sections.
+    """Return a chart for each axis and quantity, with a curve for each module, and the variables of their sections.
 
-    A chart has a curve for each module. Gradients are divided by Adam's eps at the same size, so they are flat if the
-    rule scales eps correctly.
+    Gradients are divided by Adam's eps at the same size, so they are flat if the rule scales eps correctly.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
@@ -66,10 +65,9 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve divided by its first value, so that it starts at 1.
+    """Return the points of a curve, divided by ``eps`` at the same size and by the first value.
 
-    With ``eps``, each value is first divided by the eps at the same size, unless this eps is 0 or missing. The list
-    is empty if a value is 0 or missing, because a logarithmic axis cannot show it.
+    The list is empty if a value is 0 or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
@@ -80,8 +78,7 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a sweep or of ``check equivalence``, and the template variables of their section.
 
-    The first chart shows the loss over the swept value. Further charts show the best value over the width, depth,
-    batch or tokens of the models.
+    The first shows the loss over the swept value; the others the best value over width, depth, batch or tokens.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
@@ -106,9 +103,10 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a collapse check, and the template variables of their section; two empty dicts if the
-    check has no curves. The charts show the normalised loss curves, and their deviations from the curve of the
-    base."""
+    """Return the charts of normalised loss curves and their deviations, and the variables of their section.
+
+    Both are empty if the check has no curves.
+    """
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
     for quantity, title in (("normalised", "normalised loss"), ("deviation", "share of the fall of the loss")):
@@ -127,10 +125,9 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 
 
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
-    """Draw the best value of the hyperparameter over the width, depth, batch or duration.
+    """Draw the best value over the width, depth, batch or duration.
 
-    A dotted line shows the best value of the first point. With ``limit``, two more lines are ``limit`` octaves above
-    and below that line.
+    The dotted line is the best value of the first point; with ``limit``, lines are that many octaves above and below.
     """
     level = curve.y[0]
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []

@@ -27,15 +27,14 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
     "sequence lengths": lambda recipe: recipe.model.seq_len,
     "numbers of validation tokens": lambda recipe: recipe.evaluation.tokens,
 }
-"""The recipe values that decide on which tokens the validation loss is measured. Losses of two runs can be compared
-only if these values are equal."""
+"""The recipe values that must be equal so that the validation losses of two runs can be compared."""
 
 
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
     """Return a comparison of runs with the first run, as an HTML page for the file ``output`` and as a document.
 
     Raises:
-        InputError: if a folder is not a run with steps or is given twice, or if there are too many (``MOST_RUNS``).
+        InputError: for a folder that is no run with steps or is given twice, and for more than ``MOST_RUNS``.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -96,9 +95,9 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
     """Return the tokens that ``first`` needed / the tokens that ``run`` needed to reach the same validation loss.
 
-    2 means that ``run`` needed half of the tokens. Each run is a list of (tokens, validation loss). The loss to reach
-    is the final loss of the worse run. Return None if a run has fewer than two validations, or if the better run
-    reached this loss at the first validation.
+    Each run is a list of (tokens, validation loss). The loss to reach is the final loss of the worse run. Return None
+    with
+    fewer than two validations, or if the better run reached this loss at its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -110,10 +109,9 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the tokens at which a run first reached ``loss``, or None if its first validation had reached the loss
-    already. The run must have reached it.
+    """Return the tokens at which a run first reached ``loss``, interpolated over the logarithm of tokens.
 
-    Between two validations, the loss is interpolated over the logarithm of tokens.
+    The run must have reached it. Return None if its first validation had reached it already.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss

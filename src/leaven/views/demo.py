@@ -26,10 +26,8 @@ COMMANDS = (  # for a model of the user's own, after the demo
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the loss at each lr, for each pair (rule, width).
-
-    A loss at the base width is the mean over seeds. A loss at another width is that of the first seed.
-    """
+    """Return the loss at each lr, for each pair (rule, width): the mean over seeds at the base, else that of the
+    first seed."""
     base = demo.models[0].width
     return {
         (rule, width): {
@@ -41,12 +39,10 @@ def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
 
 
 def best(curve: dict[float, float]) -> float:
-    """Return the lr with the lowest loss. ``curve`` maps each lr to its loss."""
     return min(curve, key=lambda lr: curve[lr])
 
 
 def headline(demo: DemoDocument) -> Iterator[str]:
-    """Yield the result of a demo in sentences."""
     result, base = demo.result, demo.models[0].width
     if result is None:
         yield "The demo has not finished; run the same command again to resume."
@@ -66,16 +62,13 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 
 
 def _change(first: float, last: float, lrs: list[float]) -> str:
-    """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
-
-    "or less" and "or more" mean that ``last`` is at an end of ``lrs``, the tried values.
-    """
+    """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less`` for the lowest of ``lrs``."""
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return a table of losses with a row for each width and rule, and a star at the lowest loss of a row."""
+    """Return the losses, with a row for each width and rule, and a star at the lowest loss of a row."""
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -126,17 +119,17 @@ def seed_table(demo: DemoDocument) -> Table:
 
 
 def cost(demo: DemoDocument) -> float:
-    """Return the sum of the training times of all runs, in seconds."""
     return sum(run.seconds for run in demo.runs)
 
 
 def demo_plan(
     demo: DemoDocument, runs: int, seconds: Mapping[str, float], most_seconds: float | None
 ) -> Iterator[str]:
-    """Yield lines about what a demo will train, and how long each size of the demo takes on this machine.
+    """Yield lines about what a demo will train, and how long.
 
-    ``seconds`` has the time of each size, by name. ``most_seconds`` is the limit by which leaven chose the size, or
-    None if the user chose the size.
+    ``seconds`` has the estimated time of each size. ``most_seconds`` is the limit by which leaven chose the size, or
+    None
+    if the user chose it.
     """
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES
@@ -161,7 +154,7 @@ def demo_plan(
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield the losses of all runs, the losses of the runs with several seeds, the result and the cost."""
+    """Yield the losses of all runs, those of the runs with several seeds, the result and the cost."""
     yield "loss, nats per token (*: the lowest loss of a row)"
     yield loss_table(demo)
     yield ""
@@ -169,15 +162,11 @@ def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
     yield ""
     yield from headline(demo)
     time = f"{format_seconds(demo.seconds)} with {demo.processes} processes"
-    yield Facts([("time", [time, f"training {format_seconds(cost(demo))}"]), ("page", [demo.report or ""])])
+    yield Facts(("time", [time, f"training {format_seconds(cost(demo))}"]), ("page", demo.report or ""))
 
 
 def demo_page(demo: DemoDocument) -> str:
-    """Return the page of a finished demo as HTML.
-
-    Raises:
-        InputError: if the demo has not finished.
-    """
+    """Return the page of a finished demo as HTML, or raise InputError if it has not finished."""
     if demo.result is None:
         raise InputError("the demo has not finished; run the same leaven demo again to resume it")
     return render(
@@ -199,8 +188,8 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule: a curve for each width, with a diamond at its lowest point. A vertical
-    line shows the best lr of the base."""
+    """Draw the loss over the lr for one rule: a curve for each width, and a dotted line at the best lr of the
+    base."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 @dataclass(frozen=True)
 class RunView:
-    """A training run as it is displayed. Numbers that charts cannot show, such as NaN, are None."""
+    """A training run for display. Numbers that charts cannot show, such as NaN, are None."""
 
     title: str
     recipe: Recipe
@@ -61,10 +61,8 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-        """The faults in the files of the run, or "": damaged lines, changed files, and files of other runs.
-
-        The files are read on first use, because a list of runs does not need the faults.
-        """
+        """The faults in the files of the run, or "". They are read on first use, because a list of runs does not need
+        them."""
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
@@ -73,7 +71,7 @@ class RunView:
 
 
 class StudyView(StudyDocument):
-    """A study (a search for hyperparameters) as it is displayed."""
+    """A study (a search for hyperparameters) for display."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
     # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or not of this study, or if
@@ -93,13 +91,12 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss, nats per token. None until trials with fresh seeds have measured it."""
+        """The 95% interval of the best loss in nats per token, or None if no fresh seeds have measured it."""
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials with the starting values. If there are none, the loss of the first
-        complete trial; None if no trial is complete."""
+        """The mean loss of the complete trials at the start, or else the loss of the first complete trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -123,8 +120,7 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder contains no data of a run, study, check or demo, or a file is damaged or contradicts
-            itself.
+        InputError: if the folder is of no run, study, check or demo, or a file is damaged or contradicts itself.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
@@ -189,8 +185,7 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw. The
-    texts ``event`` and ``why`` are kept."""
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -202,7 +197,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
-    """Return the seconds of a run without the pauses before each resume, or None if no event has a time."""
+    """Return the seconds of a run without the pauses before each resume. None: no event has a time."""
     times = [(event["event"], event["time"]) for event in events if event.get("time") is not None]
     spent = (after - before for (_, before), (event, after) in pairwise(times) if event not in {"start", "resume"})
     return sum(spent) if times else None
@@ -216,10 +211,9 @@ def _drawable(number: float) -> bool:
 
 def read_study(folder: Path) -> StudyView:
     path = folder / "study.json"
-    state = _document(path, StudyDocument)
+    state = _document(path, StudyDocument, _faults_of_study)
     if not state.trials:
         raise InputError(f"{path}: no trial has ended yet; run leaven tune, or wait for it")
-    _refuse(path, _faults_of_study(state))
     best, centre = folder / "best.toml", folder / "centre.toml"
     of_file = is_command_file(centre)
     start = command_space(centre).file if of_file else read_recipe(centre)
@@ -245,25 +239,21 @@ def read_study(folder: Path) -> StudyView:
 
 
 def _same(a: Value | None, b: Value) -> bool:
-    """Return whether two values are equal, except for the last bits, which depend on the processor."""
-    return math.isclose(a, b, rel_tol=1e-9) if isinstance(a, float) and not isinstance(b, str) else a == b
+    if isinstance(a, float) and not isinstance(b, str):
+        return math.isclose(a, b, rel_tol=1e-9)  # the last bits depend on the processor
+    return a == b
 
 
 def read_demo(folder: Path) -> DemoDocument:
     """Return the document of a demo, finished or not."""
-    demo = _document(folder / "demo.json", DemoDocument)
-    _refuse(folder / "demo.json", _faults_of_demo(demo))
-    return demo
+    return _document(folder / "demo.json", DemoDocument, _faults_of_demo)
 
 
 def read_check(folder: Path) -> CheckDocument:
-    check = _document(folder / "check.json", CheckDocument)
-    _refuse(folder / "check.json", _faults_of_check(check))
-    return check
+    return _document(folder / "check.json", CheckDocument, _faults_of_check)
 
 
 def _faults_of_study(study: StudyDocument) -> Iterator[str]:
-    """Yield the contradictions in a study, for example a trial without one of the searched values."""
     searched = {dimension.path for dimension in study.dimensions}
     drawn = {coordinate.path for coordinate in study.coordinates if coordinate.slice}
     for trial in study.trials:
@@ -293,7 +283,6 @@ def _faults_of_study(study: StudyDocument) -> Iterator[str]:
 
 
 def _faults_of_check(check: CheckDocument) -> Iterator[str]:
-    """Yield the contradictions in a check, for example a curve whose x and y have different lengths."""
     for key in ("seeds", "scales") if check.check == "collapse" else ("seeds",):
         if key not in check.settings:
             yield f"settings: {key} is missing"
@@ -321,7 +310,6 @@ def _faults_of_check(check: CheckDocument) -> Iterator[str]:
 
 
 def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
-    """Yield the contradictions in a demo, for example a missing run."""
     if not demo.models or not demo.lrs or min(demo.lrs) <= 0 or min(model.width for model in demo.models) <= 0:
         yield "a number in models or lrs is missing or not above 0"
     if missing := {"processor", "cores", "platform", "python", "torch", "leaven"} - demo.machine.keys():
@@ -336,31 +324,23 @@ def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
                 yield f"runs: a run of width {model.width} is missing"
 
 
-def _refuse(path: Path, faults: Iterator[str]) -> None:
-    if (fault := next(faults, None)) is not None:
-        raise InputError(f"{path}: {fault}; {_AGAIN}")
-
-
-def _document(path: Path, kind: type[Kind]) -> Kind:
-    """Return the document in a file. Raise InputError if the file cannot be read, is damaged, or has a number that
-    charts cannot show."""
+def _document(path: Path, kind: type[Kind], faults: Callable[[Kind], Iterator[str]]) -> Kind:
+    """Return the document in a file, or raise InputError with the first of its faults."""
     try:
         document = kind.model_validate_json(storage.read(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = "".join(f"{key}: " for key in fault["loc"])
-        raise InputError(f"{path}: {where}{fault['msg'][0].lower()}{fault['msg'][1:]}; {_AGAIN}") from None
-    _refuse(path, _undrawable(document.model_dump(), ""))
+        first = error.errors()[0]
+        where = "".join(f"{key}: " for key in first["loc"])
+        raise InputError(f"{path}: {where}{first['msg'][0].lower()}{first['msg'][1:]}; {_AGAIN}") from None
+    if (fault := next(chain(_undrawable(document.model_dump(), ""), faults(document)), None)) is not None:
+        raise InputError(f"{path}: {fault}; {_AGAIN}")
     return document
 
 
 def _undrawable(value: Any, where: str) -> Iterator[str]:
-    """Yield a message for each number in ``value`` that charts cannot show.
-
-    ``value`` is a document or a part of it. ``where`` is its place in the file, such as ``"trials: 3: "``.
-    """
+    """Yield a message for each number that charts cannot show. ``where`` is its place: ``"trials: 3: "``."""
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if key != "interval":  # an unknown interval is infinite

@@ -14,9 +14,9 @@ LEAST_GIB = 0.05  # smaller parts of memory are not shown
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """Return a hyperparameter as text with ``digits`` significant digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
+    """Return a hyperparameter with ``digits`` significant digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Zeros at the end are left out. Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more.
+    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more. Zeros at the end are left out.
     """
     if number is None:
         return NONE
@@ -30,7 +30,7 @@ def value(number: float | None, digits: int = 3) -> str:
 
 
 def scientific(number: float | None, digits: int = 2) -> str:
-    """Return a number in scientific notation, such as ``3.50e-4`` with 3 ``digits``. None becomes `NONE`."""
+    """Return a number such as ``3.50e-4`` (with 3 ``digits``). None becomes `NONE`."""
     if number is None:
         return NONE
     mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
@@ -55,8 +55,10 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return lines about the time of a step, judged by published runs: its range, and the three training codes with
-    the most runs. Without such runs, a line says so. Return [] for a calibrated plan or a CPU."""
+    """Return lines about the time of a step, judged by published runs: the range, and the codes with the most runs.
+
+    Return [] for a calibrated plan or a CPU.
+    """
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
     if plan.calibration is not None or plan.cluster == "cpu":
@@ -71,25 +73,31 @@ def published_range(plan: PlanDocument) -> list[str]:
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """Return a range as text, such as ``2–4×``, or one number if both ends have the same text."""
+    """Return a range such as ``2–4×``, or one number if both ends have the same text."""
     first, last = spell(low), spell(high)
     if first == last:
         return first
     return f"{first.removesuffix('×')}–{last}"
 
 
-def loss(number: float | None) -> str:
-    return NONE if number is None else f"{number:.4f}"
+def known(spell: Callable[[float], str]) -> Callable[[float | None], str]:
+    """Return ``spell``, but with `NONE` as the text of None."""
+    return lambda number: NONE if number is None else spell(number)
+
+
+loss = known("{:.4f}".format)
+quantity = known(format_quantity)
+seconds = known(format_seconds)
 
 
 def fixed(number: float, digits: int, sign: str = "") -> str:
-    """Return a number with ``digits`` decimals; with ``sign="+"``, positive numbers have a plus. 0 has no sign."""
+    """Return a number with ``digits`` decimals; ``sign="+"`` puts a plus before positive numbers. 0 has no sign."""
     rounded = round(number, digits) + 0.0
     return f"{rounded:{sign if rounded else ''}.{digits}f}"
 
 
 def delta(number: float | None) -> str:
-    """Return a difference in nats as text with its sign. Return "0.0000" if it rounds to 0, and ``NONE`` for None."""
+    """Return a difference in nats with its sign; "0.0000" if it rounds to 0."""
     if number is None:
         return NONE
     shown = f"{abs(number):.4f}"
@@ -99,7 +107,7 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """Return a factor as text, for example ``3.6×``, ``0.97×`` near 1, or the fraction ``1/8×``."""
+    """Return a factor, for example ``3.6×``, ``0.97×`` near 1, or the fraction ``1/8×``."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     if 0.9 < number < 1.1:
@@ -107,22 +115,14 @@ def ratio(number: float) -> str:
     return f"{number:.2g}×" if number < 10 else f"{number:.0f}×"
 
 
-def quantity(number: float | None) -> str:
-    return NONE if number is None else format_quantity(number)
-
-
 def tick(number: float) -> str:
-    """Return a count as the label of a tick, without zeros at the end: ``2.5 M``, not ``2.50 M``."""
+    """Return a count as the label of a tick: ``2.5 M``, not ``2.50 M``."""
     text = format_quantity(number)
     return re.sub(r"\.?0+(?= |$)", "", text) if "." in text else text
 
 
-def seconds(number: float | None) -> str:
-    return NONE if number is None else format_seconds(number)
-
-
 def duration(seconds: float) -> str:
-    """Return the time of a step as text with three digits, for example ``3.21 ms``, ``100 ms`` or ``1.27 s``."""
+    """Return the time of a step with three digits, for example ``3.21 ms``, ``100 ms`` or ``1.27 s``."""
     unit, number = ("ms", 1e3 * seconds) if seconds < 0.9995 else ("s", seconds)
     rounded = float(f"{number:.3g}")
     return f"{rounded:,.{max(0, 2 - math.floor(math.log10(rounded)))}f} {unit}" if rounded else "0 s"
@@ -152,14 +152,14 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def money(price: Price, hours: float = 1.0) -> str:
-    """Return the price of ``hours`` GPU-hours as text, for example ``$2,150``, ``EUR 2.50`` or ``2.50``."""
+    """Return the price of ``hours`` GPU-hours, for example ``$2,150``, ``EUR 2.50`` or ``2.50``."""
     total = price.amount * hours
     before = f"{price.currency} " if price.currency[-1:].isalpha() else price.currency
     return f"{before}{total:,.0f}" if total >= 100 else f"{before}{total:,.2f}"
 
 
 def costs(cost: CostRow) -> list[str]:
-    """Return the GPU-hours, the energy and the price of a run as texts, for example ``21,504 GPU-h``."""
+    """Return the GPU-hours, the energy and the price of a run, for example ``21,504 GPU-h``."""
     hours = f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 10 else f"{cost.gpu_hours:.2g}"
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:

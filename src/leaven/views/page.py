@@ -18,8 +18,7 @@ def folder_page(folder: Path) -> str:
     """Return an HTML page about the run, study, check or demo in a folder.
 
     Raises:
-        InputError: if the folder cannot be shown (:func:`read_folder`), a demo has not finished, or plotly is
-            missing.
+        InputError: if the folder cannot be shown, a demo has not finished, or plotly is missing.
     """
     document = read_folder(folder)
     if isinstance(document, CheckDocument):

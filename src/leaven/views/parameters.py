@@ -1,7 +1,7 @@
 """Prepare the table of every parameter's init std, lr and other values for display.
 
-The base is the scale (width, depth, batch, tokens) for which the recipe's hyperparameters are written. The target is
-the scale of the recipe's own run. A scaling rule converts the hyperparameters from the base to the target.
+The base is the scale (width, depth, batch, tokens) for which the recipe's hyperparameters are written. A scaling rule
+converts them to the target, the scale of the recipe's own run.
 """
 
 import math
@@ -73,7 +73,7 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at its base scale. Return None if the recipe has that scale, or cannot be scaled to it."""
+    """Return the recipe at its base scale, or None if it has that scale already or cannot be scaled to it."""
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):
@@ -122,8 +122,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the factors of a rule whose product scales ``quantity`` of a parameter from the base to the target. For
-    ``init_std``, the product scales the variance."""
+    """Return the factors whose product scales ``quantity`` (of ``init_std``, the variance) from base to target."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

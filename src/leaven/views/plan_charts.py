@@ -25,13 +25,13 @@ HUES = {
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colour of each part of memory, such as activations, without parts that are small on all ranks."""
+    """Return the colour of each part of memory, without parts that are small on all ranks."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= numbers.LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
 
 def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, str]]:
-    """Return the two lines of a memory chart as (GiB, label, dash): the capacity of a GPU and the planner's limit."""
+    """Return the lines of a memory chart as (GiB, label, dash): the capacity of a GPU and the planner's limit."""
     return [
         (capacity_gib, f"{capacity_gib:g} GiB: capacity", "solid"),
         (usable_gib, f"{usable_gib:.3g} GiB: limit of the plan", "dot"),
@@ -39,7 +39,7 @@ def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, st
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw a stacked bar for each pipeline rank. ``stages`` has the GiB of each part of memory, for each rank."""
+    """Draw a stacked bar for each pipeline rank, whose ``stages`` have the GiB of each part of memory."""
     p, totals = len(stages), [sum(parts.values()) for parts in stages]
     traces = [
         {
@@ -84,14 +84,14 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def drawn_ranks(p: int) -> list[int]:
-    """Return which ranks of a pipeline with ``p`` ranks are drawn: all, or ``RANKS`` evenly spaced ranks."""
+    """Return which of the ``p`` pipeline ranks are drawn: all, or ``RANKS`` evenly spaced ones."""
     return list(range(p)) if p <= RANKS else [round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS)]
 
 
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
-    """Draw the forward and backward passes of the pipeline ranks (:func:`drawn_ranks`) over the time of a step.
+    """Draw the forward and backward passes of pipeline ranks over the time of a step. Later stages are paler.
 
-    Later stages of a rank are paler. All times are multiplied by ``slower``, the factor of the calibration.
+    All times are multiplied by ``slower``, the factor of the calibration.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
@@ -144,11 +144,8 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return the layouts that the chart shows: at most ``DOTS``, and none that is much slower than the fastest and
-    ``chosen``.
-
-    ``candidates`` are all layouts, with the best first.
-    """
+    """Return the best ``DOTS`` of ``candidates`` (best first), without those much slower than the fastest and
+    ``chosen``."""
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 
@@ -165,10 +162,9 @@ def layouts(
     capacity_gib: float,
     usable_gib: float,
 ) -> Figure:
-    """Draw a dot for each layout at its step time and memory.
+    """Draw a dot for each layout at its step time and memory, and a line along the Pareto front of both, ``front``.
 
-    The colour shows tp, and the symbol shows recompute. A layout that leaven cannot train is a cross. A line joins
-    the Pareto front of time and memory, ``front``.
+    The colour shows tp, and the symbol shows recompute. A layout that leaven cannot train is a cross.
     """
     slowest = _slowest(shown, chosen)
     times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)

@@ -32,9 +32,8 @@ class FormField:
 def plan_page(
     plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
 ) -> str:
-    """Return the HTML page of a plan.
+    """Return the HTML page of a plan. ``plan`` has what the ``document`` lacks.
 
-    ``plan`` has what the ``document`` lacks: all layouts that fit, the passes of the pipeline, and the accelerator.
     ``name`` is the title, ``command`` the shell command of the plan, and ``form`` the input form of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
@@ -103,7 +102,7 @@ def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> M
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Return the sources of an accelerator's numbers as text, each source once."""
+    """Return the sources of an accelerator's numbers, each once."""
     groups: dict[str, list[str]] = {}
     for source in accelerator.sources:
         groups.setdefault(f"{source.text} ({CONFIDENCE[source.confidence]})", []).append(source.group)

@@ -1,7 +1,4 @@
-"""Describe what a search found, and the points that it tried, as text for the terminal and the page.
-
-A point is the set of hyperparameter values that a trial trains with.
-"""
+"""Describe what a search found and the points (sets of values) that it tried, for the terminal and the page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,20 +17,17 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a hyperparameter's change from the starting value, such as ``2×`` or ``+0.05``, or the chosen option."""
+    """Return a hyperparameter's change from the start, such as ``2×`` or ``+0.05``, or the chosen option."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str, str]:
-    """Return how many trials are in each state that has trials, as text: {"diverged": "2 diverged"}."""
+    """Return the number of trials in each state, without empty ones: {"diverged": "2 diverged"}."""
     return {state: f"{n} {state}" for state in states if (n := study.count(state))}
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """Return how hyperparameters change from ``before`` to ``now``, as in ``embedding.lr x1.41, …``.
-
-    The largest changes come first, and the text has at most ``room`` characters.
-    """
+    """Return how values change from ``before`` to ``now``, the largest first, in at most ``room`` characters."""
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
         f"{short_path(d.path)} {d.change(to, origin)}"
@@ -48,8 +42,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Return the values that a trial changes from the trial ``best``, or else from the start, in at most ``room``
-    characters.
+    """Return what a trial changes from the trial ``best``, or else from the start, in at most ``room`` characters.
 
     For a repeat with another seed, return the number of the repeated trial instead.
     """
@@ -69,8 +62,7 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return a trial's tokens as a percentage of the longest complete trial's tokens, such as ``at 18%``; "" if
-    unknown."""
+    """Return a trial's tokens as a share of the longest complete trial's, such as ``at 18%``; "" if unknown."""
     whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
 
@@ -81,14 +73,14 @@ def _reached(trial: StudyTrial) -> int:
 
 
 def workers(state: StudyDocument) -> dict[str, str]:
-    """Return a short name for each worker, by host:pid. w1 is the worker whose trial ended first."""
+    """Return a short name for each worker. w1 is the worker whose trial ended first."""
     ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
     found = dict.fromkeys(trial.worker or "" for trial in ended)
     return {worker: f"w{i}" for i, worker in enumerate(found, 1)}
 
 
 def result(state: StudyDocument) -> list[str]:
-    """Return lines about the loss, certainty and gain of a study's best point. The study must have a best point."""
+    """Return lines about the loss, certainty and gain of a study's best point, which must exist."""
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
     against = "" if gain is None else f", {signed(-gain)} against the start"
@@ -107,20 +99,17 @@ def result(state: StudyDocument) -> list[str]:
 
 
 def repeats(state: StudyDocument) -> str:
-    """Return how many repeated trials measured the noise, as text, or ``given`` if the user gave the noise."""
+    """Return how many repeated trials measured the noise; ``given`` if the user gave the noise."""
     if state.noise_runs == GIVEN:
         return "given"
     return f"{state.noise_runs} repeat{'' if state.noise_runs == 1 else 's'}"
 
 
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
-    """Return lines about what a study found besides the best hyperparameters.
-
-    ``budget`` is the number of trials that the search was allowed to run.
-    """
+    """Return lines about what a study found besides the best values. ``budget``: the allowed number of trials."""
     facts = _fewest_changes(state, state.fewest_octaves) if state.moved and state.fewest_octaves is not None else []
     if failed := state.count("failed"):
-        facts.append(("failed", [f"{failed} of {state.ended} trials, which gave no result at any attempt"]))
+        facts.append(("failed", f"{failed} of {state.ended} trials, which gave no result at any attempt"))
     for each in state.coordinates:
         if each.at_end:
             wider = _wider(state.dimension(each.path), each.best)
@@ -132,22 +121,22 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
         facts += under("not worth", [text, names([short_path(path) for path in state.idle])])
     if unsure := [each.gain for each in state.coordinates if state.effect(each) == UNSURE]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f} nats{' together' if len(unsure) > 1 else ''}"
-        facts.append(("unsure", [f"{len(unsure)} with a gain that may be noise: {gains}"]))
+        facts.append(("unsure", f"{len(unsure)} with a gain that may be noise: {gains}"))
     if state.informed is not None:
         verdict = "used" if state.informed else "dropped, because the trials contradict them"
-        facts.append(("prior", [f"expectations of laws or of an earlier study were {verdict}"]))
+        facts.append(("prior", f"expectations of laws or of an earlier study were {verdict}"))
     if state.outlook is not None:
         facts += outlook_facts(state.outlook, state.noise_floor)
     if state.stalled:
         ended = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
-        facts.append(("stopped", [f"after {ended} trials: the last rounds gained less than the noise"]))
+        facts.append(("stopped", f"after {ended} trials: the last rounds gained less than the noise"))
     return facts
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
     """Return lines about ``fewest``, the point with the fewest changes that is equal to the best within the noise."""
     if fewest == state.octaves:
-        return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
+        return [("fewest", "no trial with fewer changes is equal to the best within the noise")]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
     far = sum(abs(x) for path, x in moved.items() if state.dimension(path).unit == "octave")
     changes = (
@@ -165,16 +154,16 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines about the predicted gain of more trials, and the two hyperparameters that brought most so far."""
+    """Return lines about the predicted gain of more trials, and the two values that brought most so far."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
         cost = f" ({outlook.flops:.2g} FLOPs)" if outlook.flops else ""
         gain = f"are expected to gain {outlook.gain:.4f} nats{against}"
-        facts.append(("outlook", [f"{outlook.trials} more trials{cost} {gain}"]))
+        facts.append(("outlook", f"{outlook.trials} more trials{cost} {gain}"))
     if outlook.pair is not None:
         pair = " and ".join(map(short_path, outlook.pair))
-        facts.append(("two values", [f"{pair} alone bring {outlook.pair_share:.0%} of the predicted gain"]))
+        facts.append(("two values", f"{pair} alone bring {outlook.pair_share:.0%} of the predicted gain"))
     return facts
 
 
@@ -190,5 +179,5 @@ def _wider(dimension: Dimension, best: float) -> str:
 
 
 def names(found: Sequence[str]) -> str:
-    """Return the first few names of a list as text, and how many more there are."""
+    """Return the first few of a list of names, and how many more there are."""
     return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")

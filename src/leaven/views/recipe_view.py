@@ -16,8 +16,7 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """Return the variables of the macros in ``recipe.html.j2``, by name.
 
-    A second recipe ``beside`` is shown next to ``recipe``. ``names`` are the column titles of ``beside`` and of
-    ``recipe``.
+    ``names`` are the column titles of ``beside``, a recipe shown next to ``recipe``, and of ``recipe``.
     """
     table = parameter_table(recipe)
     mine = by_label(table.rows)
@@ -54,7 +53,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter: the lr of each layer / the recipe's lr, ``lr``."""
+    """Return a table with a coloured band for each parameter: the lr of each layer / ``lr``, that of the recipe."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -80,15 +79,16 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1. It is rounded
-    up, or down if the rest is at most a quarter octave."""
+    """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1.
+
+    The distance is rounded up, but down if the rest is at most a quarter octave.
+    """
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor as CSS: neutral at 1 and 0, strongest at ``reach`` octaves (factors of 2) from
-    1."""
+    """Return the colour of a factor as CSS: neutral at 1 and 0, strongest at ``reach`` octaves from 1."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -98,14 +98,14 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the entries of the colour legend as (colour, factor): 1, at most three factors below and three above."""
+    """Return the colour legend as (colour, factor): 1, and at most three factors below and three above."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return the values of a recipe by their reason under ``[why]``. The key of values without a reason is None.
+    """Return the values of a recipe by their reason under ``[why]``; under None, the values without a reason.
 
     A value is (keys of its path, value as text). Multipliers of 1 and empty values are left out.
     """
@@ -122,10 +122,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that are searched or differ from 1 somewhere.
-
-    ``space`` has the paths of the searched values.
-    """
+    """Return the kinds of multipliers, such as ``lr``, that are in ``space`` or differ from 1 somewhere."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -144,16 +141,13 @@ def acts(recipe: Recipe, module: str, kind: str) -> bool:
 
 
 def over_depth(recipe: Recipe, kind: str) -> list[float]:
-    """Return the depth multiplier of each layer for a ``kind`` of multiplier such as ``lr``."""
+    """Return the depth multiplier of each layer for a ``kind`` of multiplier."""
     count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
     return [DepthProfile.at(points, layer, count) for layer in range(count)]
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return, for each layer, the multiplier of a module times the depth multiplier, for a ``kind`` such as ``lr``.
-
-    A module outside the layers, such as the embedding, has one value.
-    """
+    """Return the module's multiplier times the depth multiplier for each layer; one value outside the layers."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
@@ -162,9 +156,9 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
     """Return the table of the multipliers in a study's best recipe, or None if there is nothing to show.
 
-    The table has a row for each module and a column for each kind of multiplier. A cell is a band with a colour for
-    each layer. The text beside the band is the module's multiplier without the depth multiplier. If there are depth
-    multipliers, the first row shows them. ``space`` has the paths of the searched values.
+    The table has a row for each module and a column for each kind of multiplier. A cell is a band. The text beside
+    the
+    band is the module's own multiplier. If there are depth multipliers, the first row shows them.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

@@ -1,7 +1,7 @@
 """Render HTML pages from Jinja2 templates.
 
-A page is one file with styles, scripts, charts and plotly.js. A page that is rendered inside ``with served(...)`` is
-for ``leaven serve``: it links to other pages, and loads plotly.js and updates of the page from the server.
+A page is one file with styles, scripts, charts and plotly.js. ``with served(...)`` makes pages for ``leaven serve``,
+which link to other pages, and load plotly.js and updates from the server.
 """
 
 import base64
@@ -50,7 +50,7 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Make :func:`render` add ``page`` to the pages that are rendered inside this ``with`` block."""
+    """Make :func:`render` add ``page`` to the pages that are rendered in this ``with`` block."""
     token = _SERVED.set(page)
     try:
         yield
@@ -61,8 +61,7 @@ def served(page: ServedPage) -> Iterator[None]:
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
     """Return the HTML of a template in ``templates/``. Every text in ``context`` is escaped.
 
-    ``charts`` has the charts by name; None stands for a chart that does not exist. A template shows the chart
-    ``loss`` with ``ui.chart("loss", ...)``.
+    A template shows the chart ``loss`` with ``ui.chart("loss", ...)``. In ``charts``, None is a chart without data.
 
     Raises:
         InputError: if plotly is missing and the page is not for ``leaven serve``.
@@ -92,11 +91,7 @@ def _environment() -> Environment:
 
 @cache
 def plotly_gzipped() -> bytes:
-    """Return plotly.js (nearly 5 MB), compressed with gzip.
-
-    Raises:
-        InputError: if plotly is missing.
-    """
+    """Return plotly.js (nearly 5 MB), compressed with gzip. Raise InputError if plotly is missing."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -106,5 +101,5 @@ def plotly_gzipped() -> bytes:
 
 @cache
 def _plotly_packed() -> Markup:
-    """Return compressed plotly.js as base64 text, which page.js decompresses."""
+    """Return plotly.js as base64 text, which page.js decompresses."""
     return Markup(base64.b64encode(plotly_gzipped()).decode())

@@ -77,33 +77,33 @@ def _batch(runs: Coloured, x: Figure) -> Figure:
 
 
 def _gradient(runs: Coloured, x: Figure) -> Figure | None:
-    lines, seen = [], []
+    lines = []
     for run, colour in runs:
         logarithms = [(tokens, math.log(norm)) for tokens, norm in _values(run, "grad_norm") if norm > 0]
-        norms = charts.thin([(tokens, math.exp(norm)) for tokens, norm in _smoothed(logarithms)], 500)
-        seen += [norm for _, norm in norms]
-        lines.append(_line(run, colour, norms))
-    if not seen:
-        return None
-    y = charts.log_axis(min(seen), max(seen), numbers.value, pad=0.06)
-    return charts.figure("tokens consumed", "gradient norm, before clipping", lines, x=x, y=y)
+        norms = [(tokens, math.exp(norm)) for tokens, norm in _smoothed(logarithms)]
+        lines.append(_line(run, colour, charts.thin(norms, 500)))
+    return _logarithmic("gradient norm, before clipping", lines, x, numbers.value)
 
 
 def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
-    """Draw the measured gradient noise scale, and the batch size as a dotted line. Return None if it was not
-    measured."""
-    lines, seen = [], []
+    """Draw the measured gradient noise scale, and the batch size as a dotted line."""
+    lines = []
     for run, colour in runs:
         scales = charts.thin([point for point in _values(run, "noise_scale") if point[1] > 0], 500)
         measured = {tokens for tokens, _ in scales}
         batches = [point for point in _values(run, "batch_tokens") if point[0] in measured]
-        seen += [value for _, value in scales + batches]
         lines.append(_line(run, colour, scales, " tokens"))
         lines.append(_line(run, colour, batches, " tokens a batch", dash="dot", shape="vh"))
+    return _logarithmic("tokens", lines, x, numbers.quantity)
+
+
+def _logarithmic(title: str, lines: Sequence[Figure], x: Figure, spell: charts.Spell) -> Figure | None:
+    """Draw lines over a logarithmic y axis that fits them. Return None if they have no points."""
+    seen = [value for line in lines for value in line["y"]]
     if not seen:
         return None
-    y = charts.log_axis(min(seen), max(seen), numbers.quantity, pad=0.06)
-    return charts.figure("tokens consumed", "tokens", lines, x=x, y=y)
+    y = charts.log_axis(min(seen), max(seen), spell, pad=0.06)
+    return charts.figure("tokens consumed", title, lines, x=x, y=y)
 
 
 def _load(runs: Coloured, x: Figure) -> Figure | None:

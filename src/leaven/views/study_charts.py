@@ -47,8 +47,7 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Group the trials by kind (a key of ``MARKS``), in the order in which kinds are drawn. Kinds without trials are
-    left out. So are trials without a loss, unless they diverged or failed."""
+    """Group the trials by kind (a key of ``MARKS``). Trials without a loss count only if they diverged or failed."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -65,7 +64,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and highest loss that a chart shows. Only outliers are outside this range."""
+    """Return the lowest and highest loss that a chart shows. Only outliers are outside."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
@@ -133,10 +132,9 @@ def search(study: StudyView) -> Figure:
 
 
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
-    """Draw a chart for each of the most important hyperparameters: the predicted loss over its value.
+    """Draw the predicted loss over each of the most important hyperparameters, all with the same y axis.
 
-    All charts have the same y axis, in nats above the best point. The axis may go below 0, because the surrogate may
-    predict a lower loss than that of the best point.
+    The axis may go below 0, because the surrogate may predict a lower loss than that of the best point.
     """
     losses = [p.loss for each in study.coordinates for p in each.slice]
     largest = max((abs(each.gain) for each in study.coordinates), default=0.0)
@@ -148,7 +146,7 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss over the change of one hyperparameter, in nats above the loss of the best point.
+    """Draw the predicted loss over one hyperparameter, in nats above the loss of the best point.
 
     The band is one standard deviation. In the grey region, the loss is flat within the noise. The red area is the
     probability of divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials.
@@ -210,15 +208,13 @@ Curves = Mapping[int, Sequence[Point]]  # points (tokens, loss) by the number of
 
 
 def known_curves(study: StudyView) -> Curves:
-    """Return the loss curves by the number of the trial. Curves with fewer than two points are left out."""
+    """Return the loss curves with at least two points, by the number of the trial."""
     curves = {trial.number: [point for point in trial.curve if point[0] > 0] for trial in study.trials}
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return the smoothed difference between the curve of each trial and the curve of the best trial, by trial
-    number. A trial that shares fewer than two points with the best trial is left out. Return {} if no best trial has
-    a curve."""
+    """Return the smoothed difference of each curve from that of the best trial, where both have tokens."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}
@@ -261,10 +257,9 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Draw the final losses of trials over their tokens, and the Pareto front as a stepped line.
+    """Draw the final losses of trials (a dot for each duration) over their tokens, with the Pareto front.
 
-    A trial that was evaluated after several durations has a dot for each. Return None if the points of the front have
-    about equal tokens.
+    Return None if the points of the front have about equal tokens.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):
@@ -293,7 +288,7 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker, with a bar from start to end of each trial. Return None if no time is known."""
+    """Draw a row for each worker, with a bar for each trial. Return None if no time is known."""
     names = points.workers(study)
     bars = [
         (name, trial, trial.ended - trial.seconds, trial.seconds)

@@ -76,7 +76,7 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
         "beyond": sum(trial.state == "complete" and (trial.loss or 0.0) > top for trial in study.trials),
         "slices": [(each, points.change(study.dimension(each.path), each.best)) for each, _ in slices],
         "rows": [_value_row(each, study) for each in study.coordinates],
-        "findings": [(label, text) for label, lines in points.findings(study) for text in lines],
+        "findings": points.findings(study),
         "first": FIRST,
     }
     return charts, view
@@ -94,10 +94,9 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the table of the changed hyperparameters, with their values at the start and at the best point.
+    """Return the table of the changed values, at the start, at the best point and with the fewest changes, if known.
 
-    A further column has the point with the fewest changes, if it is known. Return None without a best point, or if
-    the best point is the start.
+    Return None without a best point, or if it is the start.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -116,7 +115,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials: the complete trials by loss, and then the other trials by loss."""
+    """Return the rows of the table of trials: the complete trials by loss, and then the others by loss."""
     names, best = points.workers(study), study.best_trial
     ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
     lowest = best.loss if best else min(ended, default=None)
@@ -137,7 +136,6 @@ def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
 
 
 def _cost(study: StudyView) -> Mapping[str, Any]:
-    """Return the cost of the search (time, tokens and FLOPs) and its workers."""
     ran = [trial for trial in study.trials if trial.seconds]
     workers = {trial.worker for trial in ran if trial.worker}
     speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
@@ -158,7 +156,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """Return the ``leaven tune`` command that repeats a study, with its method, search space and number of trials."""
+    """Return the ``leaven tune`` command that repeats a study."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method]
     if isinstance(study.centre, Recipe):
@@ -172,7 +170,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView, recipe: Recipe) -> str:
-    """Return the argument of ``--space``. A hyperparameter that is searched in all modules is written with ``*``."""
+    """Return the argument of ``--space``. A value that is searched in all modules is written with ``*``."""
     searched = set(study.space)
     names = dict[str, None]()
     for path in study.space:

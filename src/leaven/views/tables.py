@@ -17,7 +17,7 @@ LEAST = 30  # characters; an optional column of free text is left out if it woul
 LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
-Fact = tuple[Cell, Sequence[Cell]]  # a label, and the parts of the text beside it
+Fact = tuple[Cell, Cell | Sequence[Cell]]  # a label, and the text beside it or its parts
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,8 @@ class Column:
 class Table:
     """A table whose rows are known before it is printed.
 
-    A table that is too wide for the terminal becomes narrower in three steps. First, optional columns
-    (``Column.drop``) are left out. Then, the gaps between columns get narrower. Then, columns with the same number in
-    all rows move into a line below the table.
+    If it is too wide for the terminal, optional columns (``Column.drop``) are left out first. Then the gaps between
+    columns get narrower. Then columns with the same number in all rows move into a line below the table.
     """
 
     columns: Sequence[Column]
@@ -48,12 +47,9 @@ class Table:
 
     @classmethod
     def of(
-        cls,
-        columns: Sequence[Column],
-        items: Iterable[Any],
-        notes: Callable[[Any], Sequence[str]] | None = None,
+        cls, columns: Sequence[Column], items: Iterable[Any], notes: Callable[[Any], Sequence[str]] | None = None
     ) -> "Table":
-        """Return a table with a row for each item. ``notes`` returns the notes of an item."""
+        """Return a table with a row for each item. ``notes`` returns an item's notes."""
         items = list(items)
         rows = [[column.cell(item) for column in columns] for item in items]
         return cls(columns, rows, [notes(item) for item in items] if notes else ())
@@ -69,8 +65,8 @@ class Table:
         ]
         kept, gap, same = list(range(len(columns))), 2, list[int]()
         optional = sorted((i for i in kept if columns[i].drop), key=lambda i: columns[i].drop)
-        constant = [i for i in reversed(kept) if columns[i].align == "point" and len(set(cells[i])) == 1]
-        constant = [i for i in constant if i not in optional]
+        points = [i for i in reversed(kept) if columns[i].align == "point" and i not in optional]
+        constant = [i for i in points if len(set(cells[i])) == 1]
         while sum(least[i] + gap for i in kept) - gap > width and (optional or gap > 1 or constant):
             if optional:
                 kept.remove(optional.pop())
@@ -102,10 +98,9 @@ class Table:
 
 
 class RowByRow:
-    """A table whose rows are printed one at a time, in columns of fixed width.
+    """A table that is printed row by row, in columns of fixed width.
 
-    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` has the width of each shown column, by
-    index.
+    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` has the widths of the others by index.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -124,7 +119,7 @@ class RowByRow:
         return self.line([column.header for column in self._columns])
 
     def line(self, cells: Sequence[Cell]) -> Text:
-        """Return a row as text. ``cells`` has a cell for every column, also for the columns that are not shown."""
+        """Return a row as text. ``cells`` has a cell for every column, shown or not."""
         aligned = []
         for i, width in self.widths.items():
             room = width if self._columns[i].free else max(width, len(cells[i]))
@@ -133,26 +128,25 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent`` is the width of labels; 0: as needed."""
+    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent``: width of the labels; 0: as needed."""
 
-    def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
+    def __init__(self, *facts: Fact, indent: int = 0) -> None:
         self._facts = facts
         self._indent = indent or 2 + max(len(label) for label, _ in facts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         room = options.max_width - self._indent
         for label, parts in self._facts:
-            for n, line in enumerate(joined(parts, room)):
-                head = label if isinstance(label, Text) else Text(label)
-                yield Text.assemble(
-                    head if n == 0 else "", " " * (self._indent - (len(label) if n == 0 else 0)), line
-                )
+            head: Cell = label
+            for line in joined(parts, room):
+                yield Text.assemble(head, " " * (self._indent - len(head)), line)
+                head = ""
 
 
-def joined(parts: Sequence[Cell], room: int) -> list[Text]:
+def joined(parts: Cell | Sequence[Cell], room: int) -> list[Text]:
     """Join parts with `` · `` into lines of at most ``room`` characters. Longer parts are wrapped between words."""
     lines: list[Text] = []
-    for part in parts:
+    for part in [parts] if isinstance(parts, str | Text) else parts:
         text = Text(part) if isinstance(part, str) else part
         if lines and len(lines[-1]) + 3 + len(text) <= room:
             lines[-1] = lines[-1] + Text(" · ") + text
@@ -184,7 +178,7 @@ def cut(text: str, width: int) -> str:
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
     """Pad numbers with spaces so that their decimal points are below one another.
 
-    A number without a point is aligned at the end of the first digits: after 16 in ``16*``, and after 1 in ``1e-8``.
+    A number without a point ends where a point would be: after 16 in ``16*``, and after 1 in ``1e-8``.
     """
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)
@@ -193,5 +187,5 @@ def at_point(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def under(label: Cell, lines: Sequence[Cell]) -> list[Fact]:
-    """Return facts with one label for several lines. The label is printed only before the first line."""
-    return [("" if n else label, [line]) for n, line in enumerate(lines)]
+    """Return facts with one label for several lines. Only the first line has the label."""
+    return [("" if n else label, line) for n, line in enumerate(lines)]

@@ -36,28 +36,28 @@ def bench_screen(bench: BenchDocument, seq_len: int) -> Iterator[RenderableType]
         Column("memory", lambda row: f"{row.peak_gib:.3g}", unit="GiB"),
     )
     yield Table.of(columns, bench.rows)
-    facts: list[Fact] = [("MFU", (bench.mfu_convention,))]
+    facts: list[Fact] = [("MFU", bench.mfu_convention)]
     if bench.choose is not None:
         start, largest = bench.choose.ramp_start, max(size for size in fastest if size != bench.unfinished)
         facts += [
-            ("micro-batch", (f"{bench.choose.micro_batch} is fastest at a batch of {largest} sequences",)),
+            ("micro-batch", f"{bench.choose.micro_batch} is fastest at a batch of {largest} sequences"),
             (
                 "ramp",
                 (
                     f"start at {start.batch_tokens:,} tokens ({start.global_batch} sequences): "
                     f"{start.share_of_peak:.0%} of full speed with micro-batch {start.micro_batch}, "
-                    f"the smallest batch above {bench.choose.share:.0%}",
+                    f"the smallest batch above {bench.choose.share:.0%}"
                 ),
             ),
         ]
     if bench.too_large:
-        facts.append(("memory", (f"micro-batches that do not fit: {', '.join(map(str, bench.too_large))}",)))
+        facts.append(("memory", f"micro-batches that do not fit: {', '.join(map(str, bench.too_large))}"))
     if bench.unfinished is not None:
         text = f"the batch of {bench.unfinished} sequences has unmeasured micro-batches and is not considered"
-        facts.append(("unfinished", (text,)))
+        facts.append(("unfinished", text))
     if not bench.whole:
-        facts.append(("left out", ("larger batches were not measured, because of Ctrl-C or --seconds",)))
-    yield Facts(facts)
+        facts.append(("left out", "larger batches were not measured, because of Ctrl-C or --seconds"))
+    yield Facts(*facts)
 
 
 def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
@@ -71,10 +71,10 @@ def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
     ]
     if ahead > 1:
         noise.append(f"this run is {ahead:.3g} times as long as the measured part; later values are extrapolated")
-    facts: list[Fact] = [("noise scale", noise), ("ramp", [ramp.why])]
+    facts: list[Fact] = [("noise scale", noise), ("ramp", ramp.why)]
     if ramp.set:
         stages = [
             f"{format_quantity(each['tokens'])} from {format_quantity(each['from_tokens'])}" for each in ramp.stages
         ]
         facts.append(("stages", stages))
-    yield Facts(facts)
+    yield Facts(*facts)

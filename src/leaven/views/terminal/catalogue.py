@@ -84,7 +84,7 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Yield the values in which two runs or recipes differ. Values that only one side can have are listed last."""
+    """Yield the values in which two runs or recipes differ, last those that only one side can have."""
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),
@@ -121,26 +121,26 @@ def run_screen(run: PublishedRun) -> Iterator[RenderableType]:
                 own = group.provenance(path.split(".")[1])
                 if own is not group:
                     facts += _dim(f"known from: {own.confidence}", *own.sources)
-        yield Facts(facts, 4 + max(map(len, flat)))
+        yield Facts(*facts, indent=4 + max(map(len, flat)))
     for event in run.instabilities:
         yield from _sources("instability", event)
         lines = (("what", event.what), ("action", event.action), ("outcome", event.outcome))
-        yield Facts([(f"  {label}", [text]) for label, text in lines if text], 11)
+        yield Facts(*((f"  {label}", text) for label, text in lines if text), indent=11)
     if run.notes:
         yield ""
-        yield Facts([("-", [note]) for note in run.notes], 2)
+        yield Facts(*(("-", note) for note in run.notes), indent=2)
 
 
 def _sources(name: str, group: Provenance) -> Iterator[RenderableType]:
     yield ""
     yield Text(f"{name} (known from: {group.confidence})", style="dim")
-    yield Facts(_dim(*group.sources), 4)
+    yield Facts(*_dim(*group.sources), indent=4)
 
 
 def _dim(*lines: str) -> list[Fact]:
-    return [("", [Text(line, style="dim")]) for line in lines]
+    return [("", Text(line, style="dim")) for line in lines]
 
 
 def value_lines(value: Any) -> list[str]:
-    """Return a value as lines of text. A list has one line for each item."""
+    """Return a value as lines, one for each item of a list."""
     return list(map(numbers.setting, value)) if isinstance(value, list | tuple) else [numbers.setting(value)]

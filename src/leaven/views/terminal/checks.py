@@ -28,7 +28,7 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
         yield shown.title
         yield shown.table
         if notes:
-            yield Facts([("", (f"{note}: {', '.join(names)}",)) for note, names in notes.items()])
+            yield Facts(*(("", f"{note}: {', '.join(names)}") for note, names in notes.items()))
         yield ""
     for key, words in _DIFFERENCES.items():
         if listed := check.settings.get(key):

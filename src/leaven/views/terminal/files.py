@@ -31,8 +31,8 @@ def wrote(path: Path, recipe: Recipe) -> str:
 
 
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]]) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven new``: how each value was chosen, the training time with --time, and the files."""
-    yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
+    """Yield how ``leaven new`` chose each value, the training time with --time, and the files."""
+    yield Facts(*((f"{step.step} {step.title}", step.lines) for step in document.steps))
     if fit := document.fit:
         tuning = "; tuning the proxy takes additional time" if document.proxy else ""
         yield f"training takes about {format_seconds(fit.seconds)} on {fit.cluster}, by the planned speed{tuning}"
@@ -46,7 +46,7 @@ def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]]) -> Iterat
 
 
 def adopted(path: Path, recipe: Recipe, weights: Path, architecture: str) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven new --from-weights``: the model, and the values that were chosen for it."""
+    """Yield the model of ``leaven new --from-weights``, and the values that were chosen for it."""
     shape, why = recipe.model, recipe.why
     sizes = f"heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  vocab {shape.vocab_size:,}"
     if experts := shape.experts:
@@ -73,12 +73,12 @@ def exported_weights(export: WeightsDocument, params: int, dtype: str) -> Iterat
 
 def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
     texts = [("lost", loss.text) for loss in export.lost] + [("note", note) for note in export.notes]
-    yield Facts([(label, [text]) for label, text in texts], LABEL)
+    yield Facts(*texts, indent=LABEL)
     yield f"wrote {export.path}"
 
 
 def comparison_tables(document: ComparisonDocument) -> tuple[Table, Table]:
-    """Return a table with a row for each run, and a table of the values that differ, with a column for each run."""
+    """Return a table with a row for each run, and one of the values that differ, with a column for each run."""
     heads = [Column("value", align="left")]
     heads += [Column(run.path, align="left", free=True) for run in document.runs]
     rows = [[row.path, *(" | ".join(value_lines(value)) for value in row.values)] for row in document.different]
@@ -86,7 +86,7 @@ def comparison_tables(document: ComparisonDocument) -> tuple[Table, Table]:
 
 
 def comparison_screen(document: ComparisonDocument) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven report RUN RUN...``: a row for each run, and the values that differ."""
+    """Yield a row for each run of ``leaven report RUN RUN...``, and the values that differ."""
     runs, different = comparison_tables(document)
     yield runs
     if different.rows:

@@ -32,7 +32,7 @@ def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ())
         if explained:
             lines.append("the reason of this value is in [why]")
         yield ""
-        yield Facts(under(label, lines), _LABEL)
+        yield Facts(*under(label, lines), indent=_LABEL)
         if one.mends and not explained:
             yield from _to_type(one.mends[0], width)
     yield ""

@@ -42,13 +42,11 @@ def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableT
     )
     yield Table.of(columns, known)
     yield Facts(
-        [
-            ("16 bit", ("dense peak in bf16; for a V100 in fp16",)),
-            ("matmul", ("best measured matmul in 16 bit; without a measurement, 80% of the peak is assumed",)),
-            ("link, network", ("one direction, per accelerator", "a node: accelerators joined by the link")),
-            (_UNVERIFIED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
-            ("yours", (f"to add one, write a line in {user_file()}, for example", f"Z1-64GB = {EXAMPLE}")),
-        ]
+        ("16 bit", "dense peak in bf16; for a V100 in fp16"),
+        ("matmul", "best measured matmul in 16 bit; without a measurement, 80% of the peak is assumed"),
+        ("link, network", ("one direction, per accelerator", "a node: accelerators joined by the link")),
+        (_UNVERIFIED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
+        ("yours", (f"to add one, write a line in {user_file()}, for example", f"Z1-64GB = {EXAMPLE}")),
     )
 
 
@@ -66,22 +64,20 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
     peaks, measured = _by_dtype(one.peak_tflops), _by_dtype(one.matmul_tflops)
     sustained = [f"{operator.replace('_', ' ')} {rate:g}" for operator, rate in one.sustained_tflops.items()]
     yield Facts(
-        [
-            ("", (one.name, *([one.note] if one.note else []))),
-            fact("peak", "peak", *peaks, "dense TFLOP/s"),
-            fact("best matmul", "matmul", *(measured or ("none known",)), share),
-            *([fact("sustained", "sustained", *sustained)] if sustained else []),
-            ("planned", (f"{one.planned_tflops:.4g} TFLOP/s in large 16-bit products",)),
-            fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
-            fact(
-                "board",
-                "board",
-                f"{NONE if one.power_w is None else format(one.power_w, 'g')} W",
-                f"{one.multiprocessors or NONE} multiprocessors",
-            ),
-            fact("link", "link", f"{one.link_gb_s:g} GB/s one way", f"joins {one.node_size}"),
-            fact("network", "network", f"{one.network_gb_s:g} GB/s one way"),
-        ]
+        ("", (one.name, *([one.note] if one.note else []))),
+        fact("peak", "peak", *peaks, "dense TFLOP/s"),
+        fact("best matmul", "matmul", *(measured or ("none known",)), share),
+        *([fact("sustained", "sustained", *sustained)] if sustained else []),
+        ("planned", f"{one.planned_tflops:.4g} TFLOP/s in large 16-bit products"),
+        fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
+        fact(
+            "board",
+            "board",
+            f"{NONE if one.power_w is None else format(one.power_w, 'g')} W",
+            f"{one.multiprocessors or NONE} multiprocessors",
+        ),
+        fact("link", "link", f"{one.link_gb_s:g} GB/s one way", f"joins {one.node_size}"),
+        fact("network", "network", f"{one.network_gb_s:g} GB/s one way"),
     )
 
 

@@ -26,6 +26,9 @@ def _notes(law: LawRow | OptimumRow) -> list[str]:
     return [law.conditions, *counted, law.source, f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "")]
 
 
+_loss = numbers.known("{:.3f}".format)
+
+
 def _says(law: LawRow) -> str:
     if law.loss is not None:
         return f"loss {law.loss:.3f} nats per token"
@@ -41,12 +44,8 @@ def _range(law: LawRow | OptimumRow, most: int) -> str:
 
 
 def _factor(number: float) -> str:
-    """Return a factor with two digits as text, for example ``1.1``, ``20``, ``4,200`` or ``1.7e+16``."""
+    """Return a factor with two digits, for example ``1.1``, ``20``, ``4,200`` or ``1.7e+16``."""
     return f"{float(f'{number:.2g}'):,.0f}" if 10 <= number < 1e6 else f"{number:.2g}"
-
-
-def _loss(number: float | None) -> str:
-    return numbers.NONE if number is None else f"{number:.3f}"
 
 
 _LAW = Column("law", lambda law: law.law, align="left")
@@ -80,21 +79,19 @@ _OPTIMA = (
 
 
 _LEGEND = Facts(
-    [
+    (
+        "fitted range",
         (
-            "fitted range",
-            (
-                "x7 N: N is 7 times above the range",
-                "/7: below",
-                "N parameters",
-                "D tokens",
-                "C FLOPs",
-                "D/N ratio",
-                "E experts",
-            ),
+            "x7 N: N is 7 times above the range",
+            "/7: below",
+            "N parameters",
+            "D tokens",
+            "C FLOPs",
+            "D/N ratio",
+            "E experts",
         ),
-        ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
-    ]
+    ),
+    ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
 )
 
 
@@ -131,22 +128,20 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
     yield _LEGEND
     losses = [loss for each in rows for loss in (each.loss, each.loss_replication) if loss is not None]
     yield Facts(
-        [
-            ("params", _spread(rows, "params", format_quantity)),
-            ("tokens", _spread(rows, "tokens", format_quantity)),
+        ("params", _spread(rows, "params", format_quantity)),
+        ("tokens", _spread(rows, "tokens", format_quantity)),
+        (
+            "loss",
             (
-                "loss",
-                (
-                    f"{min(losses):.3f} .. {max(losses):.3f} nats per token of Chinchilla's text",
-                    "nearly flat between these sizes: a smaller model trained longer is cheaper to use",
-                ),
+                f"{min(losses):.3f} .. {max(losses):.3f} nats per token of Chinchilla's text",
+                "nearly flat between these sizes: a smaller model trained longer is cheaper to use",
             ),
-        ]
+        ),
     )
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return lines about a batch size: its ratios to the laws' batch sizes, its cost, and rules for its lr."""
+    """Return the ratios of a batch size to those of the laws, its cost, and rules for its lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -162,7 +157,7 @@ def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
         f"surge: the lr peaks at a batch of {format_quantity(critical)} and falls above",
         "above the critical batch, no rule is valid: the best lr is about constant",
     )
-    return Facts([*((f"{kind} batch", parts) for kind, parts in multiples.items()), ("cost", cost), ("rules", rules)])
+    return Facts(*((f"{kind} batch", parts) for kind, parts in multiples.items()), ("cost", cost), ("rules", rules))
 
 
 def _spreads(
@@ -174,7 +169,7 @@ def _spreads(
     *,
     experts: float,
 ) -> Facts:
-    """Return lines with the median and range of each quantity that the laws predict.
+    """Return the median and range of each quantity that the laws predict.
 
     The first line has the model sizes N that the laws use, because some laws do not count all embeddings.
     """
@@ -194,14 +189,12 @@ def _spreads(
     head_n = f"{format_quantity(params)} without the input embedding (taken as all parameters): {', '.join(head)}"
     compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(
-        [
-            ("N", (smaller_n, head_n)),
-            *_losses(own, experts),
-            ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
-            *((f"{kind} batch", (*_spread(found, "batch_tokens", quantity), "tokens")) for kind, found in by_kind),
-            ("weight decay", (decay,)),
-            ("peak lr", (*_spread(own, "lr", scientific), "tune at small scale")),
-        ]
+        ("N", (smaller_n, head_n)),
+        *_losses(own, experts),
+        ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
+        *((f"{kind} batch", (*_spread(found, "batch_tokens", quantity), "tokens")) for kind, found in by_kind),
+        ("weight decay", decay),
+        ("peak lr", (*_spread(own, "lr", scientific), "tune at small scale")),
     )
 
 
@@ -219,7 +212,7 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Return texts with the median and the range of the values that laws predict for ``key``, a field of the rows.
+    """Return the median and the range of what laws predict for ``key``, a field of the rows.
 
     If all laws extrapolate, a text says so. If only some do, a text has the range of the others.
     """

@@ -31,7 +31,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
     ]
     has_experts = plan.params_active != plan.params
     if has_experts:
-        facts.insert(0, ("model", [format_parameters(plan.params, plan.params_active)]))
+        facts.insert(0, ("model", format_parameters(plan.params, plan.params_active)))
     if plan.untrained is not None:
         untrained = "leaven can plan and export this layout, but not train it"
         facts.append(("not trained", [_alternative(plan.untrained, plan), untrained]))
@@ -41,8 +41,8 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         facts.append(("explain", _explained(plan.explain, plan.speed.step_seconds)))
     facts += under("caution", plan.cautions)
     if plan.calibration is not None:
-        facts.append(("calibrated", [f"time {plan.calibration.says}"]))
-    yield Facts([*facts, ("accuracy", [ACCURACY_OF_EXPERTS if has_experts else ACCURACY])])
+        facts.append(("calibrated", f"time {plan.calibration.says}"))
+    yield Facts(*facts, ("accuracy", ACCURACY_OF_EXPERTS if has_experts else ACCURACY))
 
 
 def _memory(plan: PlanDocument) -> list[Cell]:
@@ -141,11 +141,7 @@ _BUDGET = (
     Column("MFU", lambda row: f"{row.mfu:.0%}"),
     Column("shape", lambda row: f"L {row.shape['n_layers']} d {row.shape['d_model']}", align="left", drop=1),
     Column(
-        "layout",
-        lambda row: _short(row.layout) if row.layout else "not planned",
-        align="left",
-        drop=2,
-        free=True,
+        "layout", lambda row: _short(row.layout) if row.layout else "not planned", align="left", drop=2, free=True
     ),
 )
 
@@ -173,8 +169,8 @@ def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
     facts: list[Fact] = [
         ("budget", (budget.cluster, budget.nodes, seconds, *costs(budget.cost), *note)),
         ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}: 6 N D of each size", "no batch ramp, no restarts")),
-        *(("" if n else "does not fit", (f"{each.law}: {each.why}",)) for n, each in enumerate(budget.refused)),
-        *([("accuracy", (ACCURACY,))] if any(row.layout for row in budget.rows) else []),
+        *(("" if n else "does not fit", f"{each.law}: {each.why}") for n, each in enumerate(budget.refused)),
+        *([("accuracy", ACCURACY)] if any(row.layout for row in budget.rows) else []),
     ]
     yield Table.of(_BUDGET, budget.rows)
-    yield Facts(facts)
+    yield Facts(*facts)

@@ -16,7 +16,7 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of numbers. The numbers are in the field ``quantity`` of the rows, by default ``header``."""
+    """Return a column of the numbers in the field ``quantity`` of the rows, by default ``header``."""
     field = quantity or header
 
     def text(group: LayerGroup) -> str:
@@ -45,12 +45,7 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield a recipe's size and scale, and a table of all parameters. Layers with equal values share a row."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     size = format_parameters(shown.totals.params, shown.totals.params_active)
-    yield Facts(
-        [
-            (shown.name, (size, f"rule {shown.rule}")),
-            ("", (f"{scale} of the base",)),
-        ]
-    )
+    yield Facts((shown.name, (size, f"rule {shown.rule}")), ("", f"{scale} of the base"))
     yield Table.of(_PARAMETERS, groups(shown.parameters))
 
 
@@ -64,7 +59,7 @@ def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
             f"times the tokens; half of the gain is worth {worth[1]} times, and a quarter {worth[2]} times (loss law "
             "of Besiroglu et al. 2024). How much of the gain this run keeps is known only after the run."
         )
-        yield Facts([("worth", (text,))])
+        yield Facts(("worth", text))
 
 
 def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
@@ -72,20 +67,20 @@ def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     yield from parameters_screen(shown)
     facts: list[Fact] = []
     if shown.start is not None:
-        facts.append(("start", (f"from the weights in {shown.start}, not from init std",)))
+        facts.append(("start", f"from the weights in {shown.start}, not from init std"))
     experts = shown.blocks.get("experts") or {}
     blocks = {key: value for key, value in shown.blocks.items() if key != "experts"}
     for label, settings in (("blocks", blocks), ("experts", experts)):
         if settings:
-            facts.append((label, (" · ".join(f"{key} {written(value)}" for key, value in settings.items()),)))
+            facts.append((label, " · ".join(f"{key} {written(value)}" for key, value in settings.items())))
     facts += [
-        ("attention", (f"query . key x {numbers.value(shown.attention_scale)}",)),
-        ("optimizer", (shown.optimizer["why"],)),
-        ("clip", (shown.clip["why"],)),
+        ("attention", f"query . key x {numbers.value(shown.attention_scale)}"),
+        ("optimizer", shown.optimizer["why"]),
+        ("clip", shown.clip["why"]),
     ]
     if (ramp := shown.ramp["why"]) is not None:
-        facts.append(("ramp", (ramp,)))
-    yield Facts(facts)
+        facts.append(("ramp", ramp))
+    yield Facts(*facts)
     yield from init_table(shown)
 
 
@@ -111,13 +106,13 @@ _LETTERS = (
 
 
 def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
-    """Yield a scaling rule: its factors for each role of a parameter, its other factors, and a legend of symbols."""
+    """Yield a scaling rule: its factors for each role of a parameter, its other factors, and a legend."""
 
     def cell(quantity: str) -> Callable[[str], str]:
         return lambda role: shown.roles[role][quantity].text
 
     def sources(role: str) -> list[str]:
-        """Return the sources of a row of the table, each with the names of the columns that come from it."""
+        """Return the sources of a row of the table, each with the columns that come from it."""
         by_source: dict[str, list[str]] = {}
         for quantity, cell in shown.roles[role].items():
             by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))
@@ -132,12 +127,12 @@ def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
         Column("forward", cell("forward"), align="left"),
     )
     shared = [
-        (_SHARED.get(name, name.replace("_", " ")), (f"{cell.text}  ({cell.source})",))
+        (_SHARED.get(name, name.replace("_", " ")), f"{cell.text}  ({cell.source})")
         for name, cell in shown.shared.items()
     ]
-    yield Facts([(shown.rule, (shown.source,))])
+    yield Facts((shown.rule, shown.source))
     yield Table.of(columns, shown.roles, sources)
-    yield Facts([*shared, ("letters", _LETTERS)])
+    yield Facts(*shared, ("letters", _LETTERS))
 
 
 OWN = "this recipe"
@@ -165,7 +160,7 @@ SHOWN = (
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield a table of the init std of matrices in this recipe and in each published initialisation.
 
-    Lines above and below the table have the reason, the nearest published initialisations and their formulas.
+    Lines around it have the reason, the nearest published initialisations and their formulas.
     """
     init, n_layers = shown.init, shown.scale["depth"]
     by_module: dict[str, list[Mapping[str, Any]]] = {}  # the matrices of each module, in the order of the layers
@@ -196,12 +191,10 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     nearest = [f"{each['init']} {each['octaves']:.2g} octaves" for each in init["nearest"][:3]]
     formulas = [f"{name} {published['std']}" for name, published in init["published"].items()]
     not_in_recipes = f"not available in recipes: {', '.join(name for name in COMPARED if name not in INITS)}"
-    yield Facts([("init", (init["why"], usual))])
+    yield Facts(("init", (init["why"], usual)))
     yield Table(columns, rows)
     yield Facts(
-        [
-            ("nearest", (*nearest, "mean distance over all matrices; an octave is a factor of 2")),
-            ("formulas", (*formulas, not_in_recipes)),
-            ("letters", ("d width", "L layers", "l layer from 0", "f fan in", "o fan out")),
-        ]
+        ("nearest", (*nearest, "mean distance over all matrices; an octave is a factor of 2")),
+        ("formulas", (*formulas, not_in_recipes)),
+        ("letters", ("d width", "L layers", "l layer from 0", "f fan in", "o fan out")),
     )

@@ -88,7 +88,6 @@ class TuneScreen(LiveScreen):
         self.line(f"  {text}")
 
     def _say(self, trial: StudyTrial) -> None:
-        """Print the row of a trial that has ended."""
         best, expected = self._best, ""
         self._shown.add(trial.number)
         worker, _ = self._running.pop(trial.number, (None, 0.0))
@@ -180,8 +179,7 @@ class TuneScreen(LiveScreen):
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
-    """Return the noise between seeds as text, or None if it is unknown or has fewer than ``least`` degrees of
-    freedom."""
+    """Return the noise between seeds, or None if it is unknown or has fewer than ``least`` degrees of freedom."""
     if state.noise_floor is None or state.noise_runs < least:
         return None
     return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"
@@ -193,7 +191,7 @@ def _ended(state: StudyDocument) -> list[StudyTrial]:
 
 
 def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
-    """Yield a line for each searched hyperparameter for which scaling laws predict the best value."""
+    """Yield a line for each searched value whose optimum scaling laws predict."""
     for each in dimensions:
         if each.expected and isinstance(each.centre, float):
             value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]
@@ -209,8 +207,8 @@ def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None)
     if state.noise_floor is not None:
         degrees = "1 degree" if state.noise_runs == 1 else f"{state.noise_runs} degrees"
         source = "given" if state.noise_runs == GIVEN else f"{degrees} of freedom"
-        facts.append(("noise", [f"{state.noise_floor:.4f} nats, standard deviation between seeds ({source})"]))
-    yield Facts(facts, LABEL)
+        facts.append(("noise", f"{state.noise_floor:.4f} nats, standard deviation between seeds ({source})"))
+    yield Facts(*facts, indent=LABEL)
     worth = [each for each in state.coordinates if each.worth]
     if worth:
         yield _worth_tuning(state, worth[:ROWS])
@@ -219,7 +217,7 @@ def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None)
     files = [f"{folder / 'best.toml'} (with a reason for each value under [why])"]
     if state.fewer is not None:
         files.append(f"{folder / 'fewest.toml'} (the fewest changes)")
-    yield Facts([*findings(state, budget), *under("recipe", files)], LABEL)
+    yield Facts(*findings(state, budget), *under("recipe", files), indent=LABEL)
 
 
 def _worth_tuning(state: StudyDocument, worth: Sequence[Coordinate]) -> Table:
