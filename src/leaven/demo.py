@@ -66,7 +66,6 @@ class Size:
 
     @property
     def count(self) -> int:
-        """The number of runs of the whole demo."""
         return len(self.grid) + len(self.again(self.lrs[0]))
 
 
@@ -238,7 +237,6 @@ def base_recipe() -> Recipe:
 
 
 def recipe_at(base: Recipe, width: int) -> Recipe:
-    """Return the recipe ``base`` scaled to another width by its scaling rule."""
     return trial_of(base, DemoPoint(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
 
 

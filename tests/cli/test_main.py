@@ -64,19 +64,6 @@ def test_an_old_python_gives_one_line() -> None:
     assert done.stderr == "error: leaven needs Python 3.11 or newer; this is 3.10\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("export weigths a b", "no such command 'weigths'. Did you mean 'weights'?"),
-        ("train x.toml --runn y", "no such option: --runn (Possible options: --run)"),
-    ],
-)
-def test_a_misspelt_verb_or_option_names_the_nearest(run_verb: Verb, words: str, line: str) -> None:
-    code, out, err = run_verb(*words.split())
-    assert (code, out) == (2, "")
-    assert " ".join(err.split()) == f"error: {line}"
-
-
 def test_a_suggestion_is_printed_once_if_typer_and_click_both_make_it() -> None:
     class UsageError(Exception):
         message = "No such command 'shwo'. Did you mean 'show'?"

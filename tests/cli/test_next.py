@@ -41,6 +41,13 @@ def road(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return folder
 
 
+@pytest.fixture
+def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder on a machine without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "gpus_here", lambda: 0)
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_tune_to_export_by_printed_commands(leaven: Verb, road: Path) -> None:
     command = next_commands.after_check(
@@ -157,11 +164,8 @@ def test_a_model_with_experts_fits_on_the_suggested_gpus(tiny: Recipe) -> None:
     assert plan_recipe(large, cluster_for(large, hardware.find_accelerator("H100-80GB"))).chosen.fits
 
 
-def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(
-    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hardware, "gpus_here", lambda: 0)
+@pytest.mark.usefixtures("no_gpus")
+def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(leaven: Verb) -> None:
     code, out, err = leaven("new", "bloom.toml", "--from", "bloom-176b")
     assert code == 0, err
     assert "bloom-176b was trained on 384xA100-SXM-80GB" in out
@@ -180,11 +184,8 @@ def test_a_recipe_is_planned_on_the_hardware_that_it_is_known_for(
     assert printed(out) == ["leaven plan olmo.toml --gpus 16xH200-SXM-141GB"]
 
 
-def test_a_large_proxy_is_planned_on_the_gpus_of_its_target(
-    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hardware, "gpus_here", lambda: 0)
+@pytest.mark.usefixtures("no_gpus")
+def test_a_large_proxy_is_planned_on_the_gpus_of_its_target(leaven: Verb) -> None:
     new = ("new", "big.toml", "--params", "1B", "--tokens", "20B")
     plan = "leaven plan big-proxy.toml --gpus 1xA100-SXM-80GB"
     assert plan in leaven(*new, "--gpus", "64xA100-SXM-80GB")[1]

@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import signal
@@ -7,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from tests.cli.conftest import document
 from tests.views.planned import RYE
 
 from leaven.cli.plan import by_measurement
@@ -31,13 +31,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_share_price_and_explain_are_in_the_document(rye, leaven):
-    def document(*options):
-        code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *options, "--json")
-        assert code == 0
-        return json.loads(out)
+@pytest.fixture
+def planned(rye, leaven):
+    """A function that returns the document of a plan, with the given options."""
+    return lambda *options: document(leaven("plan", rye, *CLUSTER, *LAYOUT, *options, "--json"))
 
-    plain, asked = document(), document("--share", "0.95", "--price", "2", "--explain", "tp=1")
+
+def test_share_price_and_explain_are_in_the_document(planned):
+    plain, asked = planned(), planned("--share", "0.95", "--price", "2", "--explain", "tp=1")
     assert plain["ramp"]["start"]["share"] >= 0.7
     assert asked["ramp"]["start"]["share"] >= 0.95
     assert asked["ramp"]["start"]["batch_tokens"] > plain["ramp"]["start"]["batch_tokens"]
@@ -46,12 +47,7 @@ def test_share_price_and_explain_are_in_the_document(rye, leaven):
     assert plain["cost"]["money"] is None
 
 
-def test_another_program_is_planned_by_its_name(rye, leaven):
-    def planned(*options):
-        code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *options, "--json")
-        assert code == 0
-        return json.loads(out)
-
+def test_another_program_is_planned_by_its_name(rye, leaven, planned):
     own, megatron = planned("--no-history"), planned("--code", "megatron-2026")
     assert megatron["memory"]["gib"] != own["memory"]["gib"]
     assert "the training code megatron-2026" in megatron["cautions"][0]

@@ -255,15 +255,3 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(leaven: Verb, roots: 
 def test_what_cannot_be_served_is_one_line(leaven: Verb, tmp_path: Path, folder: str, words: str) -> None:  # noqa: F811
     code, _, error = leaven("serve", tmp_path / folder)
     assert (code, words in " ".join(error.split())) == (2, True), error
-
-
-def test_without_starlette_the_command_says_what_to_install(
-    leaven: Verb,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in [name for name in sys.modules if name.startswith(("leaven.server", "leaven.cli.serve", "starlette"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    code, _, error = leaven("serve", tmp_path)
-    assert (code, "pip install 'leaven[serve]'" in " ".join(error.split())) == (2, True), error

@@ -9,10 +9,9 @@ from written import demo, write_demo, write_losses_check
 
 from leaven.documents import sealed
 from leaven.documents.checks import CheckDocument
-from leaven.documents.runs import DemoDocument
 from leaven.recipe.files import write_recipe
 from leaven.tuning.study_document import StudyDocument
-from leaven.views.folders import RunView, StudyView, read_folder, read_run, read_study
+from leaven.views.folders import read_folder, read_run, read_study
 from leaven.views.page import folder_page
 from leaven.views.run_charts import run_charts
 
@@ -41,13 +40,6 @@ def folder(folders: Path, tmp_path: Path) -> Path:
     write_losses_check(copied / "check")
     write_demo(copied / "demo", demo())
     return copied
-
-
-def test_the_kind_of_a_folder_follows_from_its_files(folders, tmp_path):
-    assert isinstance(read_folder(write_losses_check(tmp_path / "check")), CheckDocument)
-    assert isinstance(read_folder(write_demo(tmp_path / "demo", demo())), DemoDocument)
-    assert isinstance(read_folder(folders / "proxy"), StudyView)
-    assert isinstance(read_folder(folders / "runs/copied"), RunView)
 
 
 def test_broken_lines_are_ignored_and_steps_done_again_count_once(folder):

@@ -169,7 +169,6 @@ def _open_standard_streams() -> None:
 
 
 def _run() -> int:
-    """Run the command of the command line, print the error if it raises one, and return the exit code."""
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except BrokenPipeError:  # leaven ... | head
@@ -217,7 +216,6 @@ def error_message(error: BaseException) -> str | None:
 
 
 def _has_no_folder() -> bool:
-    """Return whether the current folder was removed."""
     try:
         os.getcwd()
     except OSError as error:

@@ -49,6 +49,7 @@ SourceOption = Annotated[
 ]
 
 
+RUN_OPTION = option("The folder for the training runs. Run the same command again to resume them.", metavar="DIR")
 LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of finished runs
 
 
@@ -96,7 +97,10 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``."""
+        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``.
+
+        Raise InputError for a file with logs, and for an option that does not apply to ``subject``.
+        """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -174,9 +178,7 @@ class SizeOptions(CheckOptions):
 class RecipeRunOptions(CheckOptions):
     """Options of the checks that train whole runs of a recipe."""
 
-    run: Annotated[
-        Path, option("The folder for the training runs. Run the same command again to resume them.", metavar="DIR")
-    ]
+    run: Annotated[Path, RUN_OPTION]
     workers: Annotated[
         int | None, option("Number of worker processes, each with one thread.", "one per core", min=1)
     ] = None
@@ -257,10 +259,7 @@ class LoggedRunOptions(RunOptions):
             "have trained with any program: a CSV or JSON lines file, or a folder.",
         ),
     ]
-    run: Annotated[
-        Path | None,
-        option("The folder for the training runs. Run the same command again to resume them.", metavar="DIR"),
-    ] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
+    run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
         """Return the path of the user's logs (results of finished runs), or None if the check trains runs.

@@ -79,8 +79,6 @@ DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
 def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an option whose value is ``parse(text)``."""
-
     def parser(text: str) -> Any:
         try:
             return parse(text)
@@ -257,7 +255,6 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 
 def exit_interrupted(message: str) -> NoReturn:
-    """Print why the command stopped, and exit with code 75."""
     errors.print(message)
     raise typer.Exit(INTERRUPTED)
 

@@ -1,6 +1,5 @@
 """Defines the command ``leaven show``."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +7,9 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, load_recipe, option, print_document
-from leaven.documents.runs import CautionRow, ShowDocument, WorthRow
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
-from leaven.recipe.recipe import Recipe, RuleName
+from leaven.recipe.recipe import RuleName
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
 from leaven.scaling.tested_ranges import warnings
@@ -37,11 +35,6 @@ def show(
         raise InputError("RECIPE is missing; type: leaven show RECIPE, or leaven show --rule NAME")
     loaded = load_recipe(recipe, overrides)
     found = warnings(loaded)
-    shown = resolved(loaded, found)
-    print_document(shown, recipe_screen(shown), json_output, next_commands.after_show(recipe, overrides or ()))
-
-
-def resolved(recipe: Recipe, found: list[CautionRow], worth: Sequence[WorthRow] = ()) -> ShowDocument:
-    """Return the document with the values of every parameter. Print the warnings ``found`` to standard error."""
     warn(each.message for each in found)
-    return describe(recipe, flops_per_token(recipe.model), found, worth)
+    shown = describe(loaded, flops_per_token(loaded.model), found)
+    print_document(shown, recipe_screen(shown), json_output, next_commands.after_show(recipe, overrides or ()))

@@ -18,9 +18,10 @@ from leaven.cli.common import (
     require_alone,
     require_new,
 )
-from leaven.cli.show import resolved
 from leaven.errors import InputError
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_text, write_recipe
+from leaven.scaling.describe import describe
 from leaven.scaling.tested_ranges import dropped, unlike, untuned, warnings
 from leaven.scaling.transfer import searched_paths, transfer_like
 from leaven.scaling.transfer import transfer as scaled
@@ -102,7 +103,8 @@ def transfer(
         warn([f"{recipe} was edited after leaven tune wrote it, so [why] may not fit its values"])
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
-    shown = resolved(big, found, worth_at(recipe, big))
+    warn(each.message for each in found)
+    shown = describe(big, flops_per_token(big.model), found, worth_at(recipe, big))
     wrote = [f"wrote {output}"] if output is not None else []
     name = next_commands.beside(like, next_commands.TUNED) if like is not None else Path(f"{big.name}-big.toml")
     following = next_commands.after_writing(output, big, name)

@@ -133,7 +133,6 @@ def _folders(request: Request, roots: list[Path]) -> Response:
 
 
 def _counted(found: list[Found]) -> str:
-    """Return the number of folders of each kind as text, for example ``2 runs, 1 study``."""
     plural = {"run": "runs", "study": "studies", "check": "checks", "demo": "demos"}
     kinds = Counter(each.kind for each in found)
     return ", ".join(f"{n} {kind if n == 1 else plural[kind]}" for kind in plural if (n := kinds[kind]))

@@ -176,7 +176,6 @@ def bars(
     colour: str,
     **more: Any,
 ) -> Figure:
-    """Return error bars from ``low`` to ``high`` around ``middle``."""
     ends = {"array": list(map(_minus, high, middle)), "arrayminus": list(map(_minus, middle, low))}
     return {"type": "data", "symmetric": False, **ends, "color": colour, **more}
 

@@ -67,7 +67,6 @@ def check_tables(check: CheckDocument) -> list[CheckTable]:
 
 
 def conclusion(check: CheckDocument) -> str:
-    """Return one line that says whether a check passed, failed or is undecided."""
     failed = [row for row in check.rows if row.passed is False]
     judged = [row for row in check.rows if row.passed is not None]
     if not judged:

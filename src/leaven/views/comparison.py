@@ -122,7 +122,6 @@ def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | 
 
 
 def _different(recipes: Sequence[Recipe]) -> list[ComparedValue]:
-    """Return the values in which at least one recipe differs from the first recipe."""
     own: dict[str, Any] = {}
     others: list[dict[str, Any]] = []
     for recipe in recipes[1:]:
@@ -142,11 +141,10 @@ def _warnings(runs: Sequence[RunView]) -> Iterator[str]:
             yield f"{run.title} is not finished: it has trained {share:.0%} of its tokens"
         if run.gaps:
             yield f"{run.title}: {run.gaps}"
-    for what, value in _COMPARABLE.items():
-        if any(value(run.recipe) != value(runs[0].recipe) for run in runs):
-            yield f"the {what} differ, so the losses cannot be compared"
-    comparable = len({str([value(run.recipe) for value in _COMPARABLE.values()]) for run in runs}) == 1
-    if comparable and len({run.folder.text() for run in runs} - {None}) > 1:
+    own = runs[0].recipe
+    different = [what for what, of in _COMPARABLE.items() if any(of(run.recipe) != of(own) for run in runs)]
+    yield from (f"the {what} differ, so the losses cannot be compared" for what in different)
+    if not different and len({run.folder.text() for run in runs} - {None}) > 1:
         yield "the texts differ, although their paths are equal, so the losses cannot be compared"
-    if any(run.recipe.data.seed != runs[0].recipe.data.seed for run in runs):
+    if any(run.recipe.data.seed != own.data.seed for run in runs):
         yield "the seeds differ, so the differences include the noise between seeds"

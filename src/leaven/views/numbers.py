@@ -38,7 +38,6 @@ def scientific(number: float | None, digits: int = 2) -> str:
 
 
 def setting(value_of: Any) -> str:
-    """Return a value of a recipe, a published run or a check as text."""
     match value_of:
         case bool():
             return str(value_of).lower()
@@ -145,7 +144,6 @@ def log_ticks(low: float, high: float, label: Callable[[float], str], most: int 
 
 
 def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return at most ``most`` round numbers on a linear axis from ``low`` to ``high``."""
     step = 10.0 ** math.floor(math.log10((high - low) / most)) if high > low else 1.0
     step = next(step * m for m in (1, 2, 5, 10, 20) if (high - low) / (step * m) < most)
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -102,7 +102,6 @@ def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> M
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Return the sources of an accelerator's numbers, each once."""
     groups: dict[str, list[str]] = {}
     for source in accelerator.sources:
         groups.setdefault(f"{source.text} ({CONFIDENCE[source.confidence]})", []).append(source.group)

@@ -179,5 +179,4 @@ def _wider(dimension: Dimension, best: float) -> str:
 
 
 def names(found: Sequence[str]) -> str:
-    """Return the first few of a list of names, and how many more there are."""
     return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")

@@ -141,7 +141,6 @@ def acts(recipe: Recipe, module: str, kind: str) -> bool:
 
 
 def over_depth(recipe: Recipe, kind: str) -> list[float]:
-    """Return the depth multiplier of each layer for a ``kind`` of multiplier."""
     count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
     return [DepthProfile.at(points, layer, count) for layer in range(count)]
 

@@ -86,7 +86,6 @@ def _gradient(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
-    """Draw the measured gradient noise scale, and the batch size as a dotted line."""
     lines = []
     for run, colour in runs:
         scales = charts.thin([point for point in _values(run, "noise_scale") if point[1] > 0], 500)

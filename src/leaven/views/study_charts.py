@@ -27,7 +27,6 @@ class TrialMark:
     line: float = 1.7  # line width of open symbols, or of the edge of filled ones
 
     def on(self, at: Sequence[Point], hover: Sequence[str]) -> Figure:
-        """Return a trace that draws this mark at each of the points ``at``. ``hover`` has their tooltips."""
         looks = {"symbol": self.symbol, "line": {"width": self.line}}
         return charts.dots(at, self.colour, self.size, marker=looks, cliponaxis=False, hovertext=hover)
 
@@ -77,7 +76,6 @@ def window(study: StudyView) -> tuple[float, float]:
 
 
 def hover(trial: StudyTrial, study: StudyView) -> str:
-    """Return the tooltip of a trial, with its loss and the hyperparameters that it changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:
         lines.append(f"{numbers.loss(trial.loss)} nats per token{' predicted' if trial.state == PRUNED else ''}")
@@ -231,7 +229,6 @@ def against_best(study: StudyView, known: Curves) -> Curves:
 
 
 def curves(study: StudyView, known: Curves, title: str) -> Figure:
-    """Draw the loss curves of all trials over tokens, with the best trial highlighted."""
     most = 60 if len(known) <= 150 else 30
     traces = []
     for name, trials in by_kind(study).items():

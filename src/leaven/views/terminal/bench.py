@@ -39,17 +39,12 @@ def bench_screen(bench: BenchDocument, seq_len: int) -> Iterator[RenderableType]
     facts: list[Fact] = [("MFU", bench.mfu_convention)]
     if bench.choose is not None:
         start, largest = bench.choose.ramp_start, max(size for size in fastest if size != bench.unfinished)
-        facts += [
-            ("micro-batch", f"{bench.choose.micro_batch} is fastest at a batch of {largest} sequences"),
-            (
-                "ramp",
-                (
-                    f"start at {start.batch_tokens:,} tokens ({start.global_batch} sequences): "
-                    f"{start.share_of_peak:.0%} of full speed with micro-batch {start.micro_batch}, "
-                    f"the smallest batch above {bench.choose.share:.0%}"
-                ),
-            ),
-        ]
+        ramp = (
+            f"start at {start.batch_tokens:,} tokens ({start.global_batch} sequences): {start.share_of_peak:.0%} of "
+            f"full speed with micro-batch {start.micro_batch}, the smallest batch above {bench.choose.share:.0%}"
+        )
+        fastest_size = f"{bench.choose.micro_batch} is fastest at a batch of {largest} sequences"
+        facts += [("micro-batch", fastest_size), ("ramp", ramp)]
     if bench.too_large:
         facts.append(("memory", f"micro-batches that do not fit: {', '.join(map(str, bench.too_large))}"))
     if bench.unfinished is not None:

@@ -112,7 +112,6 @@ def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
         return lambda role: shown.roles[role][quantity].text
 
     def sources(role: str) -> list[str]:
-        """Return the sources of a row of the table, each with the columns that come from it."""
         by_source: dict[str, list[str]] = {}
         for quantity, cell in shown.roles[role].items():
             by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))

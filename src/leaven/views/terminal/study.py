@@ -66,7 +66,6 @@ class TuneScreen(LiveScreen):
             self.line(f"  {self._done()} trials are done")
 
     def started(self, number: int, worker: str) -> None:
-        """Record that a worker of this command has started a trial."""
         with self._lock_rows:
             self._running[number] = (self._name(worker), time.time())
 

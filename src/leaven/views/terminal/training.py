@@ -177,7 +177,6 @@ def advice(folder: Path) -> str:
 
 
 def trained(summary: TrainDocument, folder: Path) -> list[str]:
-    """Return the lines about a finished run: its losses, size and time, and its folder."""
     bits = f" ({summary.bits_per_byte:.4f} bits per byte)" if summary.bits_per_byte is not None else ""
     more = []
     if summary.averaged_loss is not None:
@@ -194,7 +193,6 @@ def trained(summary: TrainDocument, folder: Path) -> list[str]:
 
 
 def stopped(summary: TrainDocument) -> str:
-    """Return the line that says how to resume a run that was stopped."""
     saved = "saved; run the same command again to resume"
     if summary.unsaved is not None:
         again = f"run the same command again to resume from {summary.saved_tokens:,} tokens"
