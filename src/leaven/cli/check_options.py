@@ -13,6 +13,7 @@ import typer
 from leaven.cli.common import (
     JsonOption,
     SetOption,
+    argument,
     count_above_0,
     count_option,
     exit_interrupted,
@@ -79,10 +80,7 @@ def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
 class CheckOptions:
     """Options of every check that trains models."""
 
-    subject: Annotated[
-        str,
-        typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or module:factory for your own torch model."),
-    ]
+    subject: Annotated[str, argument("RECIPE", "A recipe file (TOML), or module:factory for your own torch model.")]
     seeds: Annotated[int, option("Number of random seeds for initialisation and data.", min=1)] = 3
     output: Annotated[
         Path | None, option("Write an HTML page with charts to this file.", metavar="FILE.html", names="--output -o")
@@ -111,15 +109,17 @@ class CheckOptions:
             )
         for name in self.for_factories:
             if getattr(self, name) is not None:
-                option = f"--{name.replace('_', '-')}"
                 raise InputError(
-                    f"{option} applies only to module:factory; for a recipe use --set, e.g. --set data.tokens=1M"
+                    f"--{name.replace('_', '-')} applies only to module:factory; for a recipe use --set, "
+                    "e.g. --set data.tokens=1M"
                 )
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check and the lines ``more``, and write the page of ``--output``. Exit with code 1 if the check
-        failed."""
+        """Print a check, and write the page of ``--output``. Exit with code 1 if the check failed.
+
+        ``more`` are further lines, and ``following`` the commands to suggest if the check passed.
+        """
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
 
@@ -253,10 +253,10 @@ class LoggedRunOptions(RunOptions):
 
     subject: Annotated[
         str,
-        typer.Argument(
-            metavar="RECIPE|LOGS",
-            help="A recipe file (TOML), or module:factory for your own torch model; or the results of runs that you "
-            "have trained with any program: a CSV or JSON lines file, or a folder.",
+        argument(
+            "RECIPE|LOGS",
+            "A recipe file (TOML), or module:factory for your own torch model; or the results of runs that you have "
+            "trained with any program: a CSV or JSON lines file, or a folder.",
         ),
     ]
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training

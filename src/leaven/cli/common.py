@@ -42,8 +42,13 @@ def option(help: str, default: str | bool = True, names: str = "", **more: Any) 
     return typer.Option(*names.split(), help=help, show_default=default, **more)
 
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder that leaven train wrote.")]
+def argument(metavar: str, help: str, default: str | bool = True) -> Any:
+    """Return an argument of a command. ``default`` is the text of the default value in ``--help``."""
+    return typer.Argument(metavar=metavar, help=help, show_default=default)
+
+
+RecipeArgument = Annotated[Path, argument("RECIPE", "A recipe file (TOML).")]
+RunArgument = Annotated[Path, argument("RUN", "The run folder that leaven train wrote.")]
 SetOption = Annotated[
     list[str] | None,
     option(

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,
@@ -12,6 +10,7 @@ from leaven.cli.common import (
     RunArgument,
     SetOption,
     TokensOption,
+    argument,
     group,
     load_recipe,
     option,
@@ -29,7 +28,7 @@ app = group()
 @app.command()
 def weights(
     run: RunArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
+    folder: Annotated[Path, argument("DIR", "The folder to write; it must be new or empty.")],
     to: Annotated[
         Literal["huggingface"], option("The format to write. Only huggingface is supported.")
     ] = "huggingface",

@@ -2,9 +2,7 @@
 
 from typing import Annotated
 
-import typer
-
-from leaven.cli.common import JsonOption, print_document
+from leaven.cli.common import JsonOption, argument, print_document
 from leaven.planning.accelerators import accelerators
 from leaven.planning.hardware import find_accelerator, parse_cluster
 from leaven.views.terminal.hardware import accelerator_screen, accelerators_screen
@@ -13,10 +11,7 @@ from leaven.views.terminal.hardware import accelerator_screen, accelerators_scre
 def hardware(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="NAME",
-            help="Show only this accelerator and its sources, e.g. H100-80GB, or cpu for this machine.",
-        ),
+        argument("NAME", "Show only this accelerator and its sources, e.g. H100-80GB, or cpu for this machine."),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, group, option, print_document, recipe_name, require_new
+from leaven.cli.common import JsonOption, argument, group, option, print_document, recipe_name, require_new
 from leaven.documents.runs import ImportDocument
 from leaven.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
@@ -20,9 +18,9 @@ app = group()
 def config(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE",
-            help="For megatron, a script or a list of flags. For transformers, config.json or its folder. For "
+        argument(
+            "FILE",
+            "For megatron, a script or a list of flags. For transformers, config.json or its folder. For "
             "torchtitan, its TOML file or the JSON file that it saves.",
         ),
     ],

@@ -10,6 +10,7 @@ from leaven.catalogue.starter.draft import StarterRequest, find_reference, used_
 from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,
+    argument,
     count_above_0,
     count_option,
     option,
@@ -38,9 +39,8 @@ def new(
     context: typer.Context,
     output: Annotated[
         Path,
-        typer.Argument(
-            metavar="OUT.toml",
-            help="The recipe file to write. The recipe of a small proxy model is written to OUT-proxy.toml.",
+        argument(
+            "OUT.toml", "The recipe file to write. The recipe of a small proxy model is written to OUT-proxy.toml."
         ),
     ],
     params: Annotated[

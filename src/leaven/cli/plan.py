@@ -11,6 +11,7 @@ from leaven.cli.common import (
     JsonOption,
     SetOption,
     ShareOption,
+    argument,
     exit_interrupted,
     load_recipe,
     option,
@@ -34,9 +35,7 @@ from leaven.views.terminal.plan import budget_screen, plan_screen
 
 def plan(
     context: typer.Context,
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or the id of a published run.")
-    ] = None,
+    recipe: Annotated[Path | None, argument("RECIPE", "A recipe file (TOML), or the id of a published run.")] = None,
     gpus: Annotated[
         str | None, option("The cluster, e.g. 64xH100-80GB, 8x8xA100 (8 nodes of 8) or cpu.", metavar="COUNTxNAME")
     ] = None,

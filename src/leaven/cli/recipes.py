@@ -19,6 +19,7 @@ from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     SetOption,
+    argument,
     count_option,
     group,
     load_recipe,
@@ -73,9 +74,7 @@ def list_runs(
 
 @app.command()
 def show(
-    id: Annotated[
-        str, typer.Argument(metavar="ID", help="The id of a published run (see leaven recipes list), e.g. olmo-7b.")
-    ],
+    id: Annotated[str, argument("ID", "The id of a published run (see leaven recipes list), e.g. olmo-7b.")],
     json_output: JsonOption = False,
 ) -> None:
     """Print all values of one published run, with their sources."""
@@ -144,8 +143,8 @@ def nearest_runs(
 
 @app.command("diff")
 def diff_runs(
-    a: Annotated[str, typer.Argument(metavar="A", help="The id of a published run, or a recipe file (.toml).")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The id or recipe file (.toml) to compare with.")],
+    a: Annotated[str, argument("A", "The id of a published run, or a recipe file (.toml).")],
+    b: Annotated[str, argument("B", "The id or recipe file (.toml) to compare with.")],
     json_output: JsonOption = False,
 ) -> None:
     """Print the values in which two published runs or recipes differ."""

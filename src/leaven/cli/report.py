@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from leaven.catalogue.runs import load_runs
-from leaven.cli.common import JsonOption, option, print_document
+from leaven.cli.common import JsonOption, argument, option, print_document
 from leaven.documents.runs import ReportDocument
 from leaven.errors import InputError
 from leaven.storage import write_page
@@ -15,10 +13,10 @@ from leaven.storage import write_page
 def report(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="PATH...",
-            help="The folder of a run, a study, a check or a demo; or the folders of several runs, to compare them "
-            "with the first.",
+        argument(
+            "PATH...",
+            "The folder of a run, a study, a check or a demo; or the folders of several runs, to compare them with "
+            "the first.",
         ),
     ] = None,
     output: Annotated[Path, option("The HTML file to write.", names="--output -o")] = Path("report.html"),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, option, print_document
+from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, argument, option, print_document
 from leaven.documents.runs import SampleDocument
 from leaven.errors import InputError, shown
 from leaven.views.terminal.console import console, errors, say_skipped
@@ -15,7 +15,7 @@ from leaven.views.terminal.console import console, errors, say_skipped
 
 def sample(
     run: RunArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt to continue.")] = "",
+    text: Annotated[str, argument("TEXT", "The prompt to continue.")] = "",
     max_tokens: Annotated[
         int, option("Maximum number of tokens. Generation stops earlier at an end-of-text token.", min=1)
     ] = 200,

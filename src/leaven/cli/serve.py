@@ -7,9 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from leaven.cli.common import JsonOption, option, print_document
+from leaven.cli.common import JsonOption, argument, option, print_document
 from leaven.documents.runs import ServeDocument
 from leaven.errors import InputError
 
@@ -19,10 +17,10 @@ PORT = 8421
 def serve(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="FOLDER...",
-            help="Show the runs, studies, checks and demos in these folders and their subfolders.",
-            show_default="the current folder",
+        argument(
+            "FOLDER...",
+            "Show the runs, studies, checks and demos in these folders and their subfolders.",
+            default="the current folder",
         ),
     ] = None,
     port: Annotated[int, option("The port of the server on 127.0.0.1.", min=1, max=65_535)] = PORT,

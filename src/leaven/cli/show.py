@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, SetOption, load_recipe, option, print_document
+from leaven.cli.common import JsonOption, SetOption, argument, load_recipe, option, print_document
 from leaven.errors import InputError
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import RuleName
@@ -18,7 +16,7 @@ from leaven.views.terminal.recipe import recipe_screen, rule_table
 
 
 def show(
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")] = None,
+    recipe: Annotated[Path | None, argument("RECIPE", "A recipe file (TOML).")] = None,
     rule: Annotated[
         RuleName | None, option(f"Print this scaling rule instead of a recipe: {', '.join(RULES)}.", metavar="NAME")
     ] = None,

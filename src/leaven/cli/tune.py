@@ -10,6 +10,7 @@ from leaven.cli.common import (
     DeviceOption,
     JsonOption,
     SetOption,
+    argument,
     count_above_0,
     exit_interrupted,
     list_option,
@@ -43,10 +44,7 @@ def _workers(text: str) -> int:
 def tune(
     context: typer.Context,
     recipe: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe (TOML), or a command file: a command, its loss and its search space."
-        ),
+        Path, argument("RECIPE", "A recipe (TOML), or a command file: a command, its loss and its search space.")
     ],
     study: Annotated[
         str,
