@@ -17,7 +17,10 @@ from leaven.verification.collapse import collapse
 from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
-HOSTILE = "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>%{x}"
+HOSTILE = (
+    "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>"
+    "<a href=http://evil.example>%{x}"
+)
 PROXY = """
 name = "wheat-proxy"
 [model]

@@ -254,16 +254,11 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
     """Return the command that trains a recipe. Several ranks need torchrun, with ``node_size`` ranks on a node."""
-    run = _free(Path("runs", _run_name(path)))
+    of_study = path.name in {"best.toml", "fewest.toml"} and (path.parent / "study.json").exists()
+    run = _free(Path("runs", path.resolve().parent.name if of_study else path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
     return _line("train", path, "--run-folder", run, sets=sets, start=[*_torchrun(ranks, node_size), "-m", "leaven"])
-
-
-def _run_name(recipe: Path) -> str:
-    """Return the stem of a recipe's file or, for a study's best.toml or fewest.toml, the name of its folder."""
-    best = recipe.name in {"best.toml", "fewest.toml"} and (recipe.parent / "study.json").exists()
-    return recipe.resolve().parent.name if best else recipe.stem
 
 
 def _torchrun(ranks: int, node_size: int) -> list[str]:

@@ -100,7 +100,10 @@ CHARTS = (
 
 def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
     """Return the page as HTML. The charts also show the values of the recipe ``own``."""
-    hues, values = hues_of(runs), _values_of(own) if own else {}
+    hues, values = hues_of(runs), dict[str, float]()
+    if own:
+        case = Case(own, adamw_rows(own))  # the lr and init std are those of the hidden weights
+        values = {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
     drawn = {chart.key: scatter(chart, runs, hues, own, values.get(chart.key)) for chart in CHARTS}
     lineages = Counter(run.lineage.name for run in runs)
     members = Counter(group_of(run, hues) for run in runs)
@@ -120,12 +123,6 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
         linked=linked,
         own=own,
     )
-
-
-def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return the recipe's value for each chart. The lr and init std are those of the hidden weights."""
-    case = Case(recipe, adamw_rows(recipe))
-    return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:

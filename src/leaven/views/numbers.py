@@ -8,7 +8,6 @@ from typing import Any
 from leaven.documents.planning import CostRow, PlanDocument, Price
 from leaven.recipe.units import format_number, format_quantity, format_seconds
 
-MINUS = "−"
 NONE = "–"
 LEAST_GIB = 0.05  # smaller parts of memory are not shown
 
@@ -102,7 +101,7 @@ def delta(number: float | None) -> str:
     shown = f"{abs(number):.4f}"
     if not float(shown):
         return shown
-    return f"{'+' if number > 0 else MINUS}{shown}"
+    return f"{'+' if number > 0 else '−'}{shown}"
 
 
 def ratio(number: float) -> str:
