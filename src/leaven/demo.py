@@ -98,7 +98,8 @@ def run_demo(
         stop: returns true once the user asked to stop.
 
     Raises:
-        InputError: if the folder has other files or another demo, is in use or cannot be written; or without text.
+        InputError: if the folder has other files or another demo, is in use or cannot be written, or if the source
+            has no text.
         ChecksStopped: if ``stop`` returned true. The same call resumes the demo.
     """
     require_writable(folder)

@@ -265,9 +265,9 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
-    """Return the tokens of the text that ``data`` names, and print what is notable about them.
+    """Return the tokens of the text that ``data`` names. Show the progress of tokenising, and print notes.
 
-    A line says if the tokenizer is not that of the weights in the folder ``start``.
+    A note says if the tokenizer is not that of the weights in the folder ``start``.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

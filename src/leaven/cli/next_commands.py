@@ -175,7 +175,8 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``, after its plan if this machine is too small.
+    """Return the command that tunes the proxy in the file ``path``. A plan of the proxy comes first if this machine
+    is too small.
 
     With a ``target``, the command has the number of trials that are worth their cost.
     """
@@ -225,8 +226,10 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: the known one, or one that fits with the target's GPUs or
-    `EXAMPLE_GPU`."""
+    """Return the cluster on which to plan a recipe: its known cluster, or a cluster that fits the recipe.
+
+    The latter has the GPUs of the target's known cluster or, if that is unknown or a CPU, `EXAMPLE_GPU`.
+    """
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None

@@ -62,7 +62,10 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 
 
 def _change(first: float, last: float, lrs: list[float]) -> str:
-    """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less`` for the lowest of ``lrs``."""
+    """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
+
+    "or less" and "or more" mean that ``last`` is at an end of ``lrs``, the tried values.
+    """
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
 

@@ -61,8 +61,8 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-        """The faults in the files of the run, or "". They are read on first use, because a list of runs does not need
-        them."""
+        """The faults in the files of the run, or "". The files are read on first use: a list of runs shows no
+        faults."""
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
@@ -96,7 +96,8 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials at the start, or else the loss of the first complete trial."""
+        """The mean loss of the complete trials with the starting values. Without such trials, the loss of the first
+        complete trial, or None."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -325,7 +326,7 @@ def _faults_of_demo(demo: DemoDocument) -> Iterator[str]:
 
 
 def _document(path: Path, kind: type[Kind], faults: Callable[[Kind], Iterator[str]]) -> Kind:
-    """Return the document in a file, or raise InputError with the first of its faults."""
+    """Return the document in a file, or raise InputError with the first fault of the file."""
     try:
         document = kind.model_validate_json(storage.read(path))
     except OSError as error:

@@ -39,7 +39,7 @@ def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, st
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw a stacked bar for each pipeline rank, whose ``stages`` have the GiB of each part of memory."""
+    """Draw a stacked bar for each pipeline rank. ``stages`` has the GiB of each part of memory, by rank."""
     p, totals = len(stages), [sum(parts.values()) for parts in stages]
     traces = [
         {
@@ -144,8 +144,10 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return the best ``DOTS`` of ``candidates`` (best first), without those much slower than the fastest and
-    ``chosen``."""
+    """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first.
+
+    The chart shows at most ``DOTS``, and none that is much slower than the fastest and ``chosen``.
+    """
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 

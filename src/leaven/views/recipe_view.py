@@ -53,7 +53,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter: the lr of each layer / ``lr``, that of the recipe."""
+    """Return a table with a coloured band for each parameter: each layer's lr divided by ``lr``, the recipe's."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
