@@ -1,10 +1,8 @@
 """``leaven demo`` shows how the best learning rate (lr) changes when a model gets wider.
 
 The demo trains the smallest model, called the base, with each lr of a grid. Every wider model gets the same grid
-twice:
-"copied" keeps all hyperparameters of the base, and "moved" scales them by a scaling rule. Finally, the widest model
-is
-trained in both ways with the base's best lr and more seeds.
+twice: "copied" keeps all hyperparameters of the base, and "moved" scales them by a scaling rule. Finally, the widest
+model is trained in both ways with the base's best lr and more seeds.
 """
 
 import json

@@ -223,10 +223,8 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
     A Ctrl-C more than `AGAIN_AFTER` seconds after the first signal raises KeyboardInterrupt. Other repeats are
-    ignored:
-    torchrun and a scheduler both send a signal, and a closed terminal often sends SIGHUP twice. If the program that
-    reads
-    the output has ended, the command continues without output.
+    ignored: torchrun and a scheduler both send a signal, and a closed terminal often sends SIGHUP twice. If the
+    terminal is closed, or the program that reads the output has ended, the command continues without output.
     """
     requested: float | None = None  # time.monotonic() of the first signal
     readers = [number for number in (1, 2) if _has_reader(number)]

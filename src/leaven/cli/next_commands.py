@@ -4,8 +4,7 @@ The usual order is new -> recipes check -> tune -> transfer -> recipes check -> 
 report.
 
 ``leaven new`` names the files: OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is the recipe
-of
-a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
+of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex

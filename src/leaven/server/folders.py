@@ -76,7 +76,7 @@ class FolderRow:
 def find(roots: list[Path]) -> Iterator[Found]:
     """Yield the folders of runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep.
 
-    Folders inside a found folder, hidden ones and those in `SKIPPED` are not searched.
+    Hidden folders, those in `SKIPPED` and those inside a found folder are not searched.
     """
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):

@@ -188,8 +188,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
     """Return y smoothed: at each point, the value of a straight line that is fitted to its neighbours.
 
     Point i has ``share`` * i neighbours on each side, at least 2: on a logarithmic axis later points are closer.
-    Unlike a
-    moving average, the fit does not lag where the curve falls.
+    Unlike a moving average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)

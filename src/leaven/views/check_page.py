@@ -68,8 +68,7 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
     """Return the points of a curve, divided by its first value, so that it starts at 1.
 
     With ``eps``, each value is first divided by the eps at the same size, unless that is 0 or missing. The list is
-    empty
-    if a value is 0 or missing, because a logarithmic axis cannot show it.
+    empty if a value is 0 or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]

@@ -96,8 +96,7 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
     """Return the tokens that ``first`` needed / the tokens that ``run`` needed to reach the same validation loss.
 
     Each run is a list of (tokens, validation loss). The loss to reach is the final loss of the worse run. Return None
-    with
-    fewer than two validations, or if the better run reached this loss at its first validation.
+    with fewer than two validations, or if the better run reached this loss at its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None

@@ -131,8 +131,7 @@ def demo_plan(
     """Yield lines about what a demo will train, and how long.
 
     ``seconds`` has the estimated time of each size. ``most_seconds`` is the limit by which leaven chose the size, or
-    None
-    if the user chose it.
+    None if the user chose it.
     """
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES

@@ -156,8 +156,7 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
     """Return the table of the multipliers in a study's best recipe, or None if there is nothing to show.
 
     The table has a row for each module and a column for each kind of multiplier. A cell is a band. The text beside
-    the
-    band is the module's own multiplier. If there are depth multipliers, the first row shows them.
+    the band is the module's own multiplier. If there are depth multipliers, the first row shows them.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:
