@@ -148,7 +148,7 @@ def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
     lines = printed(screen._status(), 80)
     assert all(len(line) <= 80 for line in lines)
     # Two trials are left, of a minute each, on two workers.
-    for part in ("w1 trial 6 0.0 s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
+    for part in ("w1 trial 6 ", " s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
                  "noise 0.0031 nats (2 repeats)", "1 diverged", "1 pruned",
                  "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
         assert part in " ".join(lines)
