@@ -273,7 +273,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return a table with the entries of the architecture that its key ``like`` names, except its ``without``."""
+    """Complete a table from the one that its key ``like`` names, except for the entries that ``without`` lists."""
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {

@@ -206,7 +206,6 @@ def _require(key: str, value: Any, kind: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file."""
     try:
         document = json.loads(storage.read(path))
     except FileNotFoundError:

@@ -8,9 +8,8 @@ constant factors of their architecture, such as sqrt(d_model) on Gemma's embeddi
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -105,28 +104,16 @@ def write_huggingface(
     with written_folder(folder) as temporary:
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        biases = (
-            {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
-        )
-
-        # Cached because a layer's experts are one tensor here, and many tensors in the file, one after another.
-        @lru_cache(maxsize=1)
-        def weight(name: str) -> Tensor | None:
-            held = biases if name in biases else weights
-            if name not in held:
-                return None
-            scaled = held[name].detach().cpu() * factors.get(name, 1.0)
-            return scaled - offsets[name] if name in offsets else scaled
-
+        biases = [] if router_bias_LE is None else router_bias_LE
+        held = dict(weights) | {ROUTER_BIAS.format(layer): bias for layer, bias in enumerate(biases)}
         for file, shard in shards.items():
-            tensors = {
-                each.name: _joined(each, weight).to(torch.float32 if each.of_router_bias else numbers).contiguous()
-                for each in shard
-            }
-            for name, tensor in tensors.items():
+            tensors = {}
+            for each in shard:
+                kind = torch.float32 if each.of_router_bias else numbers
+                tensors[each.name] = tensor = _joined(each, held, factors, offsets).to(kind).contiguous()
                 if not tensor.isfinite().all():
                     raise InputError(
-                        f"{name}: not every weight is finite in {dtype}; use another dtype or checkpoint"
+                        f"{each.name}: not every weight is finite in {dtype}; use another dtype or checkpoint"
                     )
             try:
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
@@ -160,16 +147,18 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
+def _joined(
+    stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
+) -> Tensor:
     """Return a tensor of the file, built from leaven's weights. A bias that leaven's model does not have is 0."""
     parts = []
     for name, shape in stored.parts.items():
-        found = weight(name)
-        if found is None:
-            found = torch.zeros(shape)
-        elif stored.expert is not None:
-            found = found[stored.expert]
-        parts.append(_by_entry(name, found, 2, stored.paired // 2) if stored.paired else found)
+        part = torch.zeros(shape)
+        if name in held:
+            part = held[name] if stored.expert is None else held[name][stored.expert]
+            part = part.detach().cpu() * factors.get(name, 1.0)
+            part -= offsets.get(name, 0.0)
+        parts.append(_by_entry(name, part, 2, stored.paired // 2) if stored.paired else part)
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined

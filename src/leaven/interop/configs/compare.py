@@ -89,7 +89,6 @@ class ResolvedRecipe:
         return counts.most_common(1)[0][0]
 
     def in_steps(self, tokens: float) -> int:
-        """Convert a number of tokens to a number of steps of the full batch."""
         return round(tokens / self.recipe.batch.tokens)
 
     @property

@@ -64,7 +64,6 @@ class Export:
 
 @cache
 def target(name: str) -> Target:
-    """Return the export target with this name."""
     if name not in TARGETS:
         raise InputError(f"--to {name}: choose from {', '.join(TARGETS)}")
     table = tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8"))
@@ -74,7 +73,6 @@ def target(name: str) -> Target:
 
 
 def default_path(name: str, recipe_name: str) -> str:
-    """Return the default path of the file or folder that target ``name`` exports from the recipe ``recipe_name``."""
     return target(name).path.format(name=recipe_name, identifier=identifier(recipe_name))
 
 

@@ -436,7 +436,6 @@ def _name(flag: str) -> str:
 
 
 def _kind_of(flag: str) -> str | None:
-    """Return the kind of a flag, or None if leaven does not read it."""
     kind: str | None = TABLE["flags"].get(flag, {}).get("kind")
     return kind
 

@@ -265,7 +265,6 @@ def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
 
 
 def identifier(name: str) -> str:
-    """Convert a recipe's name to a Python identifier."""
     word = "".join(each if each.isalnum() and each.isascii() else "_" for each in name)
     return word if word[0].isalpha() else f"recipe_{word}"
 
