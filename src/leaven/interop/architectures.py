@@ -10,9 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
+from typing import Any
 
 from leaven.errors import InputError
 from leaven.recipe.experts import Experts
@@ -21,7 +19,6 @@ from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import GAINS
 
 Config = dict[str, Any]
-Model = TypeVar("Model", bound=BaseModel)
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
 # By the value of ``experts.balance``: the value that replaces it in an architecture whose routers have no biases.
@@ -291,7 +288,7 @@ for _table in _TABLE["architecture"]:
 REFUSED: Mapping[str, str] = _TABLE["refused"]
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
-
+TORCHTITAN = Architecture(**_TABLE["torchtitan"])
 
 _FUSED = {
     ("attention.query", "attention.key", "attention.value"): "attention.query_key_value",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from leaven.errors import InputError
-from leaven.interop.architectures import MEGATRON, Architecture, Stored
+from leaven.interop.architectures import MEGATRON, TORCHTITAN, Architecture, Stored
 from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.scaling.table import ParameterRow, optimizer_groups
@@ -178,22 +178,7 @@ def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) ->
 
 # torchtitan: initial values for each module, and parameter groups by regular expressions ----------------------------
 
-TORCHTITAN_NAMES = {
-    "embedding": "tok_embeddings",
-    "norm.attention": "attention_norm",
-    "norm.mlp": "ffn_norm",
-    "norm.query": "attention.q_norm",
-    "norm.key": "attention.k_norm",
-    "norm.final": "norm",
-    "attention.query": "attention.qkv_linear.wq",
-    "attention.key": "attention.qkv_linear.wk",
-    "attention.value": "attention.qkv_linear.wv",
-    "attention.out": "attention.wo",
-    "mlp.gate": "feed_forward.w1",
-    "mlp.in": "feed_forward.w3",
-    "mlp.out": "feed_forward.w2",
-    "unembedding": "lm_head",
-}
+TORCHTITAN_NAMES = {**TORCHTITAN.ends, **TORCHTITAN.block}
 TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm.query"}
 
 
