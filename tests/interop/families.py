@@ -50,9 +50,9 @@ def gpt2(width: int, depth: int, heads: int | None = None, d_ff: int | None = No
     return built("GPT2LMHeadModel", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **shape, **more)
 
 
-def gpt_neox(width: int, depth: int) -> nn.Module:
+def gpt_neox(width: int, depth: int, heads: int | None = None) -> nn.Module:
     more = {"intermediate_size": 4 * width, "use_parallel_residual": True}
-    return built("GPTNeoXForCausalLM", **sizes(width, depth), **more)
+    return built("GPTNeoXForCausalLM", **sizes(width, depth, heads), **more)
 
 
 def bloom(width: int, depth: int) -> nn.Module:

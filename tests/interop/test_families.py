@@ -11,7 +11,6 @@ from leaven.recipe.shape import Role
 
 KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
 TUNED = KEPT | {"init_std": 0.1}
-MITCHELL = KEPT | {"init": "mitchell"}
 BRANCHES = {
     "llama": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
     "qwen3": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
@@ -209,31 +208,3 @@ def test_blooms_embedding_norm_scales_like_the_embedding() -> None:
         assert row.lr == pytest.approx(0.01 / 2)  # sqrt(2 / 8); independent of depth
         assert row.eps == rows["word_embeddings.weight"].eps == pytest.approx(1e-8 * 2 / 2)
         assert row.weight_decay == 0
-
-
-def test_a_named_init_draws_the_stds_of_its_formula() -> None:
-    model = llama(64, 4)
-    leaven.parametrize(model, base=llama(32, 2), hyperparameters=MITCHELL, rule="standard", initialise=True)
-    values = dict(model.named_parameters())
-    d, d_ff = 64, 192
-    for layer in range(4):
-        block = f"model.layers.{layer}"
-        for name, std in {
-            "self_attn.q_proj": d**-0.5,
-            "mlp.up_proj": d**-0.5,
-            "self_attn.o_proj": (2 * d * (layer + 1)) ** -0.5,
-            "mlp.down_proj": (2 * d_ff * (layer + 1)) ** -0.5,
-        }.items():
-            tensor = values[f"{block}.{name}.weight"]
-            assert tensor.std().item() == pytest.approx(std, rel=5 / (2 * tensor.numel()) ** 0.5)
-    assert torch.equal(values["model.norm.weight"], torch.ones(d))
-
-
-def test_depth_scaled_init_is_smaller_for_gated_mlps() -> None:
-    found = {}
-    for build, name in ((llama, "model.layers.1.mlp.up_proj.weight"), (gpt2, "transformer.h.1.mlp.c_fc.weight")):
-        model, tuned = build(64, 2), MITCHELL | {"init": "depth-scaled"}
-        leaven.parametrize(model, base=build(32, 2), hyperparameters=tuned, rule="standard", initialise=True)
-        found[build] = dict(model.named_parameters())[name].std().item()
-    assert found[llama] == pytest.approx(0.02 / 2, rel=0.05)
-    assert found[gpt2] == pytest.approx(0.02, rel=0.05)
