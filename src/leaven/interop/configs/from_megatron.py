@@ -117,7 +117,7 @@ def _sizes(given: Settings) -> None:
 
 
 def _kind(given: Settings) -> None:
-    """Set activation, positions, attention biases, document handling and precision."""
+    """Set activation, rotary fraction, attention biases, document handling and precision."""
     draft = given.draft
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
@@ -128,10 +128,8 @@ def _kind(given: Settings) -> None:
     flag, ours = next(iter(found.items()), ("Megatron's default", "gelu"))
     draft.set("model.activation", ours, flag)
 
-    if "use-rotary-position-embeddings" in given:
-        draft.set("model.positions", "rope", "--use-rotary-position-embeddings")
-    positions = draft.values.get("model.positions", given["position-embedding-type"])
-    if given["rotary-percent"] != 1 and positions == "rope":
+    rotary = "use-rotary-position-embeddings" in given or given["position-embedding-type"] == "rope"
+    if rotary and given["rotary-percent"] != 1:
         draft.set("model.rotary_fraction", given["rotary-percent"], "--rotary-percent")
     if "disable-bias-linear" in given and "add-qkv-bias" in given:
         draft.set("model.attention_bias", "qkv", "--add-qkv-bias")
@@ -350,8 +348,6 @@ def _layout(given: Settings, ranks: int | None) -> None:
     if "use-megatron-fsdp" in given:
         zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
         given.put("layout.zero", zero, "data-parallel-sharding-strategy")
-    elif "use-distributed-optimizer" in given:
-        draft.set("layout.zero", 1, "--use-distributed-optimizer")
     recompute = given["recompute-granularity"] or ("selective" if "recompute-activations" in given else "")
     if recompute in {"full", "selective"}:
         given.put("layout.recompute", recompute, "recompute-granularity", "recompute-activations")
