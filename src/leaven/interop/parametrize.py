@@ -1,4 +1,8 @@
-"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, on request, initial values."""
+"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, on request, initial values.
+
+``structure.py`` finds blocks and parameters, ``roles.py`` classifies each parameter, ``tracing.py`` finds norms on
+the outputs of branches, and ``multipliers.py`` installs and folds forward multipliers.
+"""
 
 import math
 from collections.abc import Mapping

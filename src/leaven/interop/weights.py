@@ -104,7 +104,7 @@ def write_huggingface(
     with written_folder(folder) as temporary:
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        biases = [] if router_bias_LE is None else router_bias_LE
+        biases = () if router_bias_LE is None else router_bias_LE.unbind()
         held = dict(weights) | {ROUTER_BIAS.format(layer): bias for layer, bias in enumerate(biases)}
         for file, shard in shards.items():
             tensors = {}
