@@ -50,9 +50,9 @@ def gpt2(width: int, depth: int, heads: int | None = None, d_ff: int | None = No
     return built("GPT2LMHeadModel", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **shape, **more)
 
 
-def gpt_neox(width: int, depth: int) -> nn.Module:
+def gpt_neox(width: int, depth: int, heads: int | None = None) -> nn.Module:
     more = {"intermediate_size": 4 * width, "use_parallel_residual": True}
-    return built("GPTNeoXForCausalLM", **sizes(width, depth), **more)
+    return built("GPTNeoXForCausalLM", **sizes(width, depth, heads), **more)
 
 
 def bloom(width: int, depth: int) -> nn.Module:
@@ -96,12 +96,13 @@ class Block(nn.Module):
 
 
 class Home(nn.Module):
-    """A hand-written model: blocks in a Sequential, the later half with a wider MLP."""
+    """A hand-written model: blocks in a Sequential, by default those of the later half with a wider MLP."""
 
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, width: int, depth: int, block: Callable[[int], nn.Module] | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.Sequential(*(Block(width, width * (1 + (2 * i >= depth))) for i in range(depth)))
+        widths = (width * (1 + (2 * i >= depth)) for i in range(depth))
+        self.blocks = nn.Sequential(*(block(width) if block else Block(width, d_ff) for d_ff in widths))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY)
 

@@ -1,11 +1,12 @@
 """leaven.parametrize on mixtures of experts: roles, values, and where the multipliers act."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.interop.families import MIXTURES, VOCABULARY, deepseek_v3, llama, logits, mixtral, rows_of, tokens
+from tests.interop.families import MIXTURES, VOCABULARY, Home, deepseek_v3, llama, logits, mixtral, rows_of, tokens
 from torch import nn
 
 import leaven
@@ -146,7 +147,7 @@ def test_another_number_of_experts_is_refused() -> None:
     with pytest.raises(InputError, match=r"^model.layers.*.mlp: the model has 8 experts and the base has 4;"):
         leaven.parametrize(mixtral(64, 2, experts=8), base=mixtral(32, 2), hyperparameters=TUNED)
     with pytest.raises(InputError, match="experts.4.up.weight exists only in the model; .* as many experts"):
-        leaven.parametrize(Mixture(64, 2, experts=8), base=Mixture(32, 2), hyperparameters=TUNED, head_ratio=1.0)
+        leaven.parametrize(mixture(64, 2, experts=8), base=mixture(32, 2), hyperparameters=TUNED, head_ratio=1.0)
 
 
 class Expert(nn.Module):
@@ -197,29 +198,18 @@ class MixtureBlock(nn.Module):
         return stream + (nn.functional.rms_norm(y, y.shape[-1:]) if self.undone else self.out_norm(y))
 
 
-class Mixture(nn.Module):
-    """A model of such blocks. ``norm``: of the sum over the experts, True as a module, None as a function."""
-
-    def __init__(
-        self, width: int, depth: int, experts: int = 4, stacked: bool = False, norm: bool | None = False
-    ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.Sequential(*(MixtureBlock(width, experts, stacked, norm) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embedding(ids))))
+def mixture(width: int, depth: int, experts: int = 4, stacked: bool = False, norm: bool | None = False) -> Home:
+    """Return a model of such blocks. ``norm``: of the sum over the experts, True as a module, None as a function."""
+    return Home(width, depth, partial(MixtureBlock, experts=experts, stacked=stacked, norm=norm))
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_of_a_hand_written_model(stacked: bool) -> None:
     """As a list of modules, and as transposed tensors."""
     torch.manual_seed(0)
-    model: Any = Mixture(64, 6, stacked=stacked).double()
+    model: Any = mixture(64, 6, stacked=stacked).double()
     plain: Any = copy.deepcopy(model)
-    leaven.parametrize(model, base=Mixture(32, 2, stacked=stacked), hyperparameters={"lr": 0.01})
+    leaven.parametrize(model, base=mixture(32, 2, stacked=stacked), hyperparameters={"lr": 0.01})
     rows = rows_of(model)
     assert rows["blocks.1.moe.router.weight"].role is Role.ROUTER
     assert rows["blocks.1.moe.shared_expert.up.weight"].module == "mlp.shared.in"
@@ -238,7 +228,7 @@ def test_experts_of_a_hand_written_model(stacked: bool) -> None:
 
 
 def test_a_layout_of_experts_that_is_not_declared_is_refused() -> None:
-    models: list[Any] = [Mixture(64, 2, stacked=True), Mixture(32, 2, stacked=True)]
+    models: list[Any] = [mixture(64, 2, stacked=True), mixture(32, 2, stacked=True)]
     for model in models:
         for block in model.blocks:
             block.moe.experts.is_transposed = False
@@ -248,8 +238,8 @@ def test_a_layout_of_experts_that_is_not_declared_is_refused() -> None:
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_norm_behind_all_experts_has_their_multiplier_once(stacked: bool) -> None:
-    model: Any = Mixture(64, 4, stacked=stacked, norm=True)
-    base = Mixture(32, 2, stacked=stacked, norm=True)
+    model: Any = mixture(64, 4, stacked=stacked, norm=True)
+    base = mixture(32, 2, stacked=stacked, norm=True)
     leaven.parametrize(model, base=base, hyperparameters={"lr": 0.01})
     hooked = {name: list(module._forward_hooks.values()) for name, module in model.named_modules()}
     assert {name for name, hooks in hooked.items() if hooks} == {f"blocks.{n}.out_norm" for n in range(4)}
@@ -257,12 +247,12 @@ def test_a_norm_behind_all_experts_has_their_multiplier_once(stacked: bool) -> N
     assert hook.factor == pytest.approx(1 / 2)
     tuned = {"lr": 0.01, "modules": {"mlp.shared.out": {"residual": 2.0}}}
     with pytest.raises(InputError, match=r"shared_expert.down.weight and .*experts\S* have different multipliers"):
-        leaven.parametrize(Mixture(64, 4, stacked=stacked, norm=True), base=base, hyperparameters=tuned)
+        leaven.parametrize(mixture(64, 4, stacked=stacked, norm=True), base=base, hyperparameters=tuned)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_norm_of_the_sum_over_experts_that_cannot_have_the_multiplier_is_refused(stacked: bool) -> None:
-    models = [Mixture(width, 3, stacked=stacked, norm=None) for width in (64, 32)]
+    models = [mixture(width, 3, stacked=stacked, norm=None) for width in (64, 32)]
     with pytest.raises(InputError, match="would have no effect: a norm after the branch cancels"):
         leaven.parametrize(models[0], base=models[1], hyperparameters=TUNED)
 

@@ -52,6 +52,15 @@ CASES = {
         },
         GROWN,
     ),
+    "named init": ({"hyperparameters.init": "mitchell", "hyperparameters.init_std": None}, GROWN),
+    "named init, smaller in gated MLPs": (
+        {"hyperparameters.init": "depth-scaled", "hyperparameters.init_std": None},
+        GROWN,
+    ),
+    "named init, MLPs without gates": (
+        {"hyperparameters.init": "depth-scaled", "hyperparameters.init_std": None, "model.activation": "relu"},
+        GROWN,
+    ),
     "muon": (
         {"hyperparameters.optimizer": "muon", "hyperparameters.muon": {"lr": 0.02, "match": "spectral"}}
         | {"hyperparameters.modules": {"mlp.in": {"lr": 0.5}}},
@@ -73,8 +82,9 @@ CASES = {
 }
 
 
-# All cases under the two rules with the most cells, and one case under every rule
-PAIRS = [(case, rule) for case in CASES for rule in ("completep", "complete-d-p")]
+# All cases under the two rules with the most cells, and one case under every rule; a named init needs its own
+PAIRS = [(case, rule) for case in CASES for rule in ("completep", "complete-d-p") if "init" not in case]
+PAIRS += [(case, "standard") for case in CASES if "init" in case]
 PAIRS += [("multipliers of modules and depth", rule) for rule in RULES if rule not in ("completep", "complete-d-p")]
 
 

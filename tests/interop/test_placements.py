@@ -2,12 +2,13 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.families import FAMILIES
-from tests.interop.families import VOCABULARY, logits, loss_of, tokens
+from tests.interop.families import VOCABULARY, Home, logits, loss_of, tokens
 from torch import nn
 
 import leaven
@@ -68,34 +69,25 @@ def test_the_multiplier_acts_behind_the_norm(name: str) -> None:
 class Block(nn.Module):
     """A block whose norm follows its branch, under a name that usually means a norm before it."""
 
-    def __init__(self, width: int, gain: bool, extra: bool) -> None:
+    def __init__(self, width: int, gain: bool = True) -> None:
         super().__init__()
         self.mlp_norm = nn.LayerNorm(width, elementwise_affine=gain)
         self.mlp = nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
-        self.extra = extra
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp_norm(self.mlp["down"](self.mlp["up"](x).relu()))
 
 
-class Home(nn.Module):
-    def __init__(self, width: int, depth: int, *, gain: bool = True, extra: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.Sequential(*(Block(width, gain, extra) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
-        self.extra = extra
-
-    def forward(self, ids: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        if self.extra and not more:
+class Masked(Home):
+    def forward(self, tokens: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        if not more:
             raise TypeError("the mask is missing")
-        return self.head(self.norm(self.blocks(self.embedding(ids))))
+        return super().forward(tokens)
 
 
 def test_a_norm_is_found_by_what_it_does_and_not_by_its_name() -> None:
-    model: Any = Home(64, 3)
-    leaven.parametrize(model, base=Home(32, 2).to("meta"), hyperparameters=TUNED)
+    model: Any = Home(64, 3, Block)
+    leaven.parametrize(model, base=Home(32, 2, Block).to("meta"), hyperparameters=TUNED)
     row = next(row for row in model.leaven_rows if row.name == "blocks.0.mlp_norm.weight")
     assert (row.role, row.module) == ("output_norm", "norm.mlp_out")
     assert not model.blocks[0].mlp["down"]._forward_hooks
@@ -104,23 +96,22 @@ def test_a_norm_is_found_by_what_it_does_and_not_by_its_name() -> None:
 
 
 def test_a_norm_without_a_gain_has_the_multiplier_but_cannot_be_folded() -> None:
-    model: Any = Home(64, 3, gain=False)
-    leaven.parametrize(model, base=Home(32, 2, gain=False), hyperparameters=TUNED)
+    block = partial(Block, gain=False)
+    model: Any = Home(64, 3, block)
+    leaven.parametrize(model, base=Home(32, 2, block), hyperparameters=TUNED)
     assert next(iter(model.blocks[0].mlp_norm._forward_hooks.values())).factor == pytest.approx(0.7 * 2 / 3)
     with pytest.raises(InputError, match="LayerNorm without a gain"):
         leaven.fold(model)
 
 
 def test_the_norms_of_a_model_that_cannot_be_run_are_named_by_the_user() -> None:
-    build = lambda width, depth: Home(width, depth, extra=True)  # noqa: E731
-    model: Any = build(64, 3)
+    model, base = Masked(64, 3, Block), Masked(32, 2, Block)
     with pytest.warns(UserWarning, match=r"mask is missing.*blocks\.0\.mlp_norm\.weight': 'norm.attention'"):
-        leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED)
+        leaven.parametrize(Masked(64, 3, Block), base=base, hyperparameters=TUNED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        leaven.parametrize(
-            model, base=build(32, 2), hyperparameters=TUNED, modules={"*.mlp_norm.weight": "norm.mlp_out"}
-        )
+        names = {"*.mlp_norm.weight": "norm.mlp_out"}
+        leaven.parametrize(model, base=base, hyperparameters=TUNED, modules=names)
     assert model.blocks[1].mlp_norm._forward_hooks
     olmo: Any = FAMILIES["olmo2"].model(64, 2)
     broken: Any = FAMILIES["olmo2"].model(32, 2)
@@ -138,7 +129,7 @@ class Undone(Block):
     """A block that normalises its branch without a module, or both of its branches together."""
 
     def __init__(self, width: int, together: bool) -> None:
-        super().__init__(width, gain=True, extra=False)
+        super().__init__(width)
         self.attention = nn.ModuleDict({"value": nn.Linear(width, width), "out": nn.Linear(width, width)})
         self.together = together
 
@@ -152,14 +143,9 @@ class Undone(Block):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_norm_that_undoes_a_multiplier_and_cannot_have_it_is_refused(together: bool) -> None:
-    def build(width: int, depth: int) -> nn.Module:
-        model = Home(width, depth)
-        model.blocks = nn.Sequential(*(Undone(width, together) for _ in range(depth)))
-        model.norm, model.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
-        return model
-
+    model, base = (Home(width, 3, partial(Undone, together=together)) for width in (64, 32))
     with pytest.raises(InputError, match="would have no effect: a norm after the branch cancels"):
-        leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
+        leaven.parametrize(model, base=base, hyperparameters=TUNED, head_ratio=1.0)
 
 
 @pytest.mark.parametrize(("name", "depth"), [("mistral", 40), ("phi", 1)])

@@ -127,17 +127,19 @@ def refused(build: Callable[..., nn.Module], *, base: nn.Module | None = None, *
     return str(refusal.value)
 
 
-def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
-    text = refused(lambda width, depth: decoder(width, depth, scalar=True))
-    assert text == (
-        "model.layers.0.mlp.gain (64, 32 in the base): a parameter of LlamaMLP is not an embedding, matrix, gain or "
-        "bias; classify it, e.g. roles={'model.layers.0.mlp.gain': 'hidden_norm'} or 'hidden_bias'"
-    )
+NANO = stacked(lambda n, d: [NanoBlock(n) for _ in range(d)])
+NORM_FIRST = stacked(lambda n, d: [SmallBlock(n) for _ in range(d)], first_norm=True)
 
 
 @pytest.mark.parametrize(
     ("build", "says"),
     [
+        (
+            lambda n, d: decoder(n, d, scalar=True),
+            r"mlp.gain \(64, 32 in the base\): .*'hidden_norm'} or 'hidden_bias'",
+        ),
+        (NANO, "^blocks.0.attn.c_attn.weight: its attention module has no .* pass head_ratio"),
+        (NORM_FIRST, "first_norm.weight .* before the blocks; .*'embedding_norm'"),
         (lambda n, d: decoder(n, d, names=("gate_2",)), "mlp.gate_2.weight .* its name does not show which matrix"),
         (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .* a router, pass roles"),
         (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it, but has .*down_proj.*out.weight"),
@@ -157,25 +159,8 @@ def test_ambiguous_models_are_refused(build: Callable[..., nn.Module], says: str
     assert re.search(says, refused(build))
 
 
-def test_a_branch_whose_end_is_never_called_is_refused() -> None:
-    roles = {"*.in_proj_weight": "hidden_weight", "*.in_proj_bias": "hidden_bias"}
-    modules = {"*.in_proj_weight": "attention.query_key_value"}
-    assert "never called as a module" in refused(TorchDecoder, roles=roles, modules=modules)
-
-
-def test_an_unknown_norm_before_the_blocks_needs_a_role() -> None:
-    build = stacked(lambda n, d: [SmallBlock(n) for _ in range(d)], first_norm=True)
-    assert re.search(r"first_norm.weight .* before the blocks; .*'embedding_norm'", refused(build))
-    model: Any = build(64, 3)
-    roles = {"first_norm.weight": "embedding_norm", "first_norm.bias": "embedding_bias"}
-    leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, roles=roles)
-    (row,) = (row for row in model.leaven_rows if row.name == "first_norm.weight")
-    assert row.module == "norm.embedding"
-
-
-def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
-    swapped = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
-    assert "up_proj.weight (192 x 64, 96 x 32 in the base): it ends a branch" in refused(llama, modules=swapped)
+IN_PROJ = {"*.in_proj_weight": "hidden_weight", "*.in_proj_bias": "hidden_bias"}
+SWAPPED = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
 
 
 @pytest.mark.parametrize(
@@ -193,18 +178,26 @@ def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
         ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter matches '\*.no_proj.weight'"),
         ({"roles": {"lm_head.weight": "readout"}}, "unknown role 'readout'; the roles are embedding"),
         ({"modules": {"model.norm.weight": "mlp.out"}}, "model.norm.weight is a final_norm"),
+        ({"modules": SWAPPED}, r"up_proj.weight \(192 x 64, 96 x 32 in the base\): it ends a branch"),
         ({"base": gpt2(32, 2)}, "transformer.wte.weight exists only in the base"),
+        ({"build": NANO, "head_ratio": 2.0}, "0 of 3 blocks have the scale of the attention logits"),
+        (
+            {"build": TorchDecoder, "roles": IN_PROJ, "modules": {"*.in_proj_weight": "attention.query_key_value"}},
+            "never called as a module",
+        ),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
-    assert re.search(says, refused(llama, **options))
+    assert re.search(says, refused(**({"build": llama} | options)))
 
 
-def test_unknown_head_dimensions_need_head_ratio() -> None:
-    build = stacked(lambda n, d: [NanoBlock(n) for _ in range(d)])
-    assert re.search(r"^blocks.0.attn.c_attn.weight: its attention module has no .* pass head_ratio", refused(build))
-    assert "0 of 3 blocks have the scale of the attention logits" in refused(build, head_ratio=2.0)
-    leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
+def test_what_refusals_suggest_is_accepted() -> None:
+    leaven.parametrize(NANO(64, 3), base=NANO(32, 2), hyperparameters=TUNED, head_ratio=1.0)
+    model: Any = NORM_FIRST(64, 3)
+    roles = {"first_norm.weight": "embedding_norm", "first_norm.bias": "embedding_bias"}
+    leaven.parametrize(model, base=NORM_FIRST(32, 2), hyperparameters=TUNED, roles=roles)
+    (row,) = (row for row in model.leaven_rows if row.name == "first_norm.weight")
+    assert row.module == "norm.embedding"
 
 
 def test_the_rule_is_not_applied_twice() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import TINY
+from tests.interop.configs.recipes import rows_of
 
-from leaven.interop.architectures import ARCHITECTURES
 from leaven.interop.multipliers import ScaleOutput
 from leaven.recipe.files import parse_recipe
 from leaven.scaling.table import parameter_table
@@ -43,22 +43,22 @@ def assert_is_table(model: Any, groups: Iterable[dict[str, Any]], share: float) 
 
     The first step has lr 0, so the parameters are the initial ones.
     """
-    table = parameter_table(RECIPE)
+    stored = rows_of(RECIPE, "llama")
     named, groups = dict(model.named_parameters()), list(groups)
     group_of = {id(parameter): group for group in groups for parameter in group["params"]}
-    llama = next(each for each in ARCHITECTURES if each.name == "LlamaForCausalLM")
-    stored = {tensor.name: next(iter(tensor.parts)) for tensor in llama.tensors(RECIPE.model)}
     assert named.keys() == stored.keys()
     assert sum(len(group["params"]) for group in groups) == len(named)
-    for name, ours in stored.items():
-        row, group = table[ours], group_of[id(named[name])]
+    for name, (row,) in stored.items():
+        group = group_of[id(named[name])]
         found = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
         assert found == pytest.approx((share * row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)), name
         assert float(named[name].detach().std()) == pytest.approx(row.init_std, rel=0.04), name
         assert float(named[name].detach().mean()) == pytest.approx(row.init_mean, abs=0.02), name
     factors = [hook.factor for module in model.modules() for hook in module._forward_hooks.values()
                if isinstance(hook, ScaleOutput)]  # fmt: skip
-    assert sorted(factors) == pytest.approx(sorted(each for each in table.multipliers.values() if each != 1))
+    assert sorted(factors) == pytest.approx(
+        sorted(each for each in parameter_table(RECIPE).multipliers.values() if each != 1)
+    )
 
 
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:

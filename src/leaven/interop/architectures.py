@@ -10,9 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
+from typing import Any
 
 from leaven.errors import InputError
 from leaven.recipe.experts import Experts
@@ -21,11 +19,10 @@ from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import GAINS
 
 Config = dict[str, Any]
-Model = TypeVar("Model", bound=BaseModel)
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
+# By the value of ``experts.balance``: the value that replaces it in an architecture whose routers have no biases.
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
-"""By the value of ``experts.balance``: the value that replaces it in an architecture whose routers have no biases."""
 # Weights of changes in `nearest`. All other changes weigh 1.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
@@ -36,19 +33,17 @@ class Stored:
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # With n > 1, each part has n groups of rows (key heads or experts): group 0 of all parts comes first, then group
-    # 1 of all parts, ... With 1, the parts are stacked one after the other
+    # number of groups of rows (key heads or experts) in each part: group 0 of all parts comes first, then group 1 of
+    # all parts, ...
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
     expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
-    # the head dimension of queries, keys and their norms, if the file's rotary positions pair the entries 2i and
-    # 2i + 1 of a head (leaven's pair i and i + d_head / 2); 0 for other tensors
+    # the head dimension of queries, keys and their norms, if the file has `Architecture.paired_rotary`; otherwise 0
     paired: int = 0
 
     @property
     def of_router_bias(self) -> bool:
-        """Whether the tensor has a router's biases on the scores of experts. transformers keeps such biases in
-        fp32."""
+        """Whether the tensor has a router's biases on the scores of experts, which transformers keeps in fp32."""
         return next(iter(self.parts)).endswith("router.bias")
 
     @property
@@ -68,8 +63,8 @@ class Architecture:
     name: str
     model_type: str
     blocks: str  # path of the list of blocks in the model, such as model.layers
-    # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it. A
-    # key of [model.experts] begins with ``experts.``
+    # supported values of a recipe's [model] keys, such as d_model or experts.number; the first is the value of a
+    # config.json that does not state it
     holds: Mapping[str, list[Any]]
     # for each key of [model], the keys of config.json with its value; empty if the value follows from other keys
     keys: Mapping[str, list[str]]
@@ -81,7 +76,7 @@ class Architecture:
     # paths of router and experts inside a block, by leaven's name; {} stands for the number of an expert
     experts: Mapping[str, str] = field(default_factory=dict)
     router_bias: str | None = None  # path of the biases that a router adds to the scores of experts, if it has any
-    # by key of [model] and leaven's value: the values in config.json, such as activation: {swiglu: [silu, swish]}. An
+    # by key of [model] and leaven's value: the values in config.json, such as activation: {swiglu: [silu, swish]}; an
     # export writes the first
     words: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
     required: Config = field(default_factory=dict)  # other keys of config.json, each with its only supported value
@@ -92,12 +87,9 @@ class Architecture:
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
     # whether the last matrix of each branch has the initial std initializer_range / sqrt(2 n_layers)
     scaled_branch_ends: bool = False
-    # whether a norm multiplies by 1 + weight, so that leaven's gain is 1 + the stored weight
-    offset_gains: bool = False
-    # whether the model multiplies the output of its embedding by sqrt(d_model)
-    scaled_embedding: bool = False
-    # whether the unembedding has a bias, which leaven's models do not have: an export writes 0
-    logits_bias: bool = False
+    offset_gains: bool = False  # whether norms multiply by 1 + weight: leaven's gain is 1 + the stored weight
+    scaled_embedding: bool = False  # whether the model multiplies the output of its embedding by sqrt(d_model)
+    logits_bias: bool = False  # whether the unembedding has a bias, unlike leaven's: an export writes 0
     logit_scale: str | None = None  # key of config.json whose value multiplies the logits; an export writes 1
     # whether rotary positions pair the entries 2i and 2i + 1 of a head; leaven's pair i and i + d_head / 2
     paired_rotary: bool = False
@@ -161,11 +153,10 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return factors on weights, by leaven's names: leaven's weight = factor x (stored weight + offset).
+        """Return factors by leaven's names, 1 if missing: leaven's weight = factor x (stored weight + offset).
 
-        Some architectures multiply the embedding's output or the logits by a constant. leaven's weights contain the
-        constant. With tied embeddings, the final norm gets the constant of the logits / the constant of the
-        embedding. A missing name has the factor 1.
+        The factors are constants by which an architecture multiplies its embedding's output or its logits. With tied
+        embeddings, the factor of the logits is in the final norm.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = 1.0
@@ -178,7 +169,7 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the offset (see :meth:`factors`), 1, of each gain that is stored as gain - 1, by leaven's name."""
+        """Return the offset of each gain that is stored as gain - 1, by leaven's names (see :meth:`factors`)."""
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
@@ -220,8 +211,8 @@ class Architecture:
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
         """Yield the trainable parameters of the model in memory.
 
-        transformers 5 has two tensors for the experts of a layer. ``gate_up_proj`` has the gate and the input matrix
-        of expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrix of each expert.
+        transformers 5 has two tensors for the experts of a layer: ``gate_up_proj``, with gate and input matrix of
+        expert 0, then those of expert 1, ..., and ``down_proj``.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -238,10 +229,8 @@ class Architecture:
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape by key, such as ``d_model`` or ``experts.number``.
-
-    The keys in :data:`TRAINING_ONLY` are left out. ``attention_bias`` is None if it says the same as ``bias``.
-    """
+    """Return the values of a shape by key, without ``TRAINING_ONLY``. ``attention_bias`` is None if ``bias`` implies
+    it."""
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None
@@ -281,10 +270,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return an architecture's table, completed with entries of the architecture that the key ``like`` names.
-
-    Entries that the key ``without`` lists are not taken over. A table without ``like`` is returned as it is.
-    """
+    """Complete a table from the one that its key ``like`` names, except for the entries that ``without`` lists."""
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {
@@ -302,7 +288,7 @@ for _table in _TABLE["architecture"]:
 REFUSED: Mapping[str, str] = _TABLE["refused"]
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLES.values())
 MEGATRON = Architecture(**_TABLE["megatron"])
-
+TORCHTITAN = Architecture(**_TABLE["torchtitan"])
 
 _FUSED = {
     ("attention.query", "attention.key", "attention.value"): "attention.query_key_value",
@@ -337,11 +323,7 @@ def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dic
 
 
 def holding(shape: ModelShape) -> Architecture:
-    """Return an architecture that can represent a model shape.
-
-    Raises:
-        InputError: if there is none.
-    """
+    """Return an architecture that can represent a model shape, or raise InputError if there is none."""
     architecture, misfits = nearest(shape)
     if misfits:
         changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in misfits.items() if value is not None)

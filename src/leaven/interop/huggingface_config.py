@@ -1,7 +1,4 @@
-"""Read the config.json of a model in Hugging Face's format: its architecture and its shape.
-
-:func:`read_config` reads the file. What leaven knows of each architecture is in :mod:`leaven.interop.architectures`.
-"""
+"""Reads the config.json of a model in Hugging Face's format: its architecture and its shape."""
 
 import json
 import sys
@@ -16,8 +13,7 @@ from leaven.interop.architectures import ARCHITECTURES, REFUSED, Architecture, C
 from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
 
-# For each type of a key in config.json: its name in messages, and a function that tests whether a value has this
-# type.
+# For each type of a key in config.json: its name in messages, and a test of a value.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("a count above 0", lambda value: type(value) is int and value > 0),
     float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
@@ -42,11 +38,7 @@ class HuggingFaceModel:
 
 
 def read_config(path: Path) -> HuggingFaceModel:
-    """Return the model that a config.json describes.
-
-    Raises:
-        InputError: if the file cannot be read, or leaven's transformer does not support the model.
-    """
+    """Return the model that a config.json describes, or raise InputError if leaven does not support it."""
     config = read_json(path)
     try:
         architecture = _named(config)
@@ -56,7 +48,7 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
-    """Return the architecture that a config.json names. Raise InputError if leaven does not support it."""
+    """Return the architecture that a config.json names."""
     names = config.get("architectures")
     names = [] if names is None else names
     if config.get("model_type") is not None:
@@ -75,10 +67,9 @@ def _named(config: Config) -> Architecture:
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
-    """Return the contents of a config.json, with new spellings of its keys, and with defaults for missing keys.
+    """Return the contents of a config.json with new spellings of its keys and defaults of missing keys.
 
-    Raises:
-        InputError: if a known key has a value of the wrong type.
+    A known key with a value of the wrong type is an InputError.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated
@@ -102,23 +93,15 @@ def given_keys(architecture: Architecture, config: Config) -> Config:
 
 
 def shape_of(architecture: Architecture, config: Config) -> ModelShape:
-    """Return the model shape that a config.json describes.
-
-    Raises:
-        InputError: if leaven's transformer does not support the value of a key.
-    """
+    """Return the model shape that a config.json describes, or raise InputError if leaven does not support it."""
     given = given_keys(architecture, config)
-    needed: list[tuple[str, Any]] = [
-        (key, expected)
-        for key, expected in ({"is_causal": True} | architecture.required).items()
-        if given.get(key, expected) != expected
-    ]
-    needed += [(key, None) for key in architecture.absent if key in given]
-    for key, expected in needed:
-        raise InputError(
-            f"config.json: {key} = {json.dumps(given[key])}: leaven supports {architecture.name} only with "
-            f"{json.dumps(expected)}"
-        )
+    only = {"is_causal": True} | architecture.required | dict.fromkeys(architecture.absent)
+    for key, expected in only.items():
+        if given.get(key, expected) != expected:
+            raise InputError(
+                f"config.json: {key} = {json.dumps(given[key])}: leaven supports {architecture.name} only with "
+                f"{json.dumps(expected)}"
+            )
     values = {key: held[0] for key, held in architecture.holds.items()}
     for ours, several in architecture.keys.items():
         stated = {theirs: given[theirs] for theirs in several if theirs in given}
@@ -151,11 +134,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
 
 
 def _nest_experts(values: dict[str, Any]) -> None:
-    """Replace the keys ``experts.KEY`` by a table ``experts``, and set a missing ``d_ff``.
-
-    Raises:
-        InputError: if a layer without experts comes after one with experts.
-    """
+    """Replace the keys ``experts.KEY`` by a table ``experts``, and set a missing ``d_ff``."""
     experts = {key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")}
     dense = experts.get("dense_layers", 0)
     if isinstance(dense, list):
@@ -197,10 +176,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
 def _set_global_layers(architecture: Architecture, given: Config, values: dict[str, Any]) -> None:
     """Replace the list of layer types under ``global_every`` by a recipe's number n: every n-th layer has no window.
 
-    If all layers have a window, ``global_every`` is removed. If no layer has one, ``window`` is removed, too.
-
-    Raises:
-        InputError: if the list has another pattern.
+    ``global_every`` is removed if all layers have a window, and with ``window`` if no layer has one.
     """
     if "global_every" not in architecture.keys:
         if "window" in values and any(kind != "sliding_attention" for kind in given.get("layer_types", ())):
@@ -230,11 +206,6 @@ def _require(key: str, value: Any, kind: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        InputError: if the file is missing or damaged, or is not a JSON object.
-    """
     try:
         document = json.loads(storage.read(path))
     except FileNotFoundError:

@@ -2,8 +2,6 @@
 
 A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention
 logits. For attention logits, an attribute of the attention module is changed. For the others, a hook is installed.
-Hooks work with FSDP2, and with torch.compile if they are installed before the first forward pass. The state dict
-lacks multipliers, so fold a model before you save it for use without leaven.
 
 Where each multiplier is folded:
 
@@ -78,9 +76,6 @@ def multipliers(
 
     The multiplier of the logits scales the output of the final norm, because fused losses use the weight of the
     unembedding without calling its module. Without exactly one final norm, the input of the unembedding is scaled.
-
-    Raises:
-        InputError: if no hook can apply a multiplier, or branches with different multipliers end in the same norm.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -132,9 +127,6 @@ def rescale_attention(
     The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the head dimension of the
     model / that of the base. The model's own scale is not used, because it may be a constant (Gemma 2). If scales
     differ between layers, a new scale is ``factor`` x the current scale.
-
-    Raises:
-        InputError: if not every block has an attention module with an attribute for its scale.
     """
     if factor == 1.0:
         return []
@@ -170,8 +162,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks and set the attention scales. With at least one hook or scale, the first call of
-    ``state_dict`` warns."""
+    """Install the hooks and a warning of ``state_dict``, and set the attention scales."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -217,7 +208,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError. Every module has this hook during :func:`fold`, and keeps it if folding is interrupted."""
+    """Raise InputError: the hook of every module during :func:`fold`, which stays if folding is interrupted."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"
@@ -229,9 +220,8 @@ def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and return the model.
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
-    eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, the model
-    cannot be used any more: every call of it, of its modules, of their ``state_dict`` and of ``fold`` raises
-    InputError.
+    eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, every use of
+    the model raises InputError.
 
     Raises:
         InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
@@ -240,7 +230,7 @@ def fold(model: nn.Module) -> nn.Module:
     for module in target.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass, FSDP2 may keep whole parameters for a while
-    offset, factors = _offset_gains(target), _factors(target)
+    factors, offset = _factors(target)
     marks = [module.register_forward_pre_hook(refuse_half_folded, prepend=True) for module in target.modules()]
     for module in target.modules():
         marks.append(module.register_state_dict_pre_hook(refuse_half_folded))  # type: ignore[no-untyped-call]
@@ -277,7 +267,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
         raise InputError(
             "the model is sharded over processes; call leaven.fold on it and save it as you save sharded models"
         )
-    factors, offset = _factors(target), _offset_gains(target)
+    factors, offset = _factors(target)
     guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
         hook.warned = True  # not needed here: this state dict is folded
@@ -291,15 +281,11 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     target.save_pretrained(folder, state_dict=state, **options)
 
 
-def _offset_gains(target: nn.Module) -> set[nn.Parameter]:
-    """Return the weights w of norms whose gain is 1 + w. To multiply the gain by f, set w to f w + f - 1."""
-    rows: tuple[ParameterRow, ...] = getattr(target, ROWS, ())
-    names = {row.name for row in rows if row.role in GAINS and row.init_mean == 0}
-    return {site.parameter for site in inspect_model(target).sites if site.name in names}
+def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
+    """Return the factor on each parameter that folding changes, and the weights w of norms whose gain is 1 + w.
 
-
-def _factors(target: nn.Module) -> Factors:
-    """Return the factor on each parameter that folding changes."""
+    To multiply the gain 1 + w by f, set w to f w + f - 1.
+    """
     if refuse_half_folded in target._forward_pre_hooks.values():
         refuse_half_folded(target)
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -308,12 +294,10 @@ def _factors(target: nn.Module) -> Factors:
     require_hooks(target)
     sites = {site.parameter: site for site in inspect_model(target).sites}
     named = {row.name: row for row in rows}
-    modules = {parameter: named[site.name].module if site.name in named else "" for parameter, site in sites.items()}
-    of_experts = {
-        p for p, site in sites.items() if site.name in named and named[site.name].role is Role.EXPERT_WEIGHT
-    }
+    known = {parameter: named[site.name] for parameter, site in sites.items() if site.name in named}
+    offset = {parameter for parameter, row in known.items() if row.role in GAINS and row.init_mean == 0}
+    modules = {parameter: known[parameter].module if parameter in known else "" for parameter in sites}
     factors: Factors = {}
-    offset = _offset_gains(target)
 
     def multiply(module: nn.Module, parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
         for parameter in parameters:
@@ -325,31 +309,28 @@ def _factors(target: nn.Module) -> Factors:
             factors[parameter] = factors.get(parameter, 1.0) * factor
 
     for module in target.modules():
-        for hook in module._forward_hooks.values():
-            if not isinstance(hook, ScaleOutput):
-                continue
-            if stacked := [parameter for parameter in module.parameters() if parameter in of_experts]:
-                ends = [parameter for parameter in stacked if modules[parameter] == "mlp.experts.out"]
-                for parameter in ends:
-                    multiply(sites[parameter].owner, [parameter], hook.factor)
-            else:
+        roles = {known[parameter].role for parameter in module.parameters() if parameter in known}
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if isinstance(hook, ScaleInput):
+                multiply(module, [cast(nn.Parameter, module.weight)], hook.factor)
+            elif isinstance(hook, ScaleOutput) and Role.EXPERT_WEIGHT in roles:
+                for end in (each for each in module.parameters() if modules[each] == "mlp.experts.out"):
+                    multiply(sites[end].owner, [end], hook.factor)
+            elif isinstance(hook, ScaleOutput):
                 _require_scalable(module, offset)
                 multiply(module, module.parameters(recurse=False), hook.factor)
-        for before in module._forward_pre_hooks.values():
-            if isinstance(before, ScaleInput):
-                multiply(module, [cast(nn.Parameter, module.weight)], before.factor)
     for path, attribute, scale in getattr(target, LOGIT_SCALES):
         attention = target.get_submodule(path)
         factor = getattr(attention, attribute) / scale
         for owner, parameter, share in _queries(attention, path, modules, factor):
             multiply(owner, [parameter], share)
-    return factors
+    return factors, offset
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
-    """Raise InputError if a module has no parameters, or doubling them does not double its output.
+    """Check that a module has parameters, and that its output doubles with them.
 
-    The test runs the module. Linear modules, gains of 1 + w, meta and sharded modules are not tested.
+    Linear modules, gains of 1 + w, meta and sharded modules are not run.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:

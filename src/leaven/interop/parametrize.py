@@ -1,4 +1,8 @@
-"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, on request, initial values."""
+"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, on request, initial values.
+
+``structure.py`` finds blocks and parameters, ``roles.py`` classifies each parameter, ``tracing.py`` finds norms on
+the outputs of branches, and ``multipliers.py`` installs and folds forward multipliers.
+"""
 
 import math
 from collections.abc import Mapping
@@ -111,21 +115,18 @@ def parametrize(
     The rules are for decoders, dense or with mixtures of experts:
 
     - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` needs more
-      than token ids, name all norms in the blocks with ``modules``. The names of norms on outputs are
-      ``norm.attention_out`` and ``norm.mlp_out``.
+      than token ids, name all norms in the blocks with ``modules``, those on outputs ``norm.attention_out`` and
+      ``norm.mlp_out``.
     - The routed experts of a block are in a module named ``experts``: a list of MLPs, or a tensor (experts, fan out,
       fan in) for each matrix. The router is a matrix ``gate`` or ``router`` beside this module. ``base`` must have
       the same number of experts.
-    - The coefficient of a balance loss is not scaled. If the rule scales with depth, multiply the coefficient by
-      depth^-alpha yourself.
-    - Remove factors that the model's own code derives from its width, such as 1 / width on the logits: they are not
-      detected. Only a factor on the embedding may stay, if it is in ``embed_scale`` or ``scalar_embed_scale`` of the
-      embedding's module.
+    - The coefficient of a balance loss is not scaled. If the rule scales with depth, multiply it by depth^-alpha.
+    - Remove factors that the model's own code derives from its width, such as 1 / width on the logits. Only a factor
+      on the embedding may stay, as ``embed_scale`` or ``scalar_embed_scale`` of the embedding's module.
     - A multiplier acts when a module is called: the last matrix of a branch, or the norm on the branch's output. A
       fused kernel that reads the weight without calling the module skips the multiplier.
-    - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
-      the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
-      models.
+    - If you initialise the model yourself, use variances proportional to 1 / fan in for hidden weights, also for the
+      last matrices of branches, and to 1 / fan in squared for the unembedding.
 
     Args:
         model: The model to train.
@@ -144,13 +145,13 @@ def parametrize(
             ``attention.out`` and ``mlp.out`` end a branch.
         initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
             or ``init``, or is a ``leaven.Hyperparameters``.
-        seed: Seed of the initial values. The random numbers depend only on the seed and on the parameter's name.
+        seed: Seed of the initial values, which depend only on it and on the parameter's name.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. With
         ``optimizer`` muon, pass them to ``leaven.MuonWithAdamW``: groups of matrices inside the blocks then have
-        momentum, match, nesterov and ns_steps in place of betas and eps. Muon treats a fused matrix, such as one with
-        query, key and value, as one matrix.
+        momentum, match, nesterov and ns_steps in place of betas and eps. A fused matrix, such as one with query, key
+        and value, is one matrix there.
 
     Raises:
         InputError: if the model or an argument is not supported. The model is then unchanged.
@@ -216,8 +217,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, or if parameters were added or removed, or modules with a
-            multiplier replaced, after :func:`parametrize`.
+        InputError: if the model is not parametrized, or has other parameters or lost multipliers since then.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -258,7 +258,6 @@ def _require_no_multipliers(model: nn.Module, base: nn.Module) -> None:
 
 
 def _require_readout(classified: Mapping[str, Parameter]) -> None:
-    """Raise InputError if no parameter computes the logits."""
     if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
         first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
         raise InputError(
@@ -271,8 +270,7 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Return the row, corrected for an embedding module that multiplies its output by a factor, such as sqrt(width).
 
     ``c`` is the factor in this model / the factor in the base. AdamW trains the same function as with the base's
-    factor if weight, std and lr are divided by c, and eps and decay are multiplied by c. For a tied embedding, the
-    multiplier of the logits is multiplied by c, too. Rows of other roles are returned unchanged.
+    factor if weight, std and lr are divided by c, and eps, decay and a tied embedding's multiplier multiplied by c.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -287,9 +285,7 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether to draw initial values. ``wanted`` is the argument
-    ``initialise``. Raise InputError if parametrize does not support the hyperparameters or their combination with
-    ``wanted``."""
+    """Return the validated hyperparameters, and whether to draw initial values (``wanted``: the argument)."""
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):
@@ -322,8 +318,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return the ratio ``value`` as a float. Raise InputError if it is not a finite number above 0. The message says
-    that the argument ``name`` is the ratio of the ``size`` of the model to that of the base."""
+    """Return the argument ``name``, the ratio of a ``size`` of the two models, as a finite float above 0."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -334,11 +329,7 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``.
-
-    Raises:
-        InputError: if a ratio is not a positive number, or a width or depth other than 1 is not the measured one.
-    """
+    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -354,11 +345,7 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
 
 
 def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
-    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention.
-
-    Raises:
-        InputError: if attention modules have different head dimensions, or no attribute ``head_dim``.
-    """
+    """Return (head dimension of the model) / (head dimension of the base), or 1 for models without attention."""
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")

@@ -2,8 +2,8 @@
 
 A classification is a role in a scaling rule, such as ``hidden_weight``, and the module name under which the parameter
 is tuned, such as ``attention.query``. Both follow from the parameter's name, the type of its torch module, and the
-dimensions that grow between a smaller model and this model. If the result is ambiguous, an error asks the user to
-give ``roles`` or ``modules``.
+dimensions that grow between a smaller model and this model. Ambiguous parameters are errors that ask the user to give
+``roles`` or ``modules``.
 """
 
 import warnings
@@ -66,9 +66,6 @@ class Classifier:
 
     ``root`` is the nn.Module of ``base``. ``roles`` and ``modules`` are the user's classification: roles and module
     names by parameter name or glob pattern.
-
-    Raises:
-        InputError: if ``roles``, ``modules`` or the numbers of experts are not valid.
     """
 
     def __init__(
@@ -107,12 +104,7 @@ class Classifier:
                 )
 
     def classify(self) -> dict[str, Parameter]:
-        """Return the parameters with their roles and modules, by name.
-
-        Raises:
-            InputError: if a parameter cannot be classified. The message says what to give in ``roles`` or
-                ``modules``.
-        """
+        """Return the parameters with their roles and modules, by name."""
         classified: dict[str, Parameter] = {}
         traced = False
         # Tensors with the most dimensions come first, so that an error names the experts and not their router.
@@ -131,11 +123,6 @@ class Classifier:
     # Roles: found from type and position, then checked against the shape.
 
     def _role(self, site: ParameterSite) -> Role:
-        """Return the role of a parameter.
-
-        Raises:
-            InputError: if the parameter has none of the known roles.
-        """
         if is_norm(site):
             return self._norm_role(site)
         if is_linear(site.owner) and site.is_bias:
@@ -200,8 +187,7 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter comes after the blocks and, in the model and the base, its fan out is a
-        vocabulary size."""
+        """Return whether a parameter comes after the blocks, and its fan out is a vocabulary size in both models."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -220,12 +206,7 @@ class Classifier:
     # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
-        """Return the name under which a parameter is tuned, such as ``mlp.out``.
-
-        Raises:
-            InputError: if the name of the parameter does not show this, or a name in ``modules`` does not fit its
-                role.
-        """
+        """Return the name under which a parameter is tuned, such as ``mlp.out``."""
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
@@ -276,8 +257,8 @@ class Classifier:
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
         """Set ``output_norms`` by running the base; the user's ``modules`` take precedence.
 
-        ``classified`` has the matrices of the model. Warn if the base cannot be run and ``modules`` does not name all
-        norms in the blocks.
+        ``classified`` has the matrices of the model. A base that cannot be run is a warning, unless ``modules`` names
+        all norms in the blocks.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -318,7 +299,7 @@ class Classifier:
     # or one tensor with the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Raise InputError if a block has no residual branch, or a branch does not have exactly one last matrix."""
+        """Check that each block has a residual branch, and each branch exactly one last matrix."""
         branches: dict[tuple[str, int, str, tuple[str, ...]], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -337,7 +318,7 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Raise InputError if a branch does not have exactly one last matrix, or sizes of its matrices do not fit."""
+        """Check that a branch has exactly one last matrix, and that the sizes of its matrices fit."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:

@@ -9,7 +9,7 @@ from torch import nn
 
 from leaven.errors import InputError
 
-# Name parts that torch.compile and activation checkpointing add to the modules they wrap.
+# Parts of names that torch.compile and activation checkpointing add
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # Names of attributes of modules: the head dimension, the scale of query . key, and a factor on an embedding's output.
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size", "qk_head_dim")
@@ -25,6 +25,7 @@ class ParameterSite:
 
     name: str
     label: str  # the name with "*" in place of the block's number
+    stack: str  # the path of the list of blocks that contains the parameter; "" outside the blocks
     layer: int | None  # the block's number; None outside the blocks
     parameter: nn.Parameter
     owners: tuple[nn.Module, ...]  # the modules that contain the parameter; several if it is tied
@@ -34,7 +35,6 @@ class ParameterSite:
 
     @property
     def owner(self) -> nn.Module:
-        """The first module that contains the parameter."""
         return self.owners[0]
 
     @property
@@ -42,11 +42,6 @@ class ParameterSite:
         """The factor on the output of an embedding, read from an attribute of its module; 1 if it has none."""
         found = _first(self.owner, _EMBEDDING_SCALE, float)
         return float(getattr(*found)) if found else 1.0
-
-    @property
-    def stack(self) -> str:
-        """The path of the list of blocks that contains the parameter. Read it only if ``layer`` is not None."""
-        return self.label.partition(".*.")[0]
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -72,7 +67,7 @@ class ParameterSite:
 
     @property
     def n_experts(self) -> int:
-        """The number of routed experts in the block. Read it only if the parameter belongs to experts."""
+        """The number of routed experts in the block, for a parameter of experts."""
         listed = isinstance(self.experts, nn.ModuleList | nn.ModuleDict)
         return len(cast(nn.ModuleList, self.experts)) if listed else self.shape[0]
 
@@ -91,15 +86,13 @@ class ModelStructure:
 def is_a(module: nn.Module, name: str) -> bool:
     """Return whether the class of a module, or one of its base classes, has this name.
 
-    Names are compared because the library that defines the class may not be installed. Base classes count because
-    FSDP2 puts a subclass in place of a module's class.
+    Base classes count because FSDP2 puts a subclass in place of a module's class.
     """
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside a wrapper of torch.compile, or the model itself. If it is not an nn.Module, raise an
-    InputError that names ``argument``."""
+    """Return the model inside a wrapper of torch.compile, or the model itself. Messages call it ``argument``."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -107,11 +100,7 @@ def unwrapped(model: nn.Module, argument: str) -> nn.Module:
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
-    """Return the structure of a model.
-
-    Raises:
-        InputError: if blocks share weights, or no ``nn.Embedding`` outside the blocks shows the width.
-    """
+    """Return the structure of a model. Its width is that of the first ``nn.Embedding`` outside the blocks."""
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
     experts: dict[str, nn.Module] = {}
@@ -123,11 +112,9 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     sites: list[ParameterSite] = []
     for places in found.values():
         name, _, parameter = places[0]
-        label, layer = _label(name, stacks)
-        stack = label.partition(".*.")[0]
+        label, stack, layer = _label(name, stacks)
         for other, _, _ in places:
-            their_label, their_layer = _label(other, stacks)
-            if their_layer != layer or (layer is not None and their_label.partition(".*.")[0] != stack):
+            if _label(other, stacks)[1:] != (stack, layer):
                 raise InputError(
                     f"{name} and {other} are the same parameter, but the rules assume that blocks do not share "
                     "weights (depth is the number of blocks); give every block its own weights"
@@ -136,7 +123,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         owners = tuple(owner for _, owner, _ in places)
         before, inside, _ = name.partition(f".{EXPERTS}.")
         routed = experts.get(f"{before}.{EXPERTS}") if inside and layer is not None else None
-        sites.append(ParameterSite(name, label, layer, parameter, owners, after, routed))
+        sites.append(ParameterSite(name, label, stack, layer, parameter, owners, after, routed))
     embeddings = [s.owner for s in sites if s.layer is None and isinstance(s.owner, nn.Embedding)]
     if not embeddings:
         raise InputError(
@@ -157,9 +144,6 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     """Return the structure of ``model`` with the ``base_shape`` of each parameter.
 
     The matching parameter of ``base`` has the same name, in the block at the nearest relative depth.
-
-    Raises:
-        InputError: if a parameter exists in only one model, or has another number of dimensions in the base.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
@@ -184,11 +168,7 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Return (number of blocks of the model) / (number of blocks of the base), or 1 without blocks.
-
-    Raises:
-        InputError: if the ratio differs between several lists of blocks.
-    """
+    """Return (number of blocks of the model) / (number of blocks of the base), or 1 without blocks."""
     found = {path: size / base.stacks[path] for path, size in model.stacks.items() if path in base.stacks}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{path} x{ratio:g}" for path, ratio in found.items())
@@ -208,14 +188,13 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
     """Return modules inside blocks by (path of the list of blocks, number of the block, name).
 
-    ``labels`` maps the labels of the modules to their names. A label is a path with "*" for the block's number, such
-    as ``layers.*.mlp``.
+    ``labels`` maps labels of modules, such as ``layers.*.mlp``, to these names.
     """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
-        label, layer = _label(bare_name(path), stacks)
+        label, stack, layer = _label(bare_name(path), stacks)
         if label in labels and layer is not None:
-            found[label.partition(".*.")[0], layer, labels[label]] = module
+            found[stack, layer, labels[label]] = module
     return found
 
 
@@ -225,7 +204,7 @@ def label_of(model: nn.Module, path: str) -> str:
 
 
 def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Module, str] | None:
-    """Return (module, name) for the first name in ``names`` that is an attribute of type ``kind``, or None."""
+    """Return (module, name) for the first of ``names`` that is an attribute of type ``kind``, or None."""
     return next(((module, name) for name in names if isinstance(vars(module).get(name), kind)), None)
 
 
@@ -239,9 +218,6 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
 
     A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` whose members all have submodules. The members of an
     ``nn.Sequential`` must also have the same type.
-
-    Raises:
-        InputError: if a list contains a block twice.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -261,15 +237,15 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
     return stacks
 
 
-def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]:
-    """Return a name with "*" in place of the block's number, and this number (None outside the blocks)."""
+def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, str, int | None]:
+    """Return the `label`, `stack` and `layer` of a name, as in `ParameterSite`."""
     for path, keys in stacks.items():
         if name.startswith(f"{path}."):
             key, _, rest = name.removeprefix(f"{path}.").partition(".")
-            return f"{path}.*.{rest}", keys.index(key)
-    return name, None
+            return f"{path}.*.{rest}", path, keys.index(key)
+    return name, "", None
 
 
 def _depth(site: ParameterSite, model: ModelStructure) -> float:
-    """Return the relative depth of a parameter's block, from 0 (first) to 1 (last). Outside the blocks, it is 0."""
+    """Return the relative depth of a parameter's block, from 0 (first) to 1 (last), and 0 outside the blocks."""
     return 0.0 if site.layer is None else site.layer / max(model.stacks[site.stack] - 1, 1)

@@ -1,5 +1,4 @@
-"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running the model or the
-norm."""
+"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running them."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -17,10 +16,10 @@ TOKENS = 4  # number of tokens in the sequence on which a model is run
 def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, str]:
     """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
 
-    A multiplier before such a module would have no effect. To find these modules, a copy of the model with random
-    weights is run twice for each branch. The outputs of the branch's last matrices are replaced by random values, in
-    the second run by four times these values. A norm on the branch's output then gets exactly four times the input,
-    and returns the same output. The input of other norms also contains the embedding, so it does not grow by four.
+    A copy of the model with random weights is run twice for each branch. The outputs of the branch's last matrices
+    are replaced by random values, in the second run by four times these values. A norm on the branch's output then
+    gets exactly four times the input, and returns the same output. The input of other norms also contains the
+    embedding.
 
     Args:
         model: a small model of the family.

@@ -1,16 +1,15 @@
 """Writes and reads models in Hugging Face's format, without the ``transformers`` library.
 
 leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face models here
-do not. So weights are multiplied by these factors when they are written, and divided when they are read
-(:func:`leaven.scaling.table.folding`). Constant factors of an architecture, such as sqrt(d_model) on Gemma's
-embedding, are divided out of written weights (:meth:`leaven.interop.architectures.Architecture.factors`).
+do not. Written weights are multiplied by these factors (:func:`leaven.scaling.table.folding`), and divided by the
+constant factors of their architecture, such as sqrt(d_model) on Gemma's embedding
+(:meth:`leaven.interop.architectures.Architecture.factors`). Reading does the reverse.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,7 @@ from leaven import __version__, storage
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.errors import InputError
-from leaven.interop.architectures import (
-    Architecture,
-    Config,
-    Stored,
-    holding,
-    shape_values,
-)
+from leaven.interop.architectures import Architecture, Config, Stored, holding, shape_values
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.interop.configs.export import environment
 from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
@@ -48,13 +41,12 @@ SAMPLES, SAMPLE_BYTES = 64, 2**16
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys in which a recipe's model shape and its start weights may differ; with learned positions, seq_len may not.
 _FREE = {"seq_len", "dropout", "rope_theta"}
-# Name of the biases that a layer's router adds to the scores of its experts. They are not parameters: training
-# changes them without gradients, to balance the load of the experts.
+# Name of the biases that a layer's router adds to the scores of its experts. They are not parameters, because they
+# are trained without gradients.
 ROUTER_BIAS = "layers.{}.mlp.router.bias"
 
 
-# Write
-# ---------------------------------------------------------------------------------------------------------------
+# Write ------------------------------------------------------------------------------------------------------------
 
 
 def write_huggingface(
@@ -81,8 +73,7 @@ def write_huggingface(
         shard_bytes: the largest size of a file of weights.
 
     Raises:
-        InputError: if no architecture can represent the shape, the folder is not empty or cannot be written, or a
-            weight is not finite.
+        InputError: if no architecture has the shape, the folder cannot be written, or a weight is not finite.
     """
     architecture = holding(shape)
     token, id = end_of_text
@@ -113,28 +104,16 @@ def write_huggingface(
     with written_folder(folder) as temporary:
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        biases = (
-            {} if router_bias_LE is None else {ROUTER_BIAS.format(n): row for n, row in enumerate(router_bias_LE)}
-        )
-
-        # Cached because a layer's experts are one tensor here, and many tensors in the file, one after another.
-        @lru_cache(maxsize=1)
-        def weight(name: str) -> Tensor | None:
-            held = biases if name in biases else weights
-            if name not in held:
-                return None
-            scaled = held[name].detach().cpu() * factors.get(name, 1.0)
-            return scaled - offsets[name] if name in offsets else scaled
-
+        biases = () if router_bias_LE is None else router_bias_LE.unbind()
+        held = dict(weights) | {ROUTER_BIAS.format(layer): bias for layer, bias in enumerate(biases)}
         for file, shard in shards.items():
-            tensors = {
-                each.name: _joined(each, weight).to(torch.float32 if each.of_router_bias else numbers).contiguous()
-                for each in shard
-            }
-            for name, tensor in tensors.items():
+            tensors = {}
+            for each in shard:
+                kind = torch.float32 if each.of_router_bias else numbers
+                tensors[each.name] = tensor = _joined(each, held, factors, offsets).to(kind).contiguous()
                 if not tensor.isfinite().all():
                     raise InputError(
-                        f"{name}: not every weight is finite in {dtype}; use another dtype or checkpoint"
+                        f"{each.name}: not every weight is finite in {dtype}; use another dtype or checkpoint"
                     )
             try:
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
@@ -154,8 +133,7 @@ def _factors(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Return the tensors of each file, by the name of the file. A file has at most ``limit`` elements, or one larger
-    tensor."""
+    """Return the tensors of each file by its name. A file has at most ``limit`` elements, or one larger tensor."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -169,15 +147,18 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def _joined(stored: Stored, weight: Callable[[str], Tensor | None]) -> Tensor:
+def _joined(
+    stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
+) -> Tensor:
     """Return a tensor of the file, built from leaven's weights. A bias that leaven's model does not have is 0."""
     parts = []
     for name, shape in stored.parts.items():
-        found = weight(name)
-        if found is None:
-            found = torch.zeros(shape)
-        found = found if stored.expert is None else found[stored.expert]
-        parts.append(_by_entry(name, found, 2, stored.paired // 2) if stored.paired else found)
+        part = torch.zeros(shape)
+        if name in held:
+            part = held[name] if stored.expert is None else held[name][stored.expert]
+            part = part.detach().cpu() * factors.get(name, 1.0)
+            part -= offsets.get(name, 0.0)
+        parts.append(_by_entry(name, part, 2, stored.paired // 2) if stored.paired else part)
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined
@@ -195,10 +176,9 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a parameter with the entries of each head in another order.
+    """Return a parameter with another order of each head's entries: with 2 rows, a b c d becomes a c b d.
 
-    The entries are written into a table row by row, and read column by column. With 2 rows, a b c d becomes a c b d.
-    With 2 columns, the order changes back.
+    The entries are written into a table row by row and read column by column, so 2 columns change the order back.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
@@ -229,7 +209,8 @@ def model_card(
     measured: list[Mapping[str, Any]] = []
     for each in events:
         if each["event"] == "validation" and isinstance(each.get("loss"), int | float):
-            measured += [each] if isinstance(each.get("tokens"), int) and each["tokens"] <= tokens else []
+            if isinstance(each.get("tokens"), int) and each["tokens"] <= tokens:
+                measured.append(each)
         elif isinstance(to := each.get("to_tokens"), int):  # a rewind, which undoes later steps
             measured = [validation for validation in measured if validation["tokens"] <= to]
     if averaged:
@@ -262,16 +243,11 @@ def _cell(value: object) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
-# Read
-# ----------------------------------------------------------------------------------------------------------------
+# Read -------------------------------------------------------------------------------------------------------------
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder. Names, shapes and dtypes of the weights are checked.
-
-    Raises:
-        InputError: if files are missing or damaged, or leaven's transformer does not support the model.
-    """
+    """Return a description of the model in a folder. Names, shapes and dtypes of the weights are checked."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
     plain = read_config(folder / "config.json")
@@ -334,11 +310,9 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder, from which a run with this shape can start.
+    """Return a description of the model in a folder, or raise InputError if no run with this shape can start there.
 
-    Raises:
-        InputError: if the model cannot be read, or its shape differs from ``shape`` in a key on which weights depend.
-            Those in ``_FREE`` may differ, except ``seq_len`` with learned positions.
+    The two shapes may differ only in ``_FREE``, without ``seq_len`` if positions are learned.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -358,8 +332,10 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
-    """Return a line if a token id of the file ``tokenizer`` is another token in the tokenizer.json of a folder with
-    start weights. Return None if there is no such id, or the folder has no tokenizer.json that can be read."""
+    """Return a warning if token ids of the file ``tokenizer`` are other tokens in the tokenizer.json of ``folder``.
+
+    ``folder`` has the start weights. Without a tokenizer.json that can be read there, return None.
+    """
     there = folder / "tokenizer.json"
     try:
         known, own = (given_tokenizer(str(path), sys.maxsize) for path in (there, tokenizer))
@@ -381,9 +357,6 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     """Return a recipe that starts from a model's weights.
 
     The recipe's base has the size of the model itself, so scaling rules change nothing at this size.
-
-    Raises:
-        InputError: if the model has no tokenizer.json that fits the model.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -415,11 +388,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Load the weights of a folder into ``held``, the parameters of this process.
-
-    Raises:
-        InputError: if the weights cannot be read, or belong to a model of another shape.
-    """
+    """Load the weights of a folder into ``held``, the parameters of this process."""
     plain = require_start(shape, folder)
     pieces, read = {piece.name: piece for piece in held}, set()
     factors = _factors(plain.architecture, shape, table, plain.config)
@@ -468,12 +437,7 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a folder. Yield (open file, name in the file) for each tensor, by the tensor's full
-    name.
-
-    Raises:
-        InputError: if a file cannot be read, or the folder has two models.
-    """
+    """Open the weight files of a folder, and yield (open file, name in the file) by each tensor's full name."""
     files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

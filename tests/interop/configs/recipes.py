@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from leaven.interop.architectures import ARCHITECTURES, TORCHTITAN
 from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 LLAMA = {"model.qk_norm": False}
@@ -55,3 +57,13 @@ def megatron_like(recipe: Recipe) -> Recipe:
 def transferred(recipe: Recipe, rule: str = "complete-d-p") -> Recipe:
     """Return the recipe at four times the width and three times the depth of its base, so that it has multipliers."""
     return transfer(recipe.replace({"scaling.rule": rule}), width=64, depth=6)
+
+
+def rows_of(recipe: Recipe, model_type: str) -> dict[str, list[Any]]:
+    """Return the rows of the recipe's table for each tensor of an architecture."""
+    architecture = next(each for each in (*ARCHITECTURES, TORCHTITAN) if each.model_type == model_type)
+    table = {row.name: row for row in parameter_table(recipe).rows}
+    return {
+        each.name: [table[part] for part in each.parts if part in table]
+        for each in architecture.tensors(recipe.model)
+    }

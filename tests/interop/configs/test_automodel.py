@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
+from tests.interop.configs.recipes import FAMILIES, PER_MODULE, rows_of, transferred
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from leaven.interop.architectures import ARCHITECTURES
 from leaven.interop.configs.export import export, write
 from leaven.model.transformer import Transformer
 from leaven.recipe.recipe import Recipe
@@ -43,16 +42,6 @@ def written(recipe: Recipe, folder: Path) -> tuple[dict[str, Any], Any]:
     write(export("automodel", recipe), folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     return yaml.safe_load((folder / "automodel.yaml").read_text()), model
-
-
-def rows_of(recipe: Recipe, model_type: str) -> dict[str, list[Any]]:
-    """Return the rows of the recipe's table for each tensor of an architecture."""
-    architecture = next(each for each in ARCHITECTURES if each.model_type == model_type)
-    table = {row.name: row for row in parameter_table(recipe).rows}
-    return {
-        each.name: [table[part] for part in each.parts if part in table]
-        for each in architecture.tensors(recipe.model)
-    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)

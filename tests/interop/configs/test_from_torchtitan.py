@@ -216,11 +216,8 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ('"8B"', '"all"', "model.flavor all"),
         ("lr = 3e-4", "lr = 'fast'", "optimizer.lr fast must be a number"),
         ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
-        ("steps = 1000", "steps = 10.5", "training.steps 10.5 must be a whole number"),
-        ("steps = 1000", "steps = 0", "training.steps 0 must be at least 1"),
         ("tensor_parallel_degree = 2", "tensor_parallel_degree = 0", "tensor_parallel_degree 0 must be at least 1"),
         ("tensor_parallel_degree", "data_parallel_shard_degree = 0\ntensor_parallel_degree", "or -1 for all other"),
-        ("[model]", "[mdel]", "has neither name and flavor under [model] nor a model_spec"),
         ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
     ],
@@ -252,11 +249,8 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
 
     last = model["layers"][1]
     fault(last["attention"], "n_heads", 1, "n_heads is 2 in block 0 and 1 in block 1; in leaven all blocks")
-    fault(last["attention"], "n_kv_heads", 2, "n_kv_heads is 1 in block 0 and 2 in block 1")
-    fault(last["attention"]["qkv_linear"], "head_dim", 4, "d_head is 8 in block 0 and 4 in block 1")
     fault(last["feed_forward"]["w1"], "out_features", 8, "in block 0 and 8 in block 1")
-    for policy in (3, True, "full"):
-        fault(document, "activation_checkpoint", policy, "must be an object or null")
+    fault(document, "activation_checkpoint", "full", "must be an object or null")
     fault(groups[-1], "pattern", "nothing", "no pattern matches")
     fault(groups[-1], "optimizer_name", "Muon", "give one, AdamW or Adam")
     fault(block, "moe", {"num_experts": 8}, "leaven does not have mixtures of experts")
@@ -266,7 +260,6 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
     fault(model["norm"], "eps", "tiny", "not a file of torchtitan 0.3")
     fault(document["model_spec"], "model", {}, "not a file of torchtitan 0.3")
     fault(document["model_spec"], "name", ["x"], "model_spec.name ['x']: leaven reads llama3 and qwen3")
-    fault(document["model_spec"], "name", "flux", "model_spec.name flux: leaven reads llama3 and qwen3")
     with refused("--ranks 3: ", "is for 1 processes"):
         imported(tmp_path, document, ranks=3)
     with refused("leaven does not run Python files; run torchtitan with --debug.save_config_file"):

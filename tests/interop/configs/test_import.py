@@ -117,7 +117,6 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--lr", "--lr has no value"),
         ("--num-attention-heads 5", "is not a multiple of --num-attention-heads 5"),
         ("--num-attention-heads 0", "--num-attention-heads 0 must be at least 1"),
-        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--global-batch-size 8 --rampup-batch-size 2 2.5 300", "--rampup-batch-size: 2.5 is not a whole number"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
@@ -125,9 +124,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--ffn-hidden-size $FFN", "$FFN, which is unknown until the script runs; write the number"),
         ("--save 'x", "cannot be split into words"),
         ("--window-size 8", "--window-size 8: leaven reads LEFT,0"),
-        ("--window-size 8,8", "--window-size 8,8: leaven reads LEFT,0"),
         ("--window-size 8,0 --window-attn-skip-freq 0", "leaven supports only windows in all layers but every N-th"),
-        ("--window-size 8,0 --window-attn-skip-freq [0,1]", "as a pattern of 2 layers"),
         (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "as a pattern of 2 layers"),
     ],
 )
@@ -213,11 +210,8 @@ def test_a_script_is_read_in_linear_time(unclosed: str) -> None:
     assert time.process_time() - start < 8  # below 0.5 s; in quadratic time 22 s and more
 
 
-def test_arguments_may_have_a_line_each() -> None:
-    assert parse_flags("--bf16\n--lr\n1\n--seed=2", "x") == {"bf16": [], "lr": ["1"], "seed": ["2"]}
-
-
 def test_commands_inside_commands_are_one_unknown_value() -> None:
+    assert parse_flags("--bf16\n--lr\n1\n--seed=2", "x") == {"bf16": [], "lr": ["1"], "seed": ["2"]}
     for command in ("$(f $((1+2)) x)", "$(f `g`)", "`f $(g)`", "$((1+2*3))"):
         assert parse_flags(f"--a 1 --b {command} --c 3", "x") == {"a": ["1"], "b": ["$_COMMAND_"], "c": ["3"]}
 
@@ -462,21 +456,16 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     argued = from_transformers.read(tmp_path, "x")
     assert (argued.recipe.data.tokens, argued.unread) == (7 * 8 * 128, ())
     (tmp_path / "training_args.json").unlink()
-    faults = [
-        ({"max_steps": -1}, "trainer_state.json: max_steps -1 must be at least 1"),
-        ({"train_batch_size": 0}, "trainer_state.json: train_batch_size 0 must be at least 1"),
-        *(
-            ({"log_history": value}, "trainer_state.json: log_history must be a list")
-            for value in (3, {"a": 1}, ["a"])
-        ),
+    faults: list[tuple[dict[str, Any], str]] = [
+        (state | {"max_steps": -1}, "trainer_state.json: max_steps -1 must be at least 1"),
+        (state | {"log_history": {"a": 1}}, "trainer_state.json: log_history must be a list"),
+        (state | {"log_history": ["a"]}, "trainer_state.json: log_history must be a list"),
+        ({}, "trainer_state.json: train_batch_size is missing"),
     ]
-    for change, message in faults:
-        (tmp_path / "trainer_state.json").write_text(json.dumps(state | change))
+    for document, message in faults:
+        (tmp_path / "trainer_state.json").write_text(json.dumps(document))
         with refused(message):
             from_transformers.read(tmp_path, "x")
-    (tmp_path / "trainer_state.json").write_text("{}")
-    with refused("trainer_state.json: train_batch_size is missing"):
-        from_transformers.read(tmp_path, "x")
 
 
 def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
@@ -497,7 +486,6 @@ KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),
-        (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr": "low"}}, "lr_scheduler_kwargs: min_lr low must be"),
         (None, {"learning_rate": 1.0}, "no config.json with the shape of a model is there"),
     ],
 )

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
+from tests.interop.configs.recipes import FAMILIES, PER_MODULE, rows_of, transferred
 from tests.interop.configs.test_import import assert_same
 
 from leaven.interop.configs import from_torchtitan
 from leaven.interop.configs.export import TARGETS, export
-from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 
@@ -123,9 +122,8 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
     optimizers = config.optimizer.build(model_parts=[model])
     groups = {id(each): group for one in optimizers for group in one.param_groups for each in group["params"]}
     named = dict(model.named_parameters())
-    for row in parameter_table(recipe).rows:
-        place = TORCHTITAN_NAMES[row.module]
-        parameter = named[f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"]
+    for place, (row,) in rows_of(recipe, "torchtitan").items():
+        parameter = named[place]
         group = groups[id(parameter)]
         found = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
         assert found == pytest.approx((row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)), row.name

@@ -9,10 +9,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tests.interop.configs.recipes import FAMILIES, MIXTURES, PER_MODULE, transferred
+from tests.interop.configs.recipes import FAMILIES, MIXTURES, PER_MODULE, rows_of, transferred
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
 
-from leaven.interop.architectures import ARCHITECTURES
 from leaven.interop.configs.export import export, write
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.schedule import Decay
@@ -99,22 +98,14 @@ def test_prepare_gives_the_groups_and_initial_values_of_the_table(
     tiny: Recipe, tmp_path: Path, family: str, optimizer: str
 ) -> None:
     """For a recipe without multipliers every number is equal."""
-    wide = {
-        "model.d_model": 64,
-        "model.n_heads": 8,
-        "model.n_kv_heads": 4,
-        "model.d_ff": 128,
-        "model.vocab_size": 640,
-    }
-    recipe = tiny.replace(FAMILIES[family] | PER_MODULE | wide | {"hyperparameters.optimizer": optimizer})
+    wide = {"d_model": 64, "n_heads": 8, "n_kv_heads": 4, "d_ff": 128, "vocab_size": 640}
+    changes = FAMILIES[family] | PER_MODULE | {f"model.{key}": size for key, size in wide.items()}
+    recipe = tiny.replace(changes | {"hyperparameters.optimizer": optimizer})
     model, found = prepared(written(recipe, tmp_path / "out"))
     assert type(found) is (torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam)
     groups = {id(parameter): group for group in found.param_groups for parameter in group["params"]}
-    named = dict(model.named_parameters())
-    names = next(each for each in ARCHITECTURES if each.name == type(model).__name__)
-    for row in parameter_table(recipe).rows:
-        place = (names.ends if row.layer is None else names.block)[row.module]
-        parameter = named[f"{place}.weight" if row.layer is None else f"model.layers.{row.layer}.{place}.weight"]
+    for name, (row,) in rows_of(recipe, family).items():
+        parameter = model.get_parameter(name)
         group = groups[id(parameter)]
         ours = (row.lr, row.weight_decay, row.beta1, row.beta2, row.eps)
         theirs = (group["lr"], group["weight_decay"], *group["betas"], group["eps"])

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.interop.configs.recipes import FAMILIES, LLAMA, PER_MODULE, transferred
+from tests.interop.configs.recipes import FAMILIES, LLAMA, PER_MODULE, rows_of, transferred
 
 from leaven.interop.configs.export import TARGETS, export
-from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table
 
 # nanotron, config.py @00708b8 and models_config.py @025f314; None may stand where the source says Optional.
 NANOTRON: dict[str, Any] = {
@@ -220,9 +218,7 @@ def test_torchtitan_patterns_give_every_parameter_its_settings(tiny: Recipe) -> 
         node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS"
     ]
     groups = eval(ast.unparse(assigned[0].value))
-    for row in parameter_table(recipe).rows:
-        place = TORCHTITAN_NAMES[row.module]
-        name = f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"
+    for name, (row,) in rows_of(recipe, "torchtitan").items():
         settings = next(settings for pattern, settings in groups if re.search(pattern, name))
         assert settings["lr"] == pytest.approx(row.lr)
         assert settings["weight_decay"] == pytest.approx(row.weight_decay)

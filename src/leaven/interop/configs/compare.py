@@ -40,11 +40,10 @@ class ParameterSettings:
     multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return the settings for a weight that contains the output multiplier ``factor``.
+        """Return the settings with which the weight ``factor`` x W trains like W with the multiplier ``factor``.
 
-        Let W be a weight with the present settings, whose output is multiplied by ``factor``. The weight ``factor`` x
-        W without this multiplier trains in the same way if it has the returned settings. ``decoupled`` is true for
-        the weight decay of AdamW, and false if decay is part of the gradient. The field ``multiplier`` is unchanged.
+        ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient. The field
+        ``multiplier`` is unchanged.
         """
         return replace(
             self,
@@ -77,10 +76,7 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings of an equivalent model without multipliers, by name of the parameter.
-
-        The equivalent model trains in the same way, except for gradient clipping.
-        """
+        """The settings, by parameter, of a model without multipliers that trains in the same way without clipping."""
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -88,13 +84,11 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The most frequent settings of the hidden weights, for targets with one lr, one eps, ... for the whole
-        model."""
+        """The most frequent settings of the hidden weights, for targets with one lr and eps for the whole model."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
     def in_steps(self, tokens: float) -> int:
-        """Convert a number of tokens to a number of steps of the full batch."""
         return round(tokens / self.recipe.batch.tokens)
 
     @property
@@ -109,9 +103,6 @@ class ResolvedRecipe:
         """The number of sequences in one forward pass of a data-parallel rank.
 
         It divides the sequences of a rank in every step, and is at most the recipe's micro-batch (1 for ``auto``).
-
-        Raises:
-            InputError: if a batch does not divide over the data-parallel ranks.
         """
         recipe = self.recipe
         dp, wanted = recipe.layout.dp, recipe.batch.micro_batch
@@ -142,8 +133,8 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return (rows, number of differences): what an export does not preserve.
 
-    A row is for all modules in which a setting has the same value in the recipe and the same other value in the
-    target. Each of these modules counts as one difference.
+    A row lists all modules in which a setting changes from the same value to the same other value. Each module counts
+    as one difference.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.
@@ -152,19 +143,18 @@ def compare(
         plain: whether the target's model has no multipliers.
     """
     ours = run.plain if plain else run.rows
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for quantity in QUANTITIES:
-        modules: dict[str, list[tuple[float, float]]] = {}
-        for row in run.table.rows:
-            if row.name not in given:
-                continue
+    pairs: dict[str, list[list[ParameterSettings]]] = {}  # (ours, theirs) of each parameter, by module
+    for row in run.table.rows:
+        if row.name in given:
             pair = [ours[row.name], given[row.name]]
             if row.role is not Role.TIED_EMBEDDING:
                 pair = [replace(side.folded(side.multiplier, run.decoupled), multiplier=1.0) for side in pair]
-            left, right = (getattr(side, quantity) for side in pair)
-            modules.setdefault(row.module, []).append((left, right))
+            pairs.setdefault(row.module, []).append(pair)
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for quantity in QUANTITIES:
         same = SAME_START if quantity == "init_std" else SAME
-        for module, values in modules.items():
+        for module, sides in pairs.items():
+            values = [(getattr(left, quantity), getattr(right, quantity)) for left, right in sides]
             if any(not math.isclose(left, right, rel_tol=same, abs_tol=1e-300) for left, right in values):
                 found.setdefault((quantity, *distinct_texts(*zip(*values, strict=True))), []).append(module)
     losses = [
@@ -210,9 +200,6 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     ``holds`` maps keys of ``[model]`` to the values that the target supports; the first of them replaces any other
     value. ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. If ``holds`` is not
     empty, the fields in `Part.added` that it lacks get their defaults.
-
-    Raises:
-        InputError: if the target supports only heads of size d_model / n_heads, which is not a whole number.
     """
     changes = {
         key: default

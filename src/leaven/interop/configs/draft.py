@@ -6,7 +6,7 @@ values of the recipe with their reasons, and estimates required values that are 
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json. ``file`` is the name of the file in reasons."""
+        """Set the model shape and the initial std from a config.json. Reasons name it ``file``."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -69,9 +69,9 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the value that most matrices in the blocks have. Modules with another value get a
-        multiplier. If a module's value differs between blocks, the first block gives the value, and ``unread`` says
-        so. ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
+        A hyperparameter gets the value that most matrices in the blocks have, and other modules get a multiplier.
+        If a module's value differs between blocks, the first block gives the value. ``init_why`` is the reason for
+        the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -83,7 +83,7 @@ class Draft:
         named = next((name for name, init in INITS.items() if has_init(init)), None)
         if named:
             self.set("hyperparameters.init", named, init_why)
-        for module in {each.module: each for each in parameters if not each.role.is_matrix}:
+        for module in dict.fromkeys(each.module for each in parameters if not each.role.is_matrix):
             means = {settings[each.name].init_mean for each in parameters if each.module == module}
             if means != {1.0}:
                 self.unread.append(f"initial values of {module}, {max(means):g}: in leaven, gains start at 1")
@@ -113,11 +113,7 @@ class Draft:
                     self.set(f"hyperparameters.modules.{module}.{quantity}", float(f"{share:.12g}"), reason)
 
     def shape(self) -> ModelShape:
-        """Return the model shape of the values under ``model``.
-
-        Raises:
-            InputError: if the values are not a valid shape.
-        """
+        """Return the model shape of the values under ``model``."""
         values: dict[str, Any] = {}
         for path, value in self.values.items():
             if path.startswith("model."):
@@ -125,11 +121,7 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the imported recipe. If training tokens, batch size, lr or warm-up are missing, they are estimated.
-
-        Raises:
-            InputError: if the values are not a valid recipe.
-        """
+        """Return the imported recipe, with estimates of missing training tokens, batch size, lr and warm-up."""
 
         def guess(path: str, value: Any, why: str) -> None:
             self.set(path, value, f"not in {self.origin}: {why}")
@@ -151,11 +143,7 @@ class Draft:
         return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))
 
     def recipe(self, name: str) -> Recipe:
-        """Return the recipe with the values set so far.
-
-        Raises:
-            InputError: if the values are not a valid recipe.
-        """
+        """Return the recipe with the values set so far, or raise InputError if they are not valid."""
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
             set_path(document, path, value)
@@ -164,7 +152,7 @@ class Draft:
 
 @dataclass
 class Settings:
-    """The settings of another trainer: the given values, and the trainer's defaults for the other settings.
+    """The settings of another trainer: the given values, the trainer's defaults, and the draft that they fill.
 
     ``table`` describes each setting with these keys:
 
@@ -176,6 +164,7 @@ class Settings:
     - ``optional``: if true, ``path`` stays unset when the setting is not given.
     """
 
+    draft: Draft  # the recipe that `put` and `put_all` fill
     origin: str  # the imported file, for messages
     table: Mapping[str, Mapping[str, Any]]  # description of each setting, by name
     default: str  # the reason of a recipe value that is the trainer's default; {} stands for the setting's name
@@ -189,12 +178,8 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a setting, or its default. Without both, return False, "" or {} if the setting is not a
-        number.
-
-        Raises:
-            InputError: if a number is missing, or the value has the wrong type or is too small.
-        """
+        """Return the value of a setting, or its default. Without both, a number is an error, and other kinds are
+        False, "" or {}."""
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
         if kind == "switch":
@@ -221,29 +206,20 @@ class Settings:
         return int(number)
 
     def label(self, name: str) -> str:
-        """Return the file and the name of a setting, for messages: ``train.sh: --lr``."""
+        """Return the file and the name of a setting, such as ``train.sh: --lr``."""
         return f"{self.origin}: {self.prefix}{name}"
 
-    def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return the recipe's value for a setting.
-
-        ``known`` maps the setting's possible values to the recipe's. For a switch, ``known`` is (value if off, value
-        if on).
-
-        Raises:
-            InputError: if ``known`` does not have the value of the setting.
-        """
-        if not isinstance(known, Mapping):
-            return known[self[name]]
-        if self[name] not in known:
+    def choice(self, name: str) -> Any:
+        """Return the recipe's value for a setting that has ``values``, or raise InputError if they lack the word."""
+        known = self.table[name]["values"]
+        if isinstance(known, Mapping) and self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")
         return known[self[name]]
 
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason lists the given settings. If none is given, it names the default of the first setting. If the value
-        of a setting is unknown (``unset``), the reason says so instead.
+        The reason lists the given settings. If none is given, it names the default of the first setting.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
@@ -251,25 +227,20 @@ class Settings:
                 return f"{self.default.format(name)}: {self.unset[name]} is unknown until the script runs"
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
-    def copy_to(self, draft: Draft) -> None:
-        """Set the values of ``draft`` for all settings that have a ``path``. Values that ``draft`` already has do not
-        change.
+    def put(self, path: str, value: Any, *names: str) -> None:
+        """Set a value of the recipe that follows from the settings ``names``."""
+        self.draft.set(path, value, self.why(*names))
 
-        A setting that is not given has its default, but is left out if it is ``optional``.
-        """
+    def put_all(self) -> None:
+        """Set the values of all settings that have a ``path``, unless the draft already has them."""
         for name, row in self.table.items():
             path = row.get("path")
-            if path and path not in draft.values and not (row.get("optional") and name not in self):
-                value = self.choice(name, row["values"]) if "values" in row else self[name]
-                draft.set(path, value, self.why(name))
+            if path and path not in self.draft.values and not (row.get("optional") and name not in self):
+                self.put(path, self.choice(name) if "values" in row else self[name], name)
 
 
 def as_number(value: Any, label: str) -> float:
-    """Convert a value to a number.
-
-    Raises:
-        InputError: if the value is not a finite number. The message begins with ``label``.
-    """
+    """Convert a value to a finite number, or raise an InputError that begins with ``label``."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -281,8 +252,7 @@ def as_number(value: Any, label: str) -> float:
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the batch in tokens that the Step Law gives, in whole sequences, and the reason."""
-    laws = main_laws(shape, tokens)
-    step_law = next(law for law in laws if law.law == "Step Law 2025")
+    step_law = next(law for law in main_laws(shape, tokens) if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
     scale = f"{format_quantity(shape.params_active)} parameters, {format_quantity(tokens)} tokens"
     outside = (

@@ -1,11 +1,8 @@
 """Exports recipes as configurations of other trainers (targets).
 
-The file ``targets/NAME.toml`` lists the model shapes that a target supports, the target's names for schedules, and
-the Jinja templates of the exported files.
-
-``Export.losses`` lists what an export does not preserve. Some losses are written in ``targets/*.toml``. The others
-are found by comparing the recipe with the target's model shapes, and with the settings that the target would give
-each parameter (:mod:`.per_parameter`).
+The file ``targets/NAME.toml`` describes a target. Some losses of an export are written there. The others are found by
+comparing the recipe with the target's model shapes, and with the settings that the target would give each parameter
+(:mod:`.per_parameter`).
 """
 
 import json
@@ -67,11 +64,6 @@ class Export:
 
 @cache
 def target(name: str) -> Target:
-    """Return the export target with this name.
-
-    Raises:
-        InputError: if there is no such target.
-    """
     if name not in TARGETS:
         raise InputError(f"--to {name}: choose from {', '.join(TARGETS)}")
     table = tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8"))
@@ -81,15 +73,13 @@ def target(name: str) -> Target:
 
 
 def default_path(name: str, recipe_name: str) -> str:
-    """Return the default path of the file or folder that target ``name`` exports from the recipe ``recipe_name``."""
     return target(name).path.format(name=recipe_name, identifier=identifier(recipe_name))
 
 
 def export(name: str, recipe: Recipe) -> Export:
     """Return the files for a target, the values of the recipe that the target cannot represent, and notes.
 
-    Raises:
-        InputError: if there is no such target, or it cannot have the recipe's layout, batch or model.
+    A target that cannot have the recipe's layout, batch or model is an InputError.
     """
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
@@ -133,11 +123,7 @@ def export(name: str, recipe: Recipe) -> Export:
 
 
 def write(export: Export, path: Path) -> None:
-    """Write the exported file or folder: completely, or not at all.
-
-    Raises:
-        InputError: if the path exists already or cannot be written.
-    """
+    """Write the exported file or folder: completely, or not at all."""
     if "" in export.files:
         require_free(path, device=True)
         make_folder(path.absolute().parent)

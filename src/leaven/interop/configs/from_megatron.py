@@ -1,8 +1,7 @@
 """Imports a recipe from a list of Megatron-LM arguments.
 
-``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. The
-imported recipe has the scaling rule ``standard``, and multipliers for modules to which Megatron gives another lr or
-initial std.
+``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Modules to
+which Megatron gives another lr or initial std get multipliers.
 """
 
 import math
@@ -16,7 +15,6 @@ from pathlib import Path
 
 from leaven.errors import InputError
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
-from leaven.interop.configs.export import target
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
@@ -31,82 +29,76 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     Raises:
         InputError: if a flag is missing, malformed or for an unsupported kind of model; the message names the flag.
     """
-    draft = Draft(origin)
-    given = _read_flags(text, draft)
-    if given["optimizer"] != "adam":
-        raise InputError(f"{origin}: --optimizer {given['optimizer']}: leaven supports only adam")
+    given = _read_flags(text, Draft(origin))
+    draft = given.draft
+    given.choice("optimizer")
     for flag in ("lr", "init-method-std"):  # other values are divided by these
         if flag in given and given[flag] <= 0:
             raise InputError(f"{origin}: --{flag} {given[flag]:g} must be above 0")
-    _sizes(given, draft)
-    _kind(given, draft)
+    _sizes(given)
+    _kind(given)
     if "window-size" in given:
-        _window(given, draft)
+        _window(given)
     if "num-experts" in given:
-        _experts(given, draft)
-    given.copy_to(draft)
+        _experts(given)
+    given.put_all()
     shape = draft.shape()
-    _modules(given, draft, shape)
-    _batch_and_duration(given, shape.seq_len, draft)
-    _schedule(given, shape.seq_len, draft)
-    _layout(given, draft, ranks)
+    _modules(given, shape)
+    _batch_and_duration(given, shape.seq_len)
+    _schedule(given, shape.seq_len)
+    _layout(given, ranks)
     return draft.finish(name, shape)
 
 
 def _read_flags(text: str, draft: Draft) -> Settings:
-    """Return the known flags of a script. Unknown flags and unset variables are added to the draft.
-
-    Raises:
-        InputError: if a flag needs a feature that leaven does not have, or has no value or a wrong one.
-    """
+    """Return the known flags of a script. Unknown flags and unset variables are added to the draft."""
     origin = draft.origin
-    flags = Settings(origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
+    flags = Settings(draft, origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     for flag, words in parse_flags(text, origin).items():
         if flag.startswith("$"):
             draft.unknown.append(f"{', '.join(open_variables(flag))}: its flags are unknown until the script runs")
             continue
-        name = flag.replace("_", "-")
         for unsupported, what in TABLE["unsupported"].items():
-            if fnmatchcase(name, unsupported):
+            if fnmatchcase(flag.replace("_", "-"), unsupported):
                 raise InputError(f"{origin}: --{flag}: leaven does not have {what}")
-        kind = _kind_of(name)
+        kind = _kind_of(flag)
         unset = [variable for word in words[:1] for variable in open_variables(word)]
         if kind is None:
             draft.unread.append(f"--{flag}")
         elif kind == "switch":
-            flags.given[name] = True
+            flags.given[flag] = True
         elif unset:
-            flags.unset[name] = ", ".join(unset)
-            draft.unknown.append(f"--{flag}: {flags.unset[name]} is unknown until the script runs")
+            flags.unset[flag] = ", ".join(unset)
+            draft.unknown.append(f"--{flag}: {flags.unset[flag]} is unknown until the script runs")
         elif not words:
             raise InputError(f"{origin}: --{flag} has no value")
         else:
-            flags.given[name] = words[0] if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
+            flags.given[flag] = words[0] if kind == "word" else as_number(words[0], f"{origin}: --{flag}")
     return flags
 
 
-def _sizes(given: Settings, draft: Draft) -> None:
+def _sizes(given: Settings) -> None:
     """Set the sizes that follow from several flags: head dimension, key/value heads, d_ff and vocabulary."""
-    origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
+    draft, heads, width = given.draft, given["num-attention-heads"], given["hidden-size"]
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
         raise InputError(
-            f"{origin}: --hidden-size {width} is not a multiple of --num-attention-heads {heads}; correct one, or "
-            "add --kv-channels"
+            f"{given.origin}: --hidden-size {width} is not a multiple of --num-attention-heads {heads}; correct one, "
+            "or add --kv-channels"
         )
     d_head = given["kv-channels"] if own_head_size else width // heads
-    draft.set("model.d_head", d_head, given.why("kv-channels", "hidden-size"))
+    given.put("model.d_head", d_head, "kv-channels", "hidden-size")
     if heads * d_head != width:
-        draft.set("model.d_attention", heads * d_head, given.why("kv-channels"))
+        given.put("model.d_attention", heads * d_head, "kv-channels")
     if "group-query-attention" in given:
-        draft.set("model.n_kv_heads", given["num-query-groups"], given.why("num-query-groups"))
+        given.put("model.n_kv_heads", given["num-query-groups"], "num-query-groups")
     else:
         draft.set("model.n_kv_heads", heads, "--num-attention-heads: no --group-query-attention")
         if "num-query-groups" in given:
             draft.unread.append("--num-query-groups: Megatron reads it beside --group-query-attention only")
 
     if "ffn-hidden-size" in given or "ffn-hidden-size" in given.unset:
-        draft.set("model.d_ff", given["ffn-hidden-size"], given.why("ffn-hidden-size"))
+        given.put("model.d_ff", given["ffn-hidden-size"], "ffn-hidden-size")
     elif "swiglu" in given:  # as in validate_args of Megatron's arguments.py
         why = "4 x hidden size x 2 / 3, down to a multiple of 64, with --swiglu"
         draft.set("model.d_ff", int(4 * width * 2 / 3 / 64) * 64, why)
@@ -124,24 +116,20 @@ def _sizes(given: Settings, draft: Draft) -> None:
         draft.set("model.vocab_size", 50_304, "not in the file: the vocabulary of GPT-2's tokenizer, padded")
 
 
-def _kind(given: Settings, draft: Draft) -> None:
-    """Set activation, positions, attention biases, document handling and precision in the draft."""
-    origin = given.origin
+def _kind(given: Settings) -> None:
+    """Set activation, rotary fraction, attention biases, document handling and precision."""
+    draft = given.draft
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
     if "glu-activation" in given:  # Megatron-DeepSpeed's; it leaves --ffn-hidden-size at 4 x hidden size
-        found["--glu-activation"] = given.choice("glu-activation", {"swiglu": "swiglu"})
+        found["--glu-activation"] = given.choice("glu-activation")
     if len(set(found.values())) > 1:
-        raise InputError(f"{origin}: {' and '.join(found)}: these are two activations; remove one")
+        raise InputError(f"{given.origin}: {' and '.join(found)}: these are two activations; remove one")
     flag, ours = next(iter(found.items()), ("Megatron's default", "gelu"))
     draft.set("model.activation", ours, flag)
 
-    if "use-rotary-position-embeddings" in given:
-        draft.set("model.positions", "rope", "--use-rotary-position-embeddings")
-    if (
-        given["rotary-percent"] != 1
-        and draft.values.get("model.positions", given["position-embedding-type"]) == "rope"
-    ):
+    rotary = "use-rotary-position-embeddings" in given or given["position-embedding-type"] == "rope"
+    if rotary and given["rotary-percent"] != 1:
         draft.set("model.rotary_fraction", given["rotary-percent"], "--rotary-percent")
     if "disable-bias-linear" in given and "add-qkv-bias" in given:
         draft.set("model.attention_bias", "qkv", "--add-qkv-bias")
@@ -149,13 +137,13 @@ def _kind(given: Settings, draft: Draft) -> None:
     if attention != given["hidden-dropout"]:
         draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, and uses --hidden-dropout")
     isolated = "reset-position-ids" in given and "reset-attention-mask" in given
-    why = given.why("reset-attention-mask", "reset-position-ids")
-    draft.set("data.documents", "isolated" if isolated else "packed", why)
+    flags = ("reset-attention-mask", "reset-position-ids")
+    given.put("data.documents", "isolated" if isolated else "packed", *flags)
     compute = "bf16" if "bf16" in given else "fp16" if "fp16" in given else "fp32"
-    draft.set("precision.compute", compute, given.why("bf16", "fp16"))
+    given.put("precision.compute", compute, "bf16", "fp16")
 
 
-def _window(given: Settings, draft: Draft) -> None:
+def _window(given: Settings) -> None:
     """Set the sliding window, and which layers have none."""
     written = given["window-size"]
     sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
@@ -173,8 +161,8 @@ def _window(given: Settings, draft: Draft) -> None:
             f"N-th; write it as the number N, or as a pattern of {layers} layers"
         )
     if sides[1] != "-1" and every != 1:  # otherwise no layer has a window
-        draft.set("model.window", int(sides[1]) + 1, given.why("window-size"))
-        draft.set("model.global_every", every, given.why("window-attn-skip-freq"))
+        given.put("model.window", int(sides[1]) + 1, "window-size")
+        given.put("model.global_every", every, "window-attn-skip-freq")
 
 
 def _pattern(word: str, layers: int) -> str:
@@ -192,13 +180,12 @@ def _pattern(word: str, layers: int) -> str:
     return pattern if len(pattern) == layers else ""
 
 
-def _experts(given: Settings, draft: Draft) -> None:
-    """Set the shape of the experts, how many a token uses, which layers are dense, the router, and how the load of
-    experts is balanced."""
-    origin = given.origin
+def _experts(given: Settings) -> None:
+    """Set the experts, which layers have none, their router, and how their load is balanced."""
+    origin, draft = given.origin, given.draft
 
     def put(key: str, value: object, *flags: str) -> None:
-        draft.set(f"model.experts.{key}", value, given.why(*flags))
+        given.put(f"model.experts.{key}", value, *flags)
 
     if "disable-bias-linear" not in given:
         raise InputError(
@@ -217,7 +204,7 @@ def _experts(given: Settings, draft: Draft) -> None:
         )
     put("shared", shared // width, "moe-shared-expert-intermediate-size")
     put("dense_layers", _dense_layers(given), "moe-layer-freq")
-    router = given.choice("moe-router-score-function", {"softmax": "softmax", "sigmoid": "sigmoid"})
+    router = given.choice("moe-router-score-function")
     put("router", router, "moe-router-score-function")
     normalise = active > 1 and (router == "sigmoid" or "moe-router-pre-softmax" not in given)
     put("normalise", normalise, "moe-router-pre-softmax", "moe-router-score-function")
@@ -245,25 +232,25 @@ def _experts(given: Settings, draft: Draft) -> None:
 
 
 def _dense_layers(given: Settings) -> int:
-    """Return the number of layers without experts. Raise InputError unless they come before all other layers."""
-    layers = given["num-layers"]
-    if given["moe-layer-freq"].strip() == "1":
+    """Return the number of layers without experts, which must come before all other layers."""
+    written, layers = given["moe-layer-freq"], given["num-layers"]
+    if written.strip() == "1":
         return 0
-    pattern = _pattern(given["moe-layer-freq"], layers)
+    pattern = _pattern(written, layers)
     if not re.fullmatch("0*1+", pattern):
         raise InputError(
-            f"{given.origin}: --moe-layer-freq {given['moe-layer-freq']}: leaven supports only layers without "
-            f"experts before all others, such as ([0]*1+[1]*{layers - 1})"
+            f"{given.origin}: --moe-layer-freq {written}: leaven supports only layers without experts before all "
+            f"others, such as ([0]*1+[1]*{layers - 1})"
         )
     return pattern.count("0")
 
 
-def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
-    """Set the multipliers of modules in the draft."""
+def _modules(given: Settings, shape: ModelShape) -> None:
+    """Set the multipliers of modules."""
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
-            draft.set(f"hyperparameters.modules.{module}.{quantity}", value, why)
+            given.draft.set(f"hyperparameters.modules.{module}.{quantity}", value, why)
 
     why = "Megatron divides this std by sqrt(2 n_layers)"
     multiply("init_std", shape.branch_ends, 1 / math.sqrt(2 * shape.n_layers), why)
@@ -276,19 +263,20 @@ def _modules(given: Settings, draft: Draft, shape: ModelShape) -> None:
         multiply("lr", modules, given["decoupled-lr"] / given["lr"], "--decoupled-lr / --lr")
 
 
-def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
+def _batch_and_duration(given: Settings, length: int) -> None:
     """Set the batch, its ramp or stages, and the number of training tokens. A sequence has ``length`` tokens."""
+    draft = given.draft
     if "step-batch-size-schedule" in given:
         stages = _stages(given, length)
-        draft.set("batch.stages", stages, given.why("step-batch-size-schedule"))
-        draft.set("batch.tokens", stages[-1]["tokens"], given.why("step-batch-size-schedule"))
+        given.put("batch.stages", stages, "step-batch-size-schedule")
+        given.put("batch.tokens", stages[-1]["tokens"], "step-batch-size-schedule")
     elif "global-batch-size" in given:
         draft.set("batch.tokens", given["global-batch-size"] * length, "--global-batch-size x --seq-length")
         words = given["rampup-batch-size"].split()
         if words and (len(words) != 3 or any(open_variables(word) for word in words)):
             draft.unknown.append(f"--rampup-batch-size {' '.join(words)}: needs START INCREMENT SAMPLES as numbers")
         elif words:
-            label = f"{given.origin}: --rampup-batch-size"
+            label = given.label("rampup-batch-size")
             numbers = [as_number(word, label) for word in words]
             if wrong := next((word for word, each in zip(words, numbers, strict=True) if each % 1), None):
                 raise InputError(f"{label}: {wrong} is not a whole number")
@@ -307,9 +295,11 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
 
 
 def _stages(given: Settings, length: int) -> list[dict[str, int]]:
-    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences). Token counts are
-    rounded down to whole sequences of ``length`` tokens."""
-    label, stages = f"{given.origin}: --step-batch-size-schedule", []
+    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences).
+
+    Token counts are rounded down to whole sequences of ``length`` tokens.
+    """
+    label, stages = given.label("step-batch-size-schedule"), []
     for entry in re.split(r"[\s,]+", given["step-batch-size-schedule"].strip()):
         numbers = []
         for word in entry.split(":"):
@@ -321,17 +311,16 @@ def _stages(given: Settings, length: int) -> list[dict[str, int]]:
     return stages
 
 
-def _schedule(given: Settings, length: int, draft: Draft) -> None:
-    """Set decay, final lr, warm-up and cooldown. A sequence has ``length`` tokens."""
-    decay = given.choice("lr-decay-style", {theirs: ours for ours, theirs in target("megatron").decays.items()})
-    draft.set("schedule.decay", decay, given.why("lr-decay-style"))
+def _schedule(given: Settings, length: int) -> None:
+    """Set final lr, warm-up and cooldown. A sequence has ``length`` tokens."""
+    draft = given.draft
     if "lr" in given:
         ratio = float(f"{given['min-lr'] / given['lr']:.12g}")
         draft.set("schedule.min_lr_ratio", ratio, f"{given.why('min-lr')} / --lr")
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Return --PREFIX-samples or --PREFIX-iters, converted to tokens, or None if neither can be converted."""
+        """Return --PREFIX-samples or --PREFIX-iters in tokens, or None if neither can be converted."""
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None
@@ -342,28 +331,26 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
     warmup = span("lr-warmup")
     if warmup is None and "lr-warmup-fraction" in given and duration is not None:
         warmup = round(given["lr-warmup-fraction"] * (end or duration))
-    why = given.why("lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
-    draft.set("schedule.warmup_tokens", warmup or 0, why)
-    if decay != "wsd":
+    flags = ("lr-warmup-samples", "lr-warmup-iters", "lr-warmup-fraction")
+    given.put("schedule.warmup_tokens", warmup or 0, *flags)
+    if draft.values["schedule.decay"] != "wsd":
         return
     if given["lr-wsd-decay-style"] != "minus_sqrt":
         draft.unread.append(f"--lr-wsd-decay-style {given['lr-wsd-decay-style']}: leaven supports only minus_sqrt")
     cooldown = span("lr-wsd-decay")
     if cooldown is not None and duration:
-        why = given.why("lr-wsd-decay-samples", "lr-wsd-decay-iters")
-        draft.set("schedule.decay_ratio", cooldown / duration, why)
+        given.put("schedule.decay_ratio", cooldown / duration, "lr-wsd-decay-samples", "lr-wsd-decay-iters")
 
 
-def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
+def _layout(given: Settings, ranks: int | None) -> None:
     """Set the keys of the layout other than the degrees tp, pp, cp and ep, which the draft already has."""
+    draft = given.draft
     if "use-megatron-fsdp" in given:
         zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
-        draft.set("layout.zero", zero, given.why("data-parallel-sharding-strategy"))
-    elif "use-distributed-optimizer" in given:
-        draft.set("layout.zero", 1, "--use-distributed-optimizer")
+        given.put("layout.zero", zero, "data-parallel-sharding-strategy")
     recompute = given["recompute-granularity"] or ("selective" if "recompute-activations" in given else "")
     if recompute in {"full", "selective"}:
-        draft.set("layout.recompute", recompute, given.why("recompute-granularity", "recompute-activations"))
+        given.put("layout.recompute", recompute, "recompute-granularity", "recompute-activations")
     if "layout.stages_per_rank" in draft.values:
         draft.set("layout.schedule", "interleaved", draft.why["layout.stages_per_rank"])
     tp, pp, cp, ep = (draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp", "ep"))
@@ -400,16 +387,11 @@ DEEPEST = 20  # variables that contain each other
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
 
-    A flag that leaven reads has one value at most, as one word. All lines count, also branches and unused variables.
-    A key that begins with $ is a variable that the script does not set and that may contain flags.
+    All lines count, also branches and unused variables. A flag that leaven reads has one word at most; two values of
+    it are an error. A key that begins with $ is a variable that the script does not set and that may contain flags.
 
     The parser understands comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script
-    sets. It does not run commands. A word that needs the output of a command, or a variable that is not set, keeps
-    its $.
-
-    Raises:
-        InputError: if a quote is not closed, there is no flag, a flag that leaven reads has several values, or the
-            script or its expanded variables are too long.
+    sets. A word that needs the output of a command, or a variable that is not set, keeps its $.
     """
     if len(text) > LONGEST:
         raise InputError(
@@ -450,7 +432,6 @@ def _name(flag: str) -> str:
 
 
 def _kind_of(flag: str) -> str | None:
-    """Return the kind of a flag, or None if leaven does not read it."""
     kind: str | None = TABLE["flags"].get(flag, {}).get("kind")
     return kind
 

@@ -35,28 +35,23 @@ SAVED = TORCHTITAN_NAMES | {
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """Return the recipe of a TOML or JSON file. ``ranks`` is the number of processes of the run.
-
-    Raises:
-        InputError: if the file cannot be read, or a recipe cannot represent a value.
-    """
+    """Return the recipe of a TOML or JSON file. ``ranks`` is the number of processes of the run."""
     document, draft = _document(path), Draft(str(path))
     spec = document.pop("model_spec", None)
     given = _settings(document, draft, saved=spec is not None)
     if spec is None:
-        _flavor(given, draft)
+        _flavor(given)
     else:
-        _saved_model(spec, document, given, draft)
-    given.copy_to(draft)
+        _saved_model(spec, document, given)
+    given.put_all()
     shape = draft.shape()
-    _batch(given, draft, shape.seq_len, ranks)
-    _schedule(given, draft)
+    _batch(given, shape.seq_len, ranks)
+    _schedule(given)
     return draft.finish(name, shape)
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Return the contents of a file. Raise InputError if the file is not a TOML or JSON configuration of
-    torchtitan."""
+    """Return the contents of a TOML or JSON configuration of torchtitan."""
     if path.suffix == ".py":
         raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
     text = read_text(path)
@@ -73,9 +68,12 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
-    """Return the settings with known keys, as ``section.key``. Unknown keys are added to ``draft.unread``, unless
-    they are known to have no effect. If ``saved``, optimizer.param_groups is left out."""
-    given = Settings(draft.origin, TABLE["keys"], default="torchtitan's default of {}")
+    """Return the settings with known keys, as ``section.key``.
+
+    Unknown keys are added to ``draft.unread``, unless they are known to have no effect. If ``saved``,
+    optimizer.param_groups is left out.
+    """
+    given = Settings(draft, draft.origin, TABLE["keys"], default="torchtitan's default of {}")
     for section, values in document.items():
         for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
             stated = section if key is None else f"{section}.{key}"
@@ -90,8 +88,9 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
     return given
 
 
-def _flavor(given: Settings, draft: Draft) -> None:
+def _flavor(given: Settings) -> None:
     """Set the model, its init and the handling of documents from the keys name and flavor of [model]."""
+    draft = given.draft
     name, flavor = given["model.name"], given["model.flavor"]
     flavors = TABLE["flavors"].get(name)
     if flavors is None:
@@ -111,8 +110,9 @@ def _flavor(given: Settings, draft: Draft) -> None:
         draft.unread.append("scaled rotary positions of llama3: leaven supports only plain ones")
 
 
-def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft: Draft) -> None:
+def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> None:
     """Set the model and the settings of its parameters from the sections model_spec and optimizer."""
+    draft = given.draft
     name = spec.get("name") if isinstance(spec, dict) else None
     if not isinstance(name, str) or name not in TABLE["flavors"]:
         raise InputError(f"{draft.origin}: model_spec.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
@@ -140,7 +140,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings, draft:
             shape["d_attention"] = shape["n_heads"] * shape["d_head"]
         for key, value in shape.items():
             draft.set(f"model.{key}", value, "model_spec")
-        draft.set("model.seq_len", given["training.seq_len"], given.why("training.seq_len"))
+        given.put("model.seq_len", given["training.seq_len"], "training.seq_len")
         draft.set("data.documents", "isolated", "torchtitan's language models do not attend across documents")
         scaling = blocks[0]["attention"]["rope"]["scaling"]
         if scaling != "none":
@@ -230,8 +230,9 @@ def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
     return {"ones_": 1.0, "zeros_": 0.0}.get(kind, stated.get("val", 0.0)), 0.0
 
 
-def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> None:
+def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
     """Set the data-parallel layout, the batch and the number of tokens."""
+    draft = given.draft
     replicas, shards = (given[f"parallelism.data_parallel_{kind}_degree"] for kind in ("replicate", "shard"))
     each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
     if shards != -1 and shards < 1:
@@ -247,9 +248,9 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
         draft.unknown.append(f"layout.dp: follows from the number of processes, here {dp}; give it with --ranks N")
     draft.set("layout.dp", dp, why)
     if shards != 1 and dp > 1:
-        reshard = given.why("parallelism.fsdp_reshard_after_forward")
-        draft.set("layout.zero", 2 if given["parallelism.fsdp_reshard_after_forward"] == "never" else 3, reshard)
-        draft.set("layout.dp_replicate", replicas, given.why("parallelism.data_parallel_replicate_degree"))
+        reshard = "parallelism.fsdp_reshard_after_forward"
+        given.put("layout.zero", 2 if given[reshard] == "never" else 3, reshard)
+        given.put("layout.dp_replicate", replicas, "parallelism.data_parallel_replicate_degree")
     pipeline = given["parallelism.pipeline_parallel_schedule"]
     if draft.values["layout.pp"] > 1:
         draft.set("layout.schedule", "gpipe" if pipeline == "GPipe" else "1f1b", pipeline)
@@ -269,16 +270,16 @@ def _batch(given: Settings, draft: Draft, seq_len: int, ranks: int | None) -> No
         draft.unread.append(f"training.dtype {given['training.dtype']}: leaven keeps weights and moments in fp32")
 
 
-def _schedule(given: Settings, draft: Draft) -> None:
-    """Set the warm-up and the decay. A decay of type sqrt, or one that begins later than the warm-up ends, becomes
-    ``wsd``."""
+def _schedule(given: Settings) -> None:
+    """Set the warm-up and the decay. If the decay begins after the warm-up or has the type sqrt, set ``wsd``."""
+    draft = given.draft
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
-    draft.set("schedule.warmup_tokens", warmup * batch, given.why("lr_scheduler.warmup_steps"))
+    given.put("schedule.warmup_tokens", warmup * batch, "lr_scheduler.warmup_steps")
     if "lr_scheduler.total_steps" in given and given["lr_scheduler.total_steps"] != steps:
         total = given["lr_scheduler.total_steps"]
         draft.unread.append(f"lr_scheduler.total_steps {total:,}: leaven's schedule ends with the run")
-    kind = given.choice("lr_scheduler.decay_type", {each: each for each in ("linear", "cosine", "sqrt")})
+    kind = given.choice("lr_scheduler.decay_type")
     left = steps - warmup
     falling = left
     if "lr_scheduler.decay_ratio" in given:

@@ -25,9 +25,6 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
     ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run; a folder that
     leaven exported states it.
-
-    Raises:
-        InputError: if a file cannot be read, or a recipe cannot represent a value.
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))
@@ -68,8 +65,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
-    """Set the coefficient of the balance loss, if the config.json turns this loss on. Otherwise, leaven's default
-    stays.
+    """Set the coefficient of the balance loss, if the config.json turns this loss on.
 
     ``layers`` is the number of layers with experts, ``active`` the number of experts that a token uses.
     """
@@ -85,9 +81,6 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
     """Return (file of the model's shape, file of the training arguments or None).
 
     ``path`` is the folder of both files, or one of the files, which may then have any name.
-
-    Raises:
-        InputError: if ``path`` or the file of the shape does not exist.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
@@ -108,6 +101,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
 def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
     """Set recipe values from TrainingArguments, or from the defaults of missing fields."""
     given = Settings(
+        draft,
         draft.origin,
         TABLE["fields"],
         default=f"TrainingArguments' default of {{}}, not in {ARGUMENTS}",
@@ -118,19 +112,19 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
         raise InputError(f"{draft.origin}: optim {given['optim']}: leaven supports only adamw and adam")
     if given["learning_rate"] <= 0:  # the floor of the schedule is divided by it
         raise InputError(f"{draft.origin}: learning_rate {given['learning_rate']:g} must be above 0")
-    given.copy_to(draft)
+    given.put_all()
     batch = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * ranks * seq_len
     factors = given.why("per_device_train_batch_size", "gradient_accumulation_steps")
     draft.set("batch.tokens", batch, f"{factors} x max_position_embeddings x {ranks} processes")
     if given["max_steps"] > 0:
         draft.set("data.tokens", given["max_steps"] * batch, f"{given.why('max_steps')} x batch")
     compute = "bf16" if given["bf16"] else "fp16" if given["fp16"] else "fp32"
-    draft.set("precision.compute", compute, given.why("bf16", "fp16"))
+    given.put("precision.compute", compute, "bf16", "fp16")
     warmup = given["warmup_steps"] or given["warmup_ratio"]
     # A warm-up below 1 is a share of the run, as in transformers 5.
     tokens = warmup * (batch if warmup >= 1 else draft.values.get("data.tokens", 0))
-    draft.set("schedule.warmup_tokens", round(tokens), given.why("warmup_steps", "warmup_ratio"))
-    _schedule(draft, given)
+    given.put("schedule.warmup_tokens", round(tokens), "warmup_steps", "warmup_ratio")
+    _schedule(given)
     known = {*TABLE["fields"], *(["num_train_epochs"] if given["max_steps"] > 0 else [])}
     draft.unread += [
         key
@@ -142,7 +136,7 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
 def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
     """Set the batch, the number of tokens and the lr from the state of a Trainer."""
     fields = {key: {"kind": "count", "min": 1} for key in ("max_steps", "train_batch_size")}
-    given = Settings(f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
+    given = Settings(draft, f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
     batch = given["train_batch_size"] * ranks * seq_len
     draft.set("batch.tokens", batch, f"{given.why('train_batch_size')} x max_position_embeddings x {ranks} processes")
     draft.unknown.append(f"batch.tokens: {STATE} lacks gradient_accumulation_steps; 1 is used")
@@ -156,12 +150,9 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
         draft.set("hyperparameters.lr", max(lrs), f"the highest lr that {STATE} logged")
 
 
-def _schedule(draft: Draft, given: Settings) -> None:
-    """Set the decay, the final lr and the share of a cooldown from lr_scheduler_type and lr_scheduler_kwargs.
-
-    Raises:
-        InputError: if leaven does not have the schedule.
-    """
+def _schedule(given: Settings) -> None:
+    """Set the decay, the final lr and the share of a cooldown from lr_scheduler_type and lr_scheduler_kwargs."""
+    draft = given.draft
     kind, options, why = given["lr_scheduler_type"], given["lr_scheduler_kwargs"], given.why("lr_scheduler_type")
     floor, peak = 0.0, draft.values["hyperparameters.lr"]
     where = f"{draft.origin}: lr_scheduler_kwargs"

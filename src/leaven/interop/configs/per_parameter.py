@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from leaven.errors import InputError
-from leaven.interop.architectures import MEGATRON, Architecture, Stored
+from leaven.interop.architectures import MEGATRON, TORCHTITAN, Architecture, Stored
 from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
 from leaven.scaling.table import ParameterRow, optimizer_groups
@@ -28,10 +28,9 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield candidates for Megatron: first with --lr and --decoupled-lr, then one with --use-mup.
+    """Yield candidates for Megatron: with --lr and --decoupled-lr, and with --use-mup (Table 8, Yang et al. 2022).
 
-    --use-mup implements Table 8 of Yang et al. 2022. There is no candidate with --use-mup if the model has experts or
-    is not wider than its base.
+    Models with experts, or not wider than their base, have no candidate with --use-mup.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -110,11 +109,8 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for Megatron with leaven_table.py, which sets the values of each parameter.
 
-    The model has no multipliers. Each part of a fused matrix, such as the query, has its own initial std. The other
-    settings of a fused matrix are those of its first part.
-
-    Raises:
-        InputError: if ``layout.zero`` is above 1, or the model has experts.
+    Each part of a fused matrix, such as the query, has its own initial std. The other settings of a fused matrix are
+    those of its first part.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
@@ -151,15 +147,11 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for litgpt.
-
-    All parameters, including gains, have the same lr and weight decay. litgpt's code computes the initial stds.
-    litgpt's setting for 1 / attention scale^2 must be a whole number.
-    """
+    """Yield the only candidate for litgpt, which has one lr and weight decay and computes the initial stds itself."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
-    scalar = round(1 / run.table.attention_scale**2)
+    scalar = round(1 / run.table.attention_scale**2)  # a whole number in litgpt
     given = _alike(run, matrix, end, base)
     yield Candidate(given, 1 / math.sqrt(scalar), {"attention_scores_scalar": scalar})
 
@@ -167,10 +159,9 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of each parameter by name: one of ``end``, ``matrix`` and ``vector``.
+    """Return the settings of each parameter: ``end`` for the last matrices of branches, ``matrix`` for the others.
 
-    ``end`` is for the last matrices of residual branches, ``matrix`` for all other matrices, ``vector`` for gains and
-    biases. A gain or bias keeps its own initial mean, and its initial std is 0.
+    Gains and biases have those of ``vector``, their own initial mean and the initial std 0.
     """
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
@@ -187,22 +178,7 @@ def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) ->
 
 # torchtitan: initial values for each module, and parameter groups by regular expressions ----------------------------
 
-TORCHTITAN_NAMES = {
-    "embedding": "tok_embeddings",
-    "norm.attention": "attention_norm",
-    "norm.mlp": "ffn_norm",
-    "norm.query": "attention.q_norm",
-    "norm.key": "attention.k_norm",
-    "norm.final": "norm",
-    "attention.query": "attention.qkv_linear.wq",
-    "attention.key": "attention.qkv_linear.wk",
-    "attention.value": "attention.qkv_linear.wv",
-    "attention.out": "attention.wo",
-    "mlp.gate": "feed_forward.w1",
-    "mlp.in": "feed_forward.w3",
-    "mlp.out": "feed_forward.w2",
-    "unembedding": "lm_head",
-}
+TORCHTITAN_NAMES = {**TORCHTITAN.ends, **TORCHTITAN.block}
 TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm.query"}
 
 
@@ -245,7 +221,7 @@ def _by_pattern(
     """Return (regular expression, values) for each group. The first expression that matches a name gives its values.
 
     ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. ``end`` is a regular expression for
-    an ending that the names lack, such as ".weight". The last expression matches all names.
+    an ending that the names lack, such as ".weight".
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -274,7 +250,6 @@ def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
 
 
 def identifier(name: str) -> str:
-    """Convert a recipe's name to a Python identifier."""
     word = "".join(each if each.isalnum() and each.isascii() else "_" for each in name)
     return word if word[0].isalpha() else f"recipe_{word}"
 
@@ -283,11 +258,7 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for transformers.
-
-    Each part of a fused matrix, such as the query, has its own initial std. All other settings are those of the first
-    part.
-    """
+    """Yield the only candidate for transformers. Fused matrices are as in `megatron_module`."""
     assert architecture is not None
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
@@ -303,11 +274,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for NeMo Automodel: factors on lr and decay for each pattern of parameters' names.
 
-    All parameters get the betas and eps that most matrices in the blocks have. The exported prepare.py writes the
-    initial values.
-
-    Raises:
-        InputError: if the model has experts.
+    All parameters get the betas and eps that most matrices in the blocks have.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")
@@ -337,11 +304,9 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 def _by_tensor(
     run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return two mappings for a model that stores its parameters as ``tensors``.
+    """Return the settings of each of leaven's parameters, and the entry of each stored tensor in parameters.json.
 
-    The first has the settings of each of leaven's parameters. The second has the entry of each tensor in
-    parameters.json. Its values are for the stored tensor, which is leaven's parameter / factor - offset
-    (:meth:`Architecture.factors`).
+    A stored tensor is leaven's parameter / factor - offset (:meth:`Architecture.factors`).
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.
