@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from glob import escape
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -207,8 +207,11 @@ def write_text(path: Path | str, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {unread}") from None
 
 
-def digest(content: bytes) -> str:
-    return blake2b(content, digest_size=8).hexdigest()
+def digest(content: bytes | BinaryIO, size: int = 8) -> str:
+    """Return the BLAKE2b hash of bytes, or of a file that is open for reading: ``size`` bytes, as hexadecimal."""
+    if isinstance(content, bytes):
+        return blake2b(content, digest_size=size).hexdigest()
+    return file_digest(content, lambda: blake2b(digest_size=size)).hexdigest()
 
 
 def require_page(path: Path) -> None:
@@ -387,7 +390,7 @@ def _machine() -> str:
     named = socket.gethostname()
     with suppress(OSError):
         named += os.readlink("/proc/self/ns/pid")
-    return blake2b(named.encode(), digest_size=4).hexdigest()
+    return digest(named.encode(), 4)
 
 
 def _temporary(path: Path) -> Path:

@@ -389,7 +389,7 @@ def test_a_file_written_just_now_is_read_again(
     assert surveyed == ["a.txt", "a.txt"]
 
 
-@pytest.mark.parametrize("harm", ["{", '{"format": 3, "parts": {"a.txt": 5}}', "an older format", "another digit"])
+@pytest.mark.parametrize("harm", ["{", '{"format": 4, "parts": {"a.txt": 5}}', "an older format", "another digit"])
 def test_a_damaged_or_old_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], harm: str) -> None:
     write(tmp_path / "a.txt", "text")
     first = opened(tmp_path / "a.txt", memory=tmp_path / "memory")

@@ -28,6 +28,7 @@ from leaven.data.pool import encode_in_order
 from leaven.data.shards import ShardedTokens
 from leaven.data.tokenizer import TextPiece
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import digest_of
 from leaven.errors import InputError
 from leaven.recipe.data import Data
 
@@ -193,7 +194,8 @@ def change_entries(folder: Path, change: Callable[[dict[str, Any]], None], *name
             document = json.loads(path.read_text())
             for entry in document["shards"]:
                 change(entry)
-            document["digest"] = shards._digest(document)
+            del document["digest"]
+            document["digest"] = digest_of(document)
             path.write_text(json.dumps(document))
         else:
             lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from leaven import storage
 from leaven.data.hub import SCHEME
-from leaven.data.readers import BrokenFile, FileStamp
+from leaven.data.readers import BrokenFile
 from leaven.data.sources import TextPart, TokenPart, source_parts
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
@@ -175,7 +175,7 @@ def open_corpora(
     corpora = []
     for source, some in zip(sources, parts, strict=True):
         path = memory and surveys_file(memory, source.source, source.text)
-        surveys = cached_surveys(some, path, meter, _survey, _restored)
+        surveys = cached_surveys(some, path, meter, _survey, _cached)
         skipped = _skipped(source.source, surveys, corrupt_share)
         if not any(survey.documents for survey in surveys):
             raise InputError(
@@ -194,7 +194,7 @@ def surveys_file(folder: Path, source: str, *options: str) -> Path:
     """Return the file in ``folder`` that caches the surveys (counts and hashes) of a source. ``options`` say how the
     source is read."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
-    return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
+    return folder / f"{storage.digest(_encoded(' '.join([at, *options])), 16)}.json"
 
 
 def cached_surveys(
@@ -202,7 +202,7 @@ def cached_surveys(
     path: Path | None,
     meter: Meter,
     survey: Callable[[AnyPart, Meter], AnySurvey],
-    restored: Callable[[AnyPart, Any], AnySurvey | None],
+    cached: Callable[[AnyPart, dict[str, Any]], AnySurvey],
 ) -> list[AnySurvey]:
     """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
 
@@ -210,19 +210,19 @@ def cached_surveys(
 
     Args:
         survey: reads a part and returns the survey (a data class).
-        restored: makes a survey from cached values. If it returns None or raises KeyError or TypeError, the part is
-            read again.
+        cached: makes a survey from cached values. If it raises TypeError or ValueError, the part is read again.
     """
     known = {} if path is None else _read(path)
     surveys: list[AnySurvey] = []
     changed, saved = False, time.monotonic()
     for part in parts:
-        stamp = part.stamp()
-        found = _valid(part, known.get(part.key), stamp, restored)
+        stamp, found = part.stamp(), None
+        with suppress(KeyError, TypeError, ValueError):
+            if stamp is not None and known[part.key]["stamp"] == stamp:
+                found = cached(part, known[part.key]["survey"])
+                meter.advance(part.size)
         if found is None:
             found, changed = survey(part, meter), True
-        else:
-            meter.advance(part.size)
         surveys.append(found)
         known[part.key] = {"stamp": stamp, "survey": asdict(found)}
         if path is not None and changed and (part is parts[-1] or time.monotonic() - saved > SAVE_EVERY_SECONDS):
@@ -236,12 +236,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document: Any = storage.json_object(storage.read(path))
         known = dict(document["parts"])
-        if document["format"] not in {3, FORMAT} or document["blake2b"] != _digest(known):
-            return {}
-        # Format 3 did not notice zeros between the members of a .gz.
-        return {key: part for key, part in known.items() if document["format"] == FORMAT or ".gz" not in key}
+        valid = document["format"] == FORMAT and document["blake2b"] == _digest(known)
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return known if valid else {}
 
 
 def _write(path: Path, parts: dict[str, Any]) -> None:
@@ -251,21 +249,14 @@ def _write(path: Path, parts: dict[str, Any]) -> None:
 
 
 def _digest(parts: dict[str, Any]) -> str:
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+    return storage.digest(json.dumps(parts).encode(), 16)
 
 
-def _valid(
-    part: AnyPart, entry: Any, stamp: FileStamp | None, restored: Callable[[AnyPart, Any], AnySurvey | None]
-) -> AnySurvey | None:
-    """Return the survey in a cache entry, or None if the part has changed or the entry is damaged."""
-    try:
-        return restored(part, entry["survey"]) if stamp is not None and entry["stamp"] == stamp else None
-    except (KeyError, TypeError):
-        return None
-
-
-def _restored(_: TextPart, values: Any) -> Survey | None:
-    return None if values["broken"] else Survey(**values | {"faults": tuple(values["faults"])})
+def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
+    """Return a survey from the cache. Raise an error if the part was broken: it may be whole now."""
+    if values["broken"]:
+        raise ValueError
+    return Survey(**values | {"faults": tuple(values["faults"])})
 
 
 def _survey(part: TextPart, meter: Meter) -> Survey:

@@ -15,10 +15,10 @@ index are written again.
 import json
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from leaven.data.file_tokens import BlockChecksums, FileTokens, checksums_fit
 from leaven.data.pool import PieceBatch, encode_in_order
 from leaven.data.stream import Tokens
 from leaven.data.tokenizer import Encoder, pieces
+from leaven.documents import digest_of
 
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
@@ -139,13 +140,14 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
     """Open the shards in a folder. Return None if the folder is unfinished, damaged, or does not fit the corpus."""
     path = folder / "index.json"
     try:
-        index: Any = storage.json_object(storage.read(path))
+        index: dict[str, Any] = storage.json_object(storage.read(path)) or {}
+        digest = index.pop(DIGEST)
         checked = path.stat().st_mtime_ns
         records = [_record(entry, dtype) for entry in index["shards"]]
-        fingerprint, digest = index["fingerprint"], index[DIGEST]
+        fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if not (isinstance(fingerprint, str) and digest == _digest(index) and _has_all(records, corpus)):
+    if digest != digest_of(index) or not _has_all(records, corpus):
         return None
     if any(_damage(folder, shard, record, dtype, checked) for shard, record in enumerate(records)):
         return None
@@ -241,14 +243,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         "fingerprint": _fingerprint(folder, ordered, encoder.dtype),
         "shards": [_entry(record) for record in ordered],
     }
-    storage.write(folder / "index.json", json.dumps(index | {DIGEST: _digest(index)}, indent=1).encode())
+    storage.write(folder / "index.json", json.dumps(index | {DIGEST: digest_of(index)}, indent=1).encode())
     return damage
-
-
-def _digest(index: Mapping[str, Any]) -> str:
-    """Return the hash of the values of an index, without ``DIGEST``."""
-    content = {key: value for key, value in index.items() if key != DIGEST}
-    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
@@ -312,7 +308,7 @@ def _tokens(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np
 
 def _checksum(file: Path) -> str:
     with file.open("rb") as content:
-        return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()
+        return storage.digest(content, 16)
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:

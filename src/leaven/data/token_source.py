@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven import storage
 from leaven.data.corpus import VALIDATION_SHARE, Meter, OnProgress, cached_surveys, surveys_file
 from leaven.data.file_tokens import ArrayTokens, BlockChecksums, FileTokens, checksums_fit, checksums_size
 from leaven.data.shards import ShardedTokens, Shards
@@ -150,7 +151,7 @@ class TokenReader:
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
             content = " ".join([content, *others.digests])
             notes += others.notes
-        fingerprint = blake2b(content.encode(), digest_size=16).hexdigest()
+        fingerprint = storage.digest(content.encode(), 16)
         return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
@@ -171,7 +172,7 @@ class TokenReader:
             surveys_file(self.memory, name, str(FORMAT), source.text, str(source.dtype), str(end_of_text)),
             meter,
             lambda part, meter: _survey(mapped[part.key], end_of_text, meter),
-            lambda part, values: _restored(mapped[part.key], values),
+            lambda part, values: _cached(mapped[part.key], values),
         )
         meter.finish()
         for part, survey in zip(parts, surveys, strict=True):
@@ -254,11 +255,12 @@ def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> Toke
     return TokenSurvey(content.hexdigest(), lowest, highest, ends, checksums)
 
 
-def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
-    """Return a survey from the cache, or None if its checksums are missing or do not have the right form."""
+def _cached(mapped: MappedTokens, values: dict[str, Any]) -> TokenSurvey:
+    """Return a survey from the cache. Raise an error if its checksums are missing or do not have the right form."""
     survey = TokenSurvey(**values)
-    fit = all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey))
-    return survey if fit else None
+    if not all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey)):
+        raise ValueError
+    return survey
 
 
 def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[FileTokens | ArrayTokens, str]]:
