@@ -1,8 +1,7 @@
 """Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
-The split of a document depends only on the document's key: the path of the file below the source, and the line or row
-in the file. So adding documents moves no other document to the other split. Exceptions for corpora of very few
-documents are in :meth:`Corpus.documents`.
+The split depends only on a document's key: the path of the file below the source, and the line or row in the file. So
+adding documents moves no other document to the other split, except in corpora of very few documents.
 """
 
 import json
@@ -44,7 +43,7 @@ AnySurvey = TypeVar("AnySurvey", bound="DataclassInstance")
 
 
 class Meter:
-    """A progress meter for one stage. It reports progress at most once every `REPORT_EVERY_BYTES` bytes."""
+    """Reports the progress of one stage, at most once every `REPORT_EVERY_BYTES` bytes."""
 
     def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
@@ -57,7 +56,6 @@ class Meter:
             self._next = self._done + REPORT_EVERY_BYTES
 
     def finish(self) -> None:
-        """Report that the stage is complete, if any progress was reported."""
         if self._progress and self._next:
             self._progress(self._stage, self._total, self._total)
 
@@ -116,11 +114,9 @@ class Corpus:
         """Yield every document that can be read and is not blank, marked as training or validation.
 
         Validation gets the documents whose keys have hashes in the lowest `VALIDATION_SHARE` of all possible hashes.
-        The document with the lowest hash is always in validation, and the document with the highest hash always in
-        training, so neither split is empty. A single document is cut in two, at the start of a line if possible.
-
-        Raises:
-            InputError: if a file or split has changed since the corpus was opened.
+        The lowest hash is always in validation and the highest in training, so neither split is empty. A single
+        document is cut in two, at the start of a line if possible. Raise InputError if a file or split has changed
+        since the corpus was opened.
         """
         single = self.n_documents == 1
         lowest = min(survey.lowest for survey in self.surveys)
@@ -191,8 +187,7 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the file in ``folder`` that caches the surveys (counts and hashes) of a source. ``options`` say how the
-    source is read."""
+    """Return the file in ``folder`` that caches the surveys of a source which is read with ``options``."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{storage.digest(_encoded(' '.join([at, *options])), 16)}.json"
 
@@ -287,8 +282,8 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about unreadable documents and files, or "". Raise InputError if more than ``corrupt_share`` of
-    the documents or of the files are unreadable."""
+    """Return a line about what is unreadable, or "". Raise InputError if more than ``corrupt_share`` of the documents
+    or of the files are unreadable."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""
@@ -305,7 +300,6 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
 
 
 def _add(digest: Any, place: str, raw: bytes) -> None:
-    """Add a document to the hash ``digest``: its line or row number, and its text."""
     digest.update(f"{len(place)} {len(raw)} {place}".encode())
     digest.update(raw)
 
@@ -316,10 +310,8 @@ def _key_hash(key: str) -> int:
 
 
 def _encoded(key: str) -> bytes:
-    # A file name can be invalid UTF-8.
-    return key.encode(errors="surrogateescape")
+    return key.encode(errors="surrogateescape")  # a file name can be invalid UTF-8
 
 
 def _line(message: str) -> str:
-    # A file name can be invalid UTF-8, but messages must be valid.
-    return message.encode(errors="replace").decode()
+    return message.encode(errors="replace").decode()  # a file name can be invalid UTF-8, but messages must be valid

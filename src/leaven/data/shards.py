@@ -1,12 +1,11 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
 A shard contains the tokens of `SHARD_BATCHES` batches of text (the last shard may have fewer) in two files, one for
-training and one for validation. Each file is written under a temporary name, synced and renamed. Then a line is added
-to ``shards.jsonl``. So a process that is killed loses only one shard. A folder is unfinished until ``index.json`` is
-written.
+training and one for validation. When both are written, a line is added to ``shards.jsonl``. So a process that is
+killed loses only one shard. A folder is unfinished until ``index.json`` is written.
 
-At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
-the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
+At the start of a run, the size of each file is compared with the index, and the checksum if the file is newer than
+the index. Damage in an older file is found when the damaged block is first read.
 
 If the index is damaged or does not fit the text, the checksums of all files are compared. Then damaged shards and the
 index are written again.
@@ -56,24 +55,23 @@ class ShardedTokens:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, step = index.indices(len(self))
         assert step == 1
-        parts = [shard[first:last] for shard, first, last in self._between(start, stop)]
+        parts = [part[:] for part in self.between(start, max(start, stop))]
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
 
     def between(self, start: int, stop: int) -> list[Tokens]:
         """Return the tokens from position ``start`` to ``stop`` as a range for each shard. Nothing is read yet."""
-        return [TokenRange(shard, first, last) for shard, first, last in self._between(start, stop)]
-
-    def _between(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        found: list[Tokens] = []
         for shard, offset in zip(self.shards[first:], self._starts[first:].tolist(), strict=False):
             if offset >= stop:
                 break
-            yield shard, max(start - offset, 0), min(stop - offset, len(shard))
+            found.append(TokenRange(shard, max(start - offset, 0), min(stop - offset, len(shard))))
+        return found
 
 
 @dataclass(frozen=True)
 class TokenRange:
-    """A range of the tokens of a shard. The tokens are read only when the range is indexed."""
+    """A range of the tokens of a shard, which are read when the range is indexed."""
 
     tokens: Tokens  # the shard
     start: int  # position of the first token of the range
@@ -137,7 +135,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
-    """Open the shards in a folder. Return None if the folder is unfinished, damaged, or does not fit the corpus."""
+    """Return the shards in a folder, or None if the folder is unfinished, damaged, or does not fit the corpus."""
     path = folder / "index.json"
     try:
         index: dict[str, Any] = storage.json_object(storage.read(path)) or {}
@@ -172,10 +170,8 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
-    """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
-
-    Return the files that were rebuilt, each with what was wrong.
-    """
+    """Write the missing shards of a folder, and then its index. Return the files that were rebuilt, each with what
+    was wrong. The caller must hold the lock of the folder."""
     records: dict[int, ShardRecord] = {}
     known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
     texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
@@ -281,10 +277,8 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with what is wrong.
-
-    Of files that are older than ``checked_ns``, only the size is compared.
-    """
+    """Return the damaged files of a shard, each with what is wrong. Of files that are older than ``checked_ns``, only
+    the size is compared."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
@@ -302,8 +296,9 @@ def _file(folder: Path, split: str, shard: int) -> Path:
 
 
 def _tokens(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> FileTokens:
-    file = _file(folder, split, shard)
-    return FileTokens(file, dtype, record[split].tokens, checksums=record[split].blocks, advice=ADVICE)
+    tokens = FileTokens(_file(folder, split, shard), dtype, record[split].tokens, advice=ADVICE)
+    tokens.set_checksums(record[split].blocks)
+    return tokens
 
 
 def _checksum(file: Path) -> str:

@@ -67,8 +67,7 @@ class TokenSet:
         return sum(source.validation_bytes for source in self.sources)
 
     def stream(self, seq_len: int, seed: int) -> "Stream | Mixture":
-        """Return the endless stream of training samples. Raise InputError if a source has too few tokens for one
-        sample."""
+        """Return the endless stream of training samples. Raise InputError if a source is too short for one sample."""
         if len(self.sources) == 1:
             return Stream(self.sources[0].train, seq_len, seed)
         # The order within a source does not depend on the other sources or on weights.
@@ -79,10 +78,8 @@ class TokenSet:
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
         """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``, at least one from each source.
 
-        ``limit_tokens`` is divided among the sources by their proportions.
-
-        Raises:
-            InputError: if a source does not fill one window.
+        ``limit_tokens`` is divided among the sources by their proportions. Raise InputError if a source does not fill
+        one window.
         """
         return np.concatenate(
             [
@@ -176,9 +173,7 @@ def prepare(
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
     """Raise InputError if keys of ``data`` do not fit its sources, or token ids are for both training and validation.
-
-    ``of_ids`` has the parts of each source of token ids, by source.
-    """
+    ``of_ids`` has the parts of each source of token ids."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
