@@ -47,7 +47,9 @@ def table(ranks: Pool, tiny: Recipe, names: list[str], folder: Path) -> None:
     for number, (name, (changes, chain)) in enumerate(CHAINS.items()):
         if names and name not in names:
             continue
-        losses, expected = follow(ranks, single_process, tiny, changes, chain, folder / f"chain-{number}")
+        saved = folder / f"chain-{number}"
+        saved.mkdir()
+        losses, expected = follow(ranks, single_process, tiny, changes, chain, saved)
         largest = max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True))
         print(f"| {name} | {largest:.1e} |", flush=True)
 

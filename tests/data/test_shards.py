@@ -80,17 +80,11 @@ def test_sharded_tokens_slice_like_one_array(lengths: list[int], data: st.DataOb
 def test_tokens_do_not_depend_on_shards_or_processes(
     data: Data, prepared: TokenSet, tmp_path: Path, processes: int
 ) -> None:
-    calls: list[int] = []
-    found = prepare(
-        data, 300, tmp_path, lambda stage, done, total: calls.append(done) if stage == "encoding" else None, processes
-    )
-    assert same(found, prepared)
+    assert same(prepare(data, 300, tmp_path, processes=processes), prepared)
     index = json.loads((folder_in(tmp_path) / "index.json").read_text())
     assert len(index["shards"]) > 10
     # A shard may have no validation text; an empty file cannot be mapped.
     assert {shard["validation"]["tokens"] == 0 for shard in index["shards"]} == {True, False}
-    assert calls == sorted(calls)
-    assert calls[-1] == found.train_bytes + found.validation_bytes
 
 
 def test_each_batch_is_written_at_once(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +245,10 @@ def test_every_block_is_compared_once_when_it_is_first_read(count: int, offset: 
 
 
 HARM: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no shards": lambda index: index.update(shards=[]),
     "no first shard": lambda index: index["shards"].pop(0),
     "fewer documents": lambda index: index["shards"][0]["train"].update(documents=1),
     "no record": lambda index: index.update(shards=[5, *index["shards"][1:]]),
-    "odd fingerprint": lambda index: index.update(fingerprint=5),
     "other fingerprint": lambda index: index.update(fingerprint="0" * 32),
-    "other digest": lambda index: index.update(digest=5),
 }
 
 
@@ -270,6 +261,9 @@ def test_an_index_that_does_not_fit_the_text_is_rebuilt(
     index = json.loads(path.read_text())
     damaged = json.loads(path.read_text())
     HARM[harm](damaged)
+    if harm != "other fingerprint":  # which only the digest shows
+        digest = digest_of({key: value for key, value in damaged.items() if key != "digest"})
+        damaged["digest"] = digest
     path.write_text(json.dumps(damaged))
     assert same(prepare(data, 300, tmp_path), prepared)
     assert json.loads(path.read_text()) == index
