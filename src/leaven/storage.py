@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from glob import escape
 from hashlib import blake2b, file_digest
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, cast
@@ -64,7 +64,7 @@ def expanded(path: Path | str) -> Path:
         raise InputError(f"{path}: this home folder is not known; set HOME, or give a path without ~") from None
 
 
-def open_file(path: Path | str) -> BinaryIO:
+def open_file(path: Path | str) -> BufferedReader:
     """Open a regular file for reading. Raise OSError for other files: reading a pipe or a device may never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -193,7 +193,7 @@ def write_text(path: Path | str, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {unread}") from None
 
 
-def digest(content: bytes | BinaryIO, size: int = 8) -> str:
+def digest(content: bytes | BufferedReader, size: int = 8) -> str:
     """Return the BLAKE2b hash of bytes, or of a file that is open for reading: ``size`` bytes, as hexadecimal."""
     if isinstance(content, bytes):
         return blake2b(content, digest_size=size).hexdigest()

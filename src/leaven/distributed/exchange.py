@@ -20,7 +20,7 @@ class Exchange:
     """Exchanges values in rounds: every process sends a value to the first process, which sends one answer to all.
 
     All processes must construct an exchange at the same point of the program, in their main threads. In each round,
-    all of them call :meth:`broadcast`, and before it :meth:`gather` or not.
+    all of them call :meth:`gather`, which may be left out, and then :meth:`broadcast`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:

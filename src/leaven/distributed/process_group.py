@@ -176,8 +176,8 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return ``store`` with a random prefix before every key, which only the ``size`` processes of this start know.
 
-    When torchrun restarts a run, the store still has the entries of the dead processes. If the new processes read
-    them, they would hang or fail to connect. The processes agree on a prefix as follows:
+    When torchrun restarts a run, the store still has the entries of the dead processes. Processes that read such
+    entries hang or fail to connect. So the new processes agree on a prefix as follows:
 
     1. Each process writes a random word under the key of its rank. This replaces the word of a dead process.
     2. Rank 0 proposes a prefix together with the words of all ranks, and proposes again when a word changes.

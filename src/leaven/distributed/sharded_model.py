@@ -182,8 +182,8 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Add the loads and balance losses of this step, summed over all processes, to zeros ``tally``, and return
-        it: (layers, experts + 1), with the balance loss in the last column."""
+        """Return the loads and balance losses of this step, summed over all processes: a row for each layer, a column
+        for each expert, and a last column for the balance loss. ``tally`` has zeros of this shape to write into."""
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
