@@ -9,15 +9,13 @@ The theory is computed from the model's shape alone. Gradients are sent in fp32,
 matrices are sent in bf16 in a bf16 run. Psi is the size of all parameters in fp32.
 """
 
-import os
-import tempfile
 from collections import Counter
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.conftest import TINY
+from benchmarks._tiny import tiny_recipe
 from tests.distributed.pool import Pool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import AXES, ProcessGroup, join_process_group
 from leaven.planning.stages import stage_layers
-from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
@@ -180,14 +177,9 @@ LAYOUTS = {
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LEAVEN_CACHE"] = folder
-        for number in range(80):
-            lines = [f"def function_{number}_{i}(x):\n    return x * {i} + {number}\n" for i in range(20)]
-            Path(folder, f"file{number}.txt").write_text("\n".join(lines))
-        recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "recipe.toml").replace(SHAPE)
+    with tiny_recipe() as (tiny, _), closing(Pool()) as pool:
+        recipe = tiny.replace(SHAPE)
         tokens = prepare(recipe.data, recipe.model.vocab_size)
-        pool = Pool()
         psi = 4 * sum(parameter.size for parameter in recipe.model.parameters())
         print(f"Psi = {psi:,} bytes in fp32; 4 micro-batches on one data-parallel rank, 2 on two or four")
         print(f"{'layout':<26}rank  {'axis':<10}{'collective':<15}{'calls':>6}{'bytes':>9}{'theory':>9}  ratio")
@@ -200,7 +192,6 @@ def main() -> None:
                     (calls, size), (_, should) = ranks[rank].get(kind, (0, 0)), expected.get(kind, (0, 0))
                     ratio = f"{size / should:7.3f}" if should else "      -"
                     print(f"{name:<26}{rank:>4}  {kind[0]:<10}{kind[1]:<15}{calls:>6}{size:>9,}{should:>9,}{ratio}")
-        pool.close()
 
 
 if __name__ == "__main__":

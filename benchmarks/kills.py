@@ -18,19 +18,17 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import TINY
+from benchmarks._tiny import tiny_recipe
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import leaven.cli
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.training.run_folder import RunFolder
 
-TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
 # Seconds without a new step or event, after which the run counts as stuck. On two cores that others use too, eight
 # processes take minutes to start, and a restart that waits for one of them takes `TIMEOUT` longer.
 PATIENCE, TIMEOUT = 1_800.0, 600
@@ -38,12 +36,9 @@ PATIENCE, TIMEOUT = 1_800.0, 600
 
 def main(kills: int, degrees: tuple[int, int, int], seed: int, minutes: float) -> int:
     dp, tp, pp = degrees
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ |= {"LEAVEN_CACHE": f"{folder}/cache", "OMP_NUM_THREADS": "1"}
-        for number in range(40):
-            (folder / f"{number}.txt").write_text(TEXT[number * 4_000 : (number + 1) * 4_000])
-        recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tiny_recipe() as (tiny, folder):
+        recipe = tiny.replace(
             {
                 "model.n_kv_heads": 2,
                 "data.tokens": 256 * (60 + 12 * kills),

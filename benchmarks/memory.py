@@ -7,15 +7,13 @@ use more memory than planned, because buffers of gloo are recorded too. `leaven 
 without these buffers, and tests/distributed/test_dry_run.py compares this check with real processes.
 """
 
-import os
 import sys
-import tempfile
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from tests.conftest import TINY
+from benchmarks._tiny import tiny_recipe
 from tests.distributed.pool import Pool
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,12 +21,10 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
 from leaven.planning.arrangement import Arrangement, grad_accumulation
 from leaven.planning.memory import Memory, stage_memory
-from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.verification.memory import tensors
 
-TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
 MIB = 2**20
 MODEL: dict[str, Any] = {
     "model.vocab_size": 4096,
@@ -74,16 +70,8 @@ def layouts() -> dict[str, dict[str, Any]]:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LEAVEN_CACHE"] = f"{folder}/cache"
-        for number in range(40):
-            (Path(folder) / f"{number}.txt").write_text(TEXT[number * 4_000 : (number + 1) * 4_000])
-        tiny = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(MODEL)
-        ranks = Pool()
-        try:
-            table(ranks, tiny, names)
-        finally:
-            ranks.close()
+    with tiny_recipe() as (tiny, _), closing(Pool()) as ranks:
+        table(ranks, tiny.replace(MODEL), names)
 
 
 def table(ranks: Pool, tiny: Recipe, names: list[str]) -> None:

@@ -187,7 +187,7 @@ def by_optuna(name: str) -> Method:
             "sampler": lambda: TrustRegionSampler(seed=seed),
             "gp": lambda: optuna.samplers.GPSampler(seed=seed),
             "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True),
-            "cma": lambda: optuna.samplers.CmaEsSampler(dict.fromkeys(names, 0.0), spread, seed=seed),
+            "cma": lambda: optuna.samplers.CmaEsSampler(x0=dict.fromkeys(names, 0.0), sigma0=spread, seed=seed),
             "random": lambda: optuna.samplers.RandomSampler(seed=seed),
             "turbo": lambda: turbo(d, seed),
         }[name]()

@@ -1,10 +1,8 @@
 """Writes and locks files so that they survive kills, power cuts and full disks.
 
-leaven writes all its permanent files with this module. It never writes through a link to a file, because somebody
-else may have made the link. If the new content of a file cannot be written, the old file stays.
-
-Files of users and other programs are read with :func:`open_file` or :func:`read`, which refuse pipes and devices:
-reading them may never end. Functions for a path that a user has typed, such as :func:`write_text`, raise InputError.
+It never writes through a link to a file, because somebody else may have made the link. If the new content of a file
+cannot be written, the old file stays. Functions for a path that a user has typed, such as :func:`write_text`, raise
+InputError.
 """
 
 import errno
@@ -20,8 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from glob import escape
-from hashlib import blake2b
-from io import FileIO
+from hashlib import blake2b, file_digest
+from io import BufferedReader, FileIO
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, cast
@@ -59,16 +57,15 @@ KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.tom
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with the home folder in place of ~ or ~NAME. Raise InputError if the home folder is not known, as
-    in a container whose user has no name."""
+    """Return a path with the home folder in place of ~ or ~NAME. Raise InputError if the home folder is not known."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise InputError(f"{path}: this home folder is not known; set HOME, or give a path without ~") from None
 
 
-def open_file(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading. Raise OSError if the file cannot be opened, or is not a regular file."""
+def open_file(path: Path | str) -> BufferedReader:
+    """Open a regular file for reading. Raise OSError for other files: reading a pipe or a device may never end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except ValueError:  # the path contains NUL or half of a surrogate pair
@@ -97,14 +94,8 @@ def require_file(path: Path | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` when the ``with`` block ends without an error.
-
-    A device or a pipe, for example ``/dev/null``, is written to directly. So is ``/dev/stdout``, although it may be a
-    link to a file.
-
-    Raises:
-        OSError: if the file cannot be written, or if ``path`` is a pipe that nobody reads.
-    """
+    """Yield a temporary file that replaces ``path`` when the ``with`` block ends without an error. If ``path`` is a
+    device or a pipe, yield ``path`` itself; raise OSError if nobody reads the pipe."""
     if is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
         os.set_blocking(descriptor, True)
@@ -127,9 +118,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_device(path: Path) -> bool:
-    """Return whether a path is a device or a pipe, or a link in /dev or /proc, such as /dev/stdout. A link elsewhere
-    does not count."""
-    if path.is_symlink():  # outside /dev and /proc, somebody else may have made the link, so it does not count
+    """Return whether a path is a device or a pipe, or a link in /dev or /proc, such as /dev/stdout."""
+    if path.is_symlink():  # elsewhere, somebody else may have made the link
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
 
@@ -161,15 +151,12 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: bool = True) -> BinaryIO:
-    """Open a file to read and write it in place, but never through a link. ``flags`` are added to the flags of
+    """Open a file to read and write it in place, but never through a link. ``flags`` are further flags of
     :func:`os.open`.
 
     A file with a second name (a hard link), as in some backups, is first replaced by a copy, so that the other name
     keeps the old content. With ``separate`` false, the file is not replaced: another process may have locked it.
-
-    Raises:
-        InputError: if :func:`require_plain_file` refuses the path.
-        OSError: if the file cannot be opened or copied.
+    Raise InputError if :func:`require_plain_file` refuses the path.
     """
     require_plain_file(path)
     if separate and path.exists() and (there := path.stat()).st_nlink > 1:
@@ -187,8 +174,7 @@ def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: 
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Replace a file atomically: after a crash it contains the old text or the new text. Raise InputError if the file
-    cannot be written, or if ``path`` is a folder or a link."""
+    """Write a text with :func:`write`. Raise InputError if that fails, or if ``path`` is a folder or a link."""
     path = Path(path)
     try:
         if path.is_dir() or not path.name:
@@ -207,14 +193,17 @@ def write_text(path: Path | str, text: str) -> None:
         raise InputError(f"{path}: cannot be written: {unread}") from None
 
 
-def digest(content: bytes) -> str:
-    return blake2b(content, digest_size=8).hexdigest()
+def digest(content: bytes | BufferedReader, size: int = 8) -> str:
+    """Return the BLAKE2b hash of bytes, or of a file that is open for reading: ``size`` bytes, as hexadecimal."""
+    if isinstance(content, bytes):
+        return blake2b(content, digest_size=size).hexdigest()
+    return file_digest(content, lambda: blake2b(digest_size=size)).hexdigest()
 
 
 def require_page(path: Path) -> None:
-    """Raise InputError if an HTML page may not be written to ``path``. A page may overwrite a page or an empty file,
-    but no other file, and no page that was edited after leaven wrote it. In the folder of a run, study, check or
-    demo, the name of a page must end in .html."""
+    """Raise InputError if ``path`` is a file that an HTML page must not replace: one that is neither a page nor
+    empty, or a page that was edited. In the folder of a run, study, check or demo, the name of a page must end in
+    .html."""
     if is_device(path):
         return
     there = _content(path) if path.is_file() else b""
@@ -237,8 +226,8 @@ def _content(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page, or replace an older page, as :func:`write_text` does. Raise InputError if the page cannot
-    be written, or :func:`require_page` refuses the path."""
+    """Write an HTML page with its digest. Raise InputError if that fails, or :func:`require_page` refuses the
+    path."""
     require_page(path)
     content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
     seal = digest(content.replace(b"\r\n", b"\n"))
@@ -246,8 +235,8 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if the path of a folder is a URL or a database login (it may contain a password), or is not
-    UTF-8 (some libraries cannot open it)."""
+    """Raise InputError if a path is a URL or a database login (it may contain a password), or is not UTF-8 (some
+    libraries cannot open it)."""
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
@@ -271,14 +260,13 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def may_pass(error: str) -> bool:
-    """Return whether an error message says that a disk is full or away, or that writing is not permitted. A user can
-    correct this while a command waits."""
+    """Return whether an error message names a cause that a user can remove while a command waits: a disk that is
+    full, away or not writable."""
     return any(os.strerror(number) in error for number in FULL | AWAY | DENIED)
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if leaven is not permitted to write or create the folder ``path``, or if
-    :func:`require_folder_name` refuses it, such as a URL. Call this before long work."""
+    """Raise InputError if a folder may not be written or created, or :func:`require_folder_name` refuses it."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -286,8 +274,7 @@ def require_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Raise InputError if the path is a file or a URL, or if the folder cannot be
-    created."""
+    """Create a folder and its parents. Raise InputError if that fails, or :func:`require_folder_name` refuses it."""
     require_folder_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -302,10 +289,10 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path, *, device: bool = False) -> None:
-    """Raise InputError if the path exists and is not an empty folder, or cannot be replaced.
+    """Raise InputError if :func:`require_folder_name` refuses a path, or something other than an empty folder has it.
 
-    The current folder and the root of a disk cannot be replaced. Also refuse the paths that
-    :func:`require_folder_name` refuses, such as a URL. With ``device``, the path may be a device or a pipe.
+    Also refuse the current folder and the root of a disk, which cannot be replaced. With ``device``, accept a device
+    or a pipe.
     """
     require_folder_name(path)
     if device and is_device(path):
@@ -320,11 +307,10 @@ def require_free(path: Path, *, device: bool = False) -> None:
 
 @contextmanager
 def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error. It
-    gets the permissions and the group of an empty folder at ``path``. A link at ``path`` stays a link.
+    """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
 
-    Raises:
-        InputError: if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.
+    If an empty folder is at ``path``, its permissions and group are kept. A link at ``path`` stays a link. Raise
+    InputError if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.
     """
     require_free(path)
     final = Path(os.path.realpath(path))
@@ -352,7 +338,7 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file the permissions that a new file in its folder gets. A library may have made the file private."""
+    """Give a file the permissions of a new file in its folder. Some libraries make private files."""
     new = _temporary(path)
     with new.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -361,14 +347,14 @@ def share(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file to the disk, so that its content survives a power cut."""
+    """Flush the content of a file to the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to the disk, so that they survive a power cut. Does nothing on Windows, and on
-    disks that cannot flush folders, such as those that VirtualBox shares."""
+    """Flush the file names in a folder to the disk. Does nothing on Windows, and on disks that cannot do this, such
+    as those that VirtualBox shares."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -387,7 +373,7 @@ def _machine() -> str:
     named = socket.gethostname()
     with suppress(OSError):
         named += os.readlink("/proc/self/ns/pid")
-    return blake2b(named.encode(), digest_size=4).hexdigest()
+    return digest(named.encode(), 4)
 
 
 def _temporary(path: Path) -> Path:
@@ -395,8 +381,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files and folders of processes of this machine that were killed while they wrote
-    ``path``."""
+    """Remove what killed processes of this machine have left of writing ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
@@ -412,9 +397,9 @@ def _remove_leftovers(path: Path) -> None:
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
     """Append complete lines to a file. The caller must hold a lock.
 
-    If a crash has cut off the last line, it is removed. If the line lacks only its newline, the newline is added.
-    After an error, the file may contain some of the lines, but no incomplete line. With ``sync``, the lines survive a
-    power cut. If ``create`` is false, the file must exist.
+    If a crash has cut off the last line of the file, the line is removed. If the line lacks only its newline, the
+    newline is added. After an error, the file may contain some of ``lines``, but no incomplete line. With ``sync``,
+    the lines survive a power cut. If ``create`` is false, the file must exist.
     """
     with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
         file = cast(FileIO, opened)
@@ -441,8 +426,8 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether a file ends with the line that :func:`append_json` writes for ``document``. The line may be
-    in the file even if :func:`append_json` has raised OSError."""
+    """Return whether a file ends with the line of ``document``: :func:`append_json` may raise OSError after
+    writing."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -455,7 +440,7 @@ def _end(file: FileIO) -> int:
 
 
 def _torn(file: FileIO) -> bytes:
-    """Return the bytes after the last newline of a file: an incomplete line, or b"" if the file is complete."""
+    """Return the bytes after the last newline of a file, b"" if the last line is complete."""
     tail, start = b"", _end(file)
     while start and b"\n" not in tail:
         size = min(start, 2**16)
@@ -522,14 +507,13 @@ def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     from filelock import FileLock, SoftFileLock  # slow to import
 
     require_plain_file(path)
-
     held, empty = FileLock(path, timeout=seconds), False
     try:
         try:
             held.acquire(timeout=EMPTY_LOCK_SECONDS if seconds < 0 else seconds)
         except TimeoutError:
             # Without flock, filelock takes any lock file for a lock. Its own files name their process. An empty file
-            # is one that flock has left here, or that another machine holds.
+            # was left by flock, or another machine holds it.
             with suppress(FileNotFoundError):  # released just now
                 empty = path.stat().st_size == 0
             if isinstance(held, SoftFileLock) and (seconds >= 0 or empty):

@@ -213,26 +213,17 @@ def test_only_the_first_faults_are_named(tmp_path: Path) -> None:
     assert skipped.endswith("; ...")
 
 
-def flipped(raw: bytes) -> bytes:
-    half = len(raw) // 2
-    return raw[:half] + bytes(byte ^ 0xFF for byte in raw[half : half + 50]) + raw[half + 50 :]
-
-
 LINES = b"\n".join(good_lines(2_000))
 BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-2_000], "Truncated compressed stream"),
     "empty gzip": ("x.jsonl.gz", lambda: b"", "0 bytes"),
-    "no gzip": ("x.jsonl.gz", lambda: LINES, "incorrect header check"),
     "zeros in place of a gzip member": (
         "x.jsonl.gz",
         lambda: gzip.compress(LINES) + bytes(100) + gzip.compress(LINES),
         "cannot be read to its end (",
     ),
-    "flipped gzip": ("x.jsonl.gz", lambda: flipped(gzip.compress(LINES)), "cannot be read to its end ("),
     "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
-    "truncated parquet": ("x.parquet", lambda: table(5_000)[:-10], "Parquet magic bytes not found"),
     "empty parquet": ("x.parquet", lambda: b"", "Parquet file size is 0 bytes); write it again or leave it out"),
-    "flipped parquet": ("x.parquet", lambda: flipped(table(5_000))[:-8] + b"....PAR1", "cannot be read to its end ("),
     "changed text in a parquet page": (
         "x.parquet",
         lambda: table(5_000, write_page_checksum=True, use_dictionary=False).replace(b"row 7 ", b"row 9 "),
@@ -389,14 +380,15 @@ def test_a_file_written_just_now_is_read_again(
     assert surveyed == ["a.txt", "a.txt"]
 
 
-@pytest.mark.parametrize("harm", ["{", '{"format": 3, "parts": {"a.txt": 5}}', "an older format", "another digit"])
-def test_a_damaged_or_old_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], harm: str) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"), [('{"format"', "{"), ('"format": 4', '"format": 3'), ('"bytes": 4', '"bytes": 5')]
+)
+def test_a_damaged_or_old_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], old: str, new: str) -> None:
     write(tmp_path / "a.txt", "text")
     first = opened(tmp_path / "a.txt", memory=tmp_path / "memory")
     (file,) = (tmp_path / "memory").iterdir()
     whole = json.loads(file.read_text())
-    changed = file.read_text().replace('"bytes": 4', '"bytes": 5')
-    file.write_text({"an older format": json.dumps(whole | {"format": 1}), "another digit": changed}.get(harm, harm))
+    file.write_text(file.read_text().replace(old, new, 1))
     assert opened(tmp_path / "a.txt", memory=tmp_path / "memory") == first
     assert surveyed == ["a.txt", "a.txt"]
     assert json.loads(file.read_text()) == whole

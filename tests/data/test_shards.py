@@ -28,6 +28,7 @@ from leaven.data.pool import encode_in_order
 from leaven.data.shards import ShardedTokens
 from leaven.data.tokenizer import TextPiece
 from leaven.data.tokens import TokenSet, prepare
+from leaven.documents import digest_of
 from leaven.errors import InputError
 from leaven.recipe.data import Data
 
@@ -79,17 +80,11 @@ def test_sharded_tokens_slice_like_one_array(lengths: list[int], data: st.DataOb
 def test_tokens_do_not_depend_on_shards_or_processes(
     data: Data, prepared: TokenSet, tmp_path: Path, processes: int
 ) -> None:
-    calls: list[int] = []
-    found = prepare(
-        data, 300, tmp_path, lambda stage, done, total: calls.append(done) if stage == "encoding" else None, processes
-    )
-    assert same(found, prepared)
+    assert same(prepare(data, 300, tmp_path, processes=processes), prepared)
     index = json.loads((folder_in(tmp_path) / "index.json").read_text())
     assert len(index["shards"]) > 10
     # A shard may have no validation text; an empty file cannot be mapped.
     assert {shard["validation"]["tokens"] == 0 for shard in index["shards"]} == {True, False}
-    assert calls == sorted(calls)
-    assert calls[-1] == found.train_bytes + found.validation_bytes
 
 
 def test_each_batch_is_written_at_once(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +188,8 @@ def change_entries(folder: Path, change: Callable[[dict[str, Any]], None], *name
             document = json.loads(path.read_text())
             for entry in document["shards"]:
                 change(entry)
-            document["digest"] = shards._digest(document)
+            del document["digest"]
+            document["digest"] = digest_of(document)
             path.write_text(json.dumps(document))
         else:
             lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -228,33 +224,31 @@ def test_every_block_is_compared_once_when_it_is_first_read(count: int, offset: 
         for piece in np.array_split(whole, data.draw(st.integers(1, 5))):
             checksums.update(piece.data)
         file.write_bytes(bytes(offset) + whole.tobytes())
-        tokens = file_tokens.FileTokens(file, whole.dtype, count, offset=offset, checksums=checksums.hexdigest())
+        tokens = file_tokens.FileTokens(file, whole.dtype, count, offset=offset)
+        tokens.set_checksums(checksums.hexdigest())
         bound = st.none() | st.integers(-count - 2, count + 2)
         for _ in range(3):
             index = slice(data.draw(bound), data.draw(bound))
             assert np.array_equal(tokens[index], whole[index])
         if count:
-            fresh = tokens.with_checksums(checksums.hexdigest())
+            tokens.set_checksums(checksums.hexdigest())
             place = data.draw(st.integers(0, count - 1))
             with file.open("r+b") as content:
                 content.seek(offset + 2 * place)
                 content.write(b"\xff")  # no id here has this byte
             block = place // 16
-            assert np.array_equal(fresh[: block * 16], whole[: block * 16])
-            assert np.array_equal(fresh[(block + 1) * 16 :], whole[(block + 1) * 16 :])
+            assert np.array_equal(tokens[: block * 16], whole[: block * 16])
+            assert np.array_equal(tokens[(block + 1) * 16 :], whole[(block + 1) * 16 :])
             for index in (slice(place, place + 1), slice(None)):
                 with pytest.raises(InputError, match="is damaged"):
-                    fresh[index]
+                    tokens[index]
 
 
 HARM: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no shards": lambda index: index.update(shards=[]),
     "no first shard": lambda index: index["shards"].pop(0),
     "fewer documents": lambda index: index["shards"][0]["train"].update(documents=1),
     "no record": lambda index: index.update(shards=[5, *index["shards"][1:]]),
-    "odd fingerprint": lambda index: index.update(fingerprint=5),
     "other fingerprint": lambda index: index.update(fingerprint="0" * 32),
-    "other digest": lambda index: index.update(digest=5),
 }
 
 
@@ -267,6 +261,9 @@ def test_an_index_that_does_not_fit_the_text_is_rebuilt(
     index = json.loads(path.read_text())
     damaged = json.loads(path.read_text())
     HARM[harm](damaged)
+    if harm != "other fingerprint":  # which only the digest shows
+        digest = digest_of({key: value for key, value in damaged.items() if key != "digest"})
+        damaged["digest"] = digest
     path.write_text(json.dumps(damaged))
     assert same(prepare(data, 300, tmp_path), prepared)
     assert json.loads(path.read_text()) == index

@@ -49,18 +49,28 @@ def taken(recipe: Recipe) -> StepMemory:
         return two_steps(training, tracker, training.step)
 
 
+EXPERTS: dict[str, Any] = {"number": 8, "active": 2, "d_expert": 352, "shared": 1, "dense_layers": 1}
+# Every expert is active, so their real load is even, as in a dry run.
+ALL_ACTIVE = FEW | {
+    "model.experts": EXPERTS | {"number": 4, "active": 4, "balance": "none", "dense_layers": 0},
+}
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "model"),
     [
-        pytest.param("tp=1", marks=pytest.mark.slow),
-        pytest.param("tp=2,recompute=full", marks=pytest.mark.slow),
-        pytest.param("pp=2", marks=pytest.mark.slow),
-        "dp=2,zero=3",
-        pytest.param("dp=2,tp=2,pp=2,zero=1", marks=pytest.mark.slow),
+        pytest.param("tp=1", {}, marks=pytest.mark.slow),
+        pytest.param("tp=2,recompute=full", {}, marks=pytest.mark.slow),
+        pytest.param("pp=2", {}, marks=pytest.mark.slow),
+        ("dp=2,zero=3", {}),
+        pytest.param("dp=2,tp=2,pp=2,zero=1", {}, marks=pytest.mark.slow),
+        ("dp=2,ep=2", ALL_ACTIVE),
     ],
 )
-def test_a_dry_run_finds_the_memory_of_real_processes(layout: str, ranks: Pool, tiny: Recipe) -> None:
-    recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 1 + ("pp" in layout)}), layout))
+def test_a_dry_run_finds_the_memory_of_real_processes(
+    layout: str, model: dict[str, Any], ranks: Pool, tiny: Recipe
+) -> None:
+    recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 1 + ("pp" in layout)} | model), layout))
     rank = recipe.layout.ranks - 1
     real, dry = ranks(recipe.layout.ranks, taken, recipe)[rank], fresh(recipe, rank, "cpu")
     assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
@@ -104,7 +114,6 @@ def compared(recipe: Recipe) -> list[MemoryCheckRow]:
     return [row for row in rows if row.passed is not None]
 
 
-EXPERTS: dict[str, Any] = {"number": 8, "active": 2, "d_expert": 352, "shared": 1, "dense_layers": 1}
 MANY = {"number": 16, "active": 4, "d_expert": 176, "router": "sigmoid"}
 MIXED = {"model.n_layers": 3, "model.experts": EXPERTS}
 TWO = {"model.n_layers": 2}
@@ -161,17 +170,6 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
 def test_the_planner_predicts_the_dry_run(layout: str, model: dict[str, Any], tiny: Recipe) -> None:
     for row in compared(with_layout(tiny.replace(SMALL | model), layout)):
         assert row.passed, row
-
-
-def test_a_dry_run_finds_the_memory_of_real_experts(ranks: Pool, tiny: Recipe) -> None:
-    """Every expert is active, so their real load is even, as in a dry run."""
-    experts = EXPERTS | {"number": 4, "active": 4, "balance": "none", "dense_layers": 0}
-    recipe = rehearsal(
-        with_layout(tiny.replace(SMALL | FEW | {"model.n_layers": 1, "model.experts": experts}), "dp=2,ep=2")
-    )
-    real, dry = ranks(2, taken, recipe)[1], fresh(recipe, 1, "cpu")
-    assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
-    assert dry.peak.total() == pytest.approx(real.peak.total(), rel=LIMITS["peak"])
 
 
 OUTSIDE = {

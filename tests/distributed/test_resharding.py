@@ -49,6 +49,29 @@ CHAINS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
+def follow(
+    ranks: Pool,
+    single_process: SingleProcess,
+    tiny: Recipe,
+    changes: dict[str, Any],
+    chain: list[dict[str, Any]],
+    folder: Path,
+) -> tuple[list[float], dict[str, Any]]:
+    """Return the losses of two steps in each layout of a chain, and the result of one uninterrupted process. Each
+    layout begins with the checkpoint of the layout before it."""
+    changes = COMMON | ONE | changes
+    losses: list[float] = []
+    for number, how in enumerate(chain):
+        recipe = tiny.replace(changes | how)
+        tokens = prepare(recipe.data, recipe.model.vocab_size)
+        work = recipe, tokens, 2, folder / str(number - 1) if number else None, folder / str(number)
+        if recipe.layout.ranks == 1:
+            losses += train_and_save(*work)
+        else:
+            losses += ranks(recipe.layout.ranks, train_and_save, *work)[0]
+    return losses, single_process(tiny.replace(changes), 2 * len(chain) - 1, "float64")
+
+
 QUICK = {"experts: 2x2x2 ep2, one process, dp4 ep2 zero3, dp3"}  # `make test-slow` runs all
 
 
@@ -64,18 +87,7 @@ def test_any_layout_resumes_from_any_other(
     tiny: Recipe,
     tmp_path: Path,
 ) -> None:
-    """Two steps in each layout of a chain have the losses of one uninterrupted process."""
-    changes = COMMON | ONE | changes
-    expected = single_process(tiny.replace(changes), 2 * len(chain) - 1, "float64")
-    losses: list[float] = []
-    for number, how in enumerate(chain):
-        recipe = tiny.replace(changes | how)
-        tokens = prepare(recipe.data, recipe.model.vocab_size)
-        work = recipe, tokens, 2, tmp_path / str(number - 1) if number else None, tmp_path / str(number)
-        if recipe.layout.ranks == 1:
-            losses += train_and_save(*work)
-        else:
-            losses += ranks(recipe.layout.ranks, train_and_save, *work)[0]
+    losses, expected = follow(ranks, single_process, tiny, changes, chain, tmp_path)
     np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-12)
     end = whole_checkpoint(tmp_path / str(len(chain) - 1))
     for (kind, name), average in expected["averages"].items():

@@ -1,8 +1,7 @@
 """Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
-The split of a document depends only on the document's key: the path of the file below the source, and the line or row
-in the file. So adding documents moves no other document to the other split. Exceptions for corpora of very few
-documents are in :meth:`Corpus.documents`.
+The split depends only on a document's key: the path of the file below the source, and the line or row in the file. So
+adding documents moves no other document to the other split, except in corpora of very few documents.
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from leaven import storage
 from leaven.data.hub import SCHEME
-from leaven.data.readers import BrokenFile, FileStamp
+from leaven.data.readers import BrokenFile
 from leaven.data.sources import TextPart, TokenPart, source_parts
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
@@ -44,7 +43,7 @@ AnySurvey = TypeVar("AnySurvey", bound="DataclassInstance")
 
 
 class Meter:
-    """A progress meter for one stage. It reports progress at most once every `REPORT_EVERY_BYTES` bytes."""
+    """Reports the progress of one stage, at most once every `REPORT_EVERY_BYTES` bytes."""
 
     def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
@@ -57,7 +56,6 @@ class Meter:
             self._next = self._done + REPORT_EVERY_BYTES
 
     def finish(self) -> None:
-        """Report that the stage is complete, if any progress was reported."""
         if self._progress and self._next:
             self._progress(self._stage, self._total, self._total)
 
@@ -116,11 +114,9 @@ class Corpus:
         """Yield every document that can be read and is not blank, marked as training or validation.
 
         Validation gets the documents whose keys have hashes in the lowest `VALIDATION_SHARE` of all possible hashes.
-        The document with the lowest hash is always in validation, and the document with the highest hash always in
-        training, so neither split is empty. A single document is cut in two, at the start of a line if possible.
-
-        Raises:
-            InputError: if a file or split has changed since the corpus was opened.
+        The lowest hash is always in validation and the highest in training, so neither split is empty. A single
+        document is cut in two, at the start of a line if possible. Raise InputError if a file or split has changed
+        since the corpus was opened.
         """
         single = self.n_documents == 1
         lowest = min(survey.lowest for survey in self.surveys)
@@ -175,7 +171,7 @@ def open_corpora(
     corpora = []
     for source, some in zip(sources, parts, strict=True):
         path = memory and surveys_file(memory, source.source, source.text)
-        surveys = cached_surveys(some, path, meter, _survey, _restored)
+        surveys = cached_surveys(some, path, meter, _survey, _cached)
         skipped = _skipped(source.source, surveys, corrupt_share)
         if not any(survey.documents for survey in surveys):
             raise InputError(
@@ -191,10 +187,9 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the file in ``folder`` that caches the surveys (counts and hashes) of a source. ``options`` say how the
-    source is read."""
+    """Return the file in ``folder`` that caches the surveys of a source which is read with ``options``."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
-    return folder / f"{blake2b(_encoded(' '.join([at, *options])), digest_size=16).hexdigest()}.json"
+    return folder / f"{storage.digest(_encoded(' '.join([at, *options])), 16)}.json"
 
 
 def cached_surveys(
@@ -202,7 +197,7 @@ def cached_surveys(
     path: Path | None,
     meter: Meter,
     survey: Callable[[AnyPart, Meter], AnySurvey],
-    restored: Callable[[AnyPart, Any], AnySurvey | None],
+    cached: Callable[[AnyPart, dict[str, Any]], AnySurvey],
 ) -> list[AnySurvey]:
     """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
 
@@ -210,19 +205,19 @@ def cached_surveys(
 
     Args:
         survey: reads a part and returns the survey (a data class).
-        restored: makes a survey from cached values. If it returns None or raises KeyError or TypeError, the part is
-            read again.
+        cached: makes a survey from cached values. If it raises TypeError or ValueError, the part is read again.
     """
     known = {} if path is None else _read(path)
     surveys: list[AnySurvey] = []
     changed, saved = False, time.monotonic()
     for part in parts:
-        stamp = part.stamp()
-        found = _valid(part, known.get(part.key), stamp, restored)
+        stamp, found = part.stamp(), None
+        with suppress(KeyError, TypeError, ValueError):
+            if stamp is not None and known[part.key]["stamp"] == stamp:
+                found = cached(part, known[part.key]["survey"])
+                meter.advance(part.size)
         if found is None:
             found, changed = survey(part, meter), True
-        else:
-            meter.advance(part.size)
         surveys.append(found)
         known[part.key] = {"stamp": stamp, "survey": asdict(found)}
         if path is not None and changed and (part is parts[-1] or time.monotonic() - saved > SAVE_EVERY_SECONDS):
@@ -236,12 +231,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document: Any = storage.json_object(storage.read(path))
         known = dict(document["parts"])
-        if document["format"] not in {3, FORMAT} or document["blake2b"] != _digest(known):
-            return {}
-        # Format 3 did not notice zeros between the members of a .gz.
-        return {key: part for key, part in known.items() if document["format"] == FORMAT or ".gz" not in key}
+        valid = document["format"] == FORMAT and document["blake2b"] == _digest(known)
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return known if valid else {}
 
 
 def _write(path: Path, parts: dict[str, Any]) -> None:
@@ -251,21 +244,14 @@ def _write(path: Path, parts: dict[str, Any]) -> None:
 
 
 def _digest(parts: dict[str, Any]) -> str:
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+    return storage.digest(json.dumps(parts).encode(), 16)
 
 
-def _valid(
-    part: AnyPart, entry: Any, stamp: FileStamp | None, restored: Callable[[AnyPart, Any], AnySurvey | None]
-) -> AnySurvey | None:
-    """Return the survey in a cache entry, or None if the part has changed or the entry is damaged."""
-    try:
-        return restored(part, entry["survey"]) if stamp is not None and entry["stamp"] == stamp else None
-    except (KeyError, TypeError):
-        return None
-
-
-def _restored(_: TextPart, values: Any) -> Survey | None:
-    return None if values["broken"] else Survey(**values | {"faults": tuple(values["faults"])})
+def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
+    """Return a survey from the cache. Raise an error if the part was broken: it may be whole now."""
+    if values["broken"]:
+        raise ValueError
+    return Survey(**values | {"faults": tuple(values["faults"])})
 
 
 def _survey(part: TextPart, meter: Meter) -> Survey:
@@ -296,8 +282,8 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about unreadable documents and files, or "". Raise InputError if more than ``corrupt_share`` of
-    the documents or of the files are unreadable."""
+    """Return a line about what is unreadable, or "". Raise InputError if more than ``corrupt_share`` of the documents
+    or of the files are unreadable."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""
@@ -314,7 +300,6 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
 
 
 def _add(digest: Any, place: str, raw: bytes) -> None:
-    """Add a document to the hash ``digest``: its line or row number, and its text."""
     digest.update(f"{len(place)} {len(raw)} {place}".encode())
     digest.update(raw)
 
@@ -325,10 +310,8 @@ def _key_hash(key: str) -> int:
 
 
 def _encoded(key: str) -> bytes:
-    # A file name can be invalid UTF-8.
-    return key.encode(errors="surrogateescape")
+    return key.encode(errors="surrogateescape")  # a file name can be invalid UTF-8
 
 
 def _line(message: str) -> str:
-    # A file name can be invalid UTF-8, but messages must be valid.
-    return message.encode(errors="replace").decode()
+    return message.encode(errors="replace").decode()  # a file name can be invalid UTF-8, but messages must be valid

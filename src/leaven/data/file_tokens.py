@@ -2,9 +2,8 @@
 
 A block of a file is compared with its checksum when the block is first read, and again after the file has changed.
 
-If a file is truncated, ``pread`` returns fewer bytes. If a disk fails, ``pread`` raises an error. In both cases,
-reading a memory map would end the process with a signal (SIGBUS). So files are read with ``pread``. The package
-``datasets`` maps Arrow files; before each read, their sizes are checked.
+Files are read with ``pread``, because reading a memory map ends the process with SIGBUS if the file was truncated or
+the disk fails. The package ``datasets`` maps Arrow files; before each read, their sizes are checked.
 """
 
 import os
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 from leaven.errors import InputError
 
 BLOCK = 2**18
-"""Bytes that a checksum covers. Large blocks would make the first steps of a run slow, because nearly every window is
-in a block that was not read before. Small blocks would make the index large."""
+"""Bytes that a checksum covers. Larger blocks would make the first steps of a run slow, smaller ones the index
+large."""
 MOST_OPEN = 128  # largest number of files that are held open
 ADVICE = "restore it, or write it again"
 
@@ -38,7 +37,6 @@ class BlockChecksums:
         self._current, self._room = 0, BLOCK
 
     def update(self, data: Any) -> None:
-        """Add bytes, or the buffer of an array."""
         rest = memoryview(data).cast("B")
         while len(rest):
             part, rest = rest[: self._room], rest[self._room :]
@@ -65,17 +63,17 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """Token ids in files or in memory. Index them with slices of step 1.
+    """``count`` token ids in files or in memory. Index them with slices of step 1."""
 
-    Args:
-        count: number of token ids.
-        checksums: the checksums of the blocks, from :class:`BlockChecksums`. If None, no block is checked.
-    """
-
-    def __init__(self, dtype: np.dtype[Any], count: int, checksums: str | None) -> None:
+    def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count
         self.n_bytes = count * dtype.itemsize
-        self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums or ""), "<u4")
+        self.set_checksums("")
+
+    def set_checksums(self, checksums: str) -> None:
+        """Compare each block, before it is used, with ``checksums`` from :class:`BlockChecksums`, if there are
+        any."""
+        self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums), "<u4")
         self._unread = np.ones(len(self._checksums), bool)  # the blocks that are not checked yet
         self._stamp: Any = None  # time stamps of the files at the last read
 
@@ -125,20 +123,10 @@ class FileTokens(CheckedTokens):
     """
 
     def __init__(
-        self,
-        path: Path,
-        dtype: np.dtype[Any],
-        count: int,
-        *,
-        offset: int = 0,
-        checksums: str | None = None,
-        advice: str = ADVICE,
+        self, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0, advice: str = ADVICE
     ) -> None:
-        super().__init__(dtype, count, checksums)
+        super().__init__(dtype, count)
         self.path, self._offset, self._advice = path, offset, advice
-
-    def with_checksums(self, checksums: str) -> "FileTokens":
-        return FileTokens(self.path, self.dtype, len(self), offset=self._offset, checksums=checksums)
 
     def _damage(self, first: int, last: int) -> str:
         first, last = self._offset + first, self._offset + last
@@ -185,12 +173,9 @@ class MappedFile:
 class ArrayTokens(CheckedTokens):
     """The token ids in an array. ``files`` are the files that are mapped into the array, none for data in memory."""
 
-    def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...], checksums: str | None = None) -> None:
-        super().__init__(ids.dtype, len(ids), checksums)
+    def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...]) -> None:
+        super().__init__(ids.dtype, len(ids))
         self.ids, self.files = np.ascontiguousarray(ids), files
-
-    def with_checksums(self, checksums: str) -> "ArrayTokens":
-        return ArrayTokens(self.ids, self.files, checksums)
 
     def _damage(self, first: int, last: int) -> str:
         size, where = self.dtype.itemsize, ", ".join(file.path for file in self.files) or "a data set in memory"

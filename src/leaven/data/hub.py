@@ -74,12 +74,8 @@ class HubTokens(_Split):
         return str(self.dataset._fingerprint)
 
     def open(self) -> MappedTokens:
-        """Return the token ids, mapped into memory.
-
-        Raises:
-            BrokenFile: if there are nulls among the ids, or if the attention mask shows padding, contains nulls or
-                is not made of lists of integers or booleans.
-        """
+        """Return the token ids, mapped into memory. Raise BrokenFile if ids or attention mask have nulls, or if the
+        mask shows padding or does not consist of lists of integers or booleans."""
         table = self.dataset.data
         if self.column == INPUT_IDS and MASK in table.column_names:
             if not _holds_lists(table.schema, MASK, "is_integer", "is_boolean"):
@@ -113,9 +109,8 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
     """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``. The default split is ``train``.
 
     ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``, for
-    which the only option is ``split``.
-
-    ``text`` is the column of the text or of the token ids. A column "input_ids" replaces a missing column "text".
+    which the only option is ``split``. ``text`` is the column of the text or of the token ids. A column "input_ids"
+    replaces a missing column "text".
 
     Raises:
         InputError: if ``datasets`` is not installed, the data set cannot be opened, or the split has no rows.
@@ -160,10 +155,8 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _is_outdated(builder: Any) -> bool:
-    """Return whether files on this machine have changed since the package ``datasets`` copied them to its cache.
-
-    The package compares their modification times, which are the same for different files of some archives.
-    """
+    """Return whether files on this machine have changed since the package ``datasets`` copied them to its cache. The
+    package compares modification times, which are the same for different files of some archives."""
     files = [file for files in (builder.config.data_files or {}).values() for file in files]
     changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
@@ -184,10 +177,8 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or of ``hf:///folder``.
 
-    A file on the Hub is downloaded, unless an earlier download exists. The file in a folder may be missing.
-
-    Raises:
-        InputError: if the address is invalid, huggingface_hub is not installed, or the file cannot be downloaded.
+    A file on the Hub is downloaded, unless an earlier download exists. The file in a folder may be missing. Raise
+    InputError if the address is invalid, huggingface_hub is not installed, or the file cannot be downloaded.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():
@@ -202,7 +193,6 @@ def fetch_tokenizer(tokenizer: str) -> Path:
     fetch = partial(hf_hub_download, place, "tokenizer.json", revision=options.get("revision"))
     try:
         with suppress(LocalEntryNotFoundError):
-            # Use an earlier download without asking the Hub for a newer version.
             return Path(fetch(local_files_only=True))
         return Path(fetch())
     except Exception as error:

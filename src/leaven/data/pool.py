@@ -17,13 +17,12 @@ from leaven.planning.this_machine import cores
 
 PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]
+"""A shard number and a batch of text."""
 Done = tuple[int, tuple[Encoded, Encoded]]
-"""`Work` is a shard number and a batch of text. `Done` is a shard number and the tokens of the batch: of its training
-text and of its validation text."""
+"""A shard number and the tokens of a batch: of its training text and of its validation text."""
 
 BYTES_A_PROCESS = 2**24
-"""A process is started only for at least this many bytes of text. To start a process takes half a second; to encode
-this much text takes several times as long."""
+"""Least bytes of text for each process. To encode them takes several times as long as to start a process."""
 
 NO_SEMAPHORE = {errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS}
 """Error numbers if semaphores cannot be made, because /dev/shm is full, missing or cannot be written."""
@@ -32,15 +31,11 @@ _encoder: Encoder
 
 
 def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, processes: int | None) -> Generator[Done]:
-    """Encode batches of text, and yield the results in the order of the batches.
-
-    Close this generator to end its processes.
+    """Encode batches of text, and yield the results in the order of the batches. Close this generator to end its
+    processes.
 
     ``n_bytes`` is the size of the text. By default, there is one process per core, or fewer for little text. With one
-    process, the calling process encodes the text itself, on all cores.
-
-    Raises:
-        InputError: if one of the processes dies.
+    process, the calling process encodes the text itself, on all cores. Raise InputError if a process dies.
     """
     processes = processes or max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
     if processes == 1:
@@ -74,11 +69,8 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
 
 def new_processes(count: int, initialise: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
-    """Return an executor of ``count`` processes, each of which first calls ``initialise``.
-
-    Raises:
-        InputError: if the semaphores of the executor cannot be made.
-    """
+    """Return an executor of ``count`` processes, each of which first calls ``initialise``. Raise InputError if the
+    semaphores of the executor cannot be made."""
     try:
         with signals_blocked():  # this also starts the process that tracks the semaphores
             return ProcessPoolExecutor(count, get_context("spawn"), initializer=initialise, initargs=arguments)
@@ -95,8 +87,8 @@ def new_processes(count: int, initialise: Callable[..., None], *arguments: objec
 def signals_blocked() -> Iterator[None]:
     """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends. On Windows, do nothing.
 
-    A terminal or a scheduler sends these signals to all processes of a command. Processes that are started inside the
-    block never receive them: this process ends them with SIGKILL.
+    Processes that are started inside the block never receive these signals, which terminals and schedulers send to
+    all processes of a command. Their parent ends them with SIGKILL.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -109,7 +101,6 @@ def signals_blocked() -> Iterator[None]:
 
 
 def _start(encoder: Encoder) -> None:
-    """Initialise a new process, which uses one thread and exits when its parent exits."""
     global _encoder  # noqa: PLW0603
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder

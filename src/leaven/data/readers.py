@@ -40,16 +40,13 @@ def file_stamp(path: Path) -> FileStamp | None:
 class TextRow(NamedTuple):
     """A document of a file, or a line or row that cannot be read."""
 
-    place: str  # ":LINE" or ":ROW", which is appended to the file's name; "" if the whole file is one document
+    place: str  # ":LINE" or ":ROW", for messages after the file's name; "" if the whole file is one document
     text: str = ""
     fault: str = ""  # why the line or row cannot be read; "" if it can be read
 
 
 class BrokenFile(Exception):
-    """Raised when a whole file or split cannot be used.
-
-    The message has no subject, such as "is not UTF-8". The code that catches the error adds the name of the file.
-    """
+    """A whole file or split cannot be used. The message, such as "is not UTF-8", lacks the name of the file."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,10 @@ class File:
 
     @property
     def name(self) -> str:
-        """The name of the file in messages."""
         return str(self.path)
 
     @property
     def size(self) -> int:
-        """The size of the file in bytes, or 0 if the file does not exist."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def stamp(self) -> FileStamp | None:
@@ -160,12 +155,12 @@ def require_text_column(schema: Any, text: str) -> None:
 
 
 def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:
-    """Yield the rows of a text column, which is given as Arrow arrays."""
+    """Yield the rows of a column of strings, which is given as Arrow arrays."""
     import pyarrow
 
     number = 0
     for chunk in chunks:
-        # A column of strings may contain invalid UTF-8. Rows are decoded one by one, so that others can be used.
+        # Rows are decoded one by one, because some may be invalid UTF-8.
         binary = pyarrow.large_binary() if pyarrow.types.is_large_string(chunk.type) else pyarrow.binary()
         for raw in chunk.cast(binary).to_pylist():
             number += 1

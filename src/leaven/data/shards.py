@@ -1,12 +1,11 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
 A shard contains the tokens of `SHARD_BATCHES` batches of text (the last shard may have fewer) in two files, one for
-training and one for validation. Each file is written under a temporary name, synced and renamed. Then a line is added
-to ``shards.jsonl``. So a process that is killed loses only one shard. A folder is unfinished until ``index.json`` is
-written.
+training and one for validation. When both are written, a line is added to ``shards.jsonl``. So a process that is
+killed loses only one shard. A folder is unfinished until ``index.json`` is written.
 
-At the start of a run, the size of each file is compared with the index. The checksum of a file is compared only if
-the file is newer than the index. Damage in an older file is found later, when the damaged block is first read.
+At the start of a run, the size of each file is compared with the index, and the checksum if the file is newer than
+the index. Damage in an older file is found when the damaged block is first read.
 
 If the index is damaged or does not fit the text, the checksums of all files are compared. Then damaged shards and the
 index are written again.
@@ -15,10 +14,10 @@ index are written again.
 import json
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from leaven.data.file_tokens import BlockChecksums, FileTokens, checksums_fit
 from leaven.data.pool import PieceBatch, encode_in_order
 from leaven.data.stream import Tokens
 from leaven.data.tokenizer import Encoder, pieces
+from leaven.documents import digest_of
 
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
@@ -55,24 +55,23 @@ class ShardedTokens:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, step = index.indices(len(self))
         assert step == 1
-        parts = [shard[first:last] for shard, first, last in self._between(start, stop)]
+        parts = [part[:] for part in self.between(start, max(start, stop))]
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
 
     def between(self, start: int, stop: int) -> list[Tokens]:
         """Return the tokens from position ``start`` to ``stop`` as a range for each shard. Nothing is read yet."""
-        return [TokenRange(shard, first, last) for shard, first, last in self._between(start, stop)]
-
-    def _between(self, start: int, stop: int) -> Iterator[tuple[Tokens, int, int]]:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        found: list[Tokens] = []
         for shard, offset in zip(self.shards[first:], self._starts[first:].tolist(), strict=False):
             if offset >= stop:
                 break
-            yield shard, max(start - offset, 0), min(stop - offset, len(shard))
+            found.append(TokenRange(shard, max(start - offset, 0), min(stop - offset, len(shard))))
+        return found
 
 
 @dataclass(frozen=True)
 class TokenRange:
-    """A range of the tokens of a shard. The tokens are read only when the range is indexed."""
+    """A range of the tokens of a shard, which are read when the range is indexed."""
 
     tokens: Tokens  # the shard
     start: int  # position of the first token of the range
@@ -136,16 +135,17 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
-    """Open the shards in a folder. Return None if the folder is unfinished, damaged, or does not fit the corpus."""
+    """Return the shards in a folder, or None if the folder is unfinished, damaged, or does not fit the corpus."""
     path = folder / "index.json"
     try:
-        index: Any = storage.json_object(storage.read(path))
+        index: dict[str, Any] = storage.json_object(storage.read(path)) or {}
+        digest = index.pop(DIGEST)
         checked = path.stat().st_mtime_ns
         records = [_record(entry, dtype) for entry in index["shards"]]
-        fingerprint, digest = index["fingerprint"], index[DIGEST]
+        fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if not (isinstance(fingerprint, str) and digest == _digest(index) and _has_all(records, corpus)):
+    if digest != digest_of(index) or not _has_all(records, corpus):
         return None
     if any(_damage(folder, shard, record, dtype, checked) for shard, record in enumerate(records)):
         return None
@@ -170,10 +170,8 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
-    """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
-
-    Return the files that were rebuilt, each with what was wrong.
-    """
+    """Write the missing shards of a folder, and then its index. Return the files that were rebuilt, each with what
+    was wrong. The caller must hold the lock of the folder."""
     records: dict[int, ShardRecord] = {}
     known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
     texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
@@ -241,14 +239,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
         "fingerprint": _fingerprint(folder, ordered, encoder.dtype),
         "shards": [_entry(record) for record in ordered],
     }
-    storage.write(folder / "index.json", json.dumps(index | {DIGEST: _digest(index)}, indent=1).encode())
+    storage.write(folder / "index.json", json.dumps(index | {DIGEST: digest_of(index)}, indent=1).encode())
     return damage
-
-
-def _digest(index: Mapping[str, Any]) -> str:
-    """Return the hash of the values of an index, without ``DIGEST``."""
-    content = {key: value for key, value in index.items() if key != DIGEST}
-    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
@@ -285,10 +277,8 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with what is wrong.
-
-    Of files that are older than ``checked_ns``, only the size is compared.
-    """
+    """Return the damaged files of a shard, each with what is wrong. Of files that are older than ``checked_ns``, only
+    the size is compared."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
@@ -306,13 +296,14 @@ def _file(folder: Path, split: str, shard: int) -> Path:
 
 
 def _tokens(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> FileTokens:
-    file = _file(folder, split, shard)
-    return FileTokens(file, dtype, record[split].tokens, checksums=record[split].blocks, advice=ADVICE)
+    tokens = FileTokens(_file(folder, split, shard), dtype, record[split].tokens, advice=ADVICE)
+    tokens.set_checksums(record[split].blocks)
+    return tokens
 
 
 def _checksum(file: Path) -> str:
     with file.open("rb") as content:
-        return file_digest(content, lambda: blake2b(digest_size=16)).hexdigest()
+        return storage.digest(content, 16)
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:

@@ -15,9 +15,8 @@ from leaven.data.token_files import TOKEN_SUFFIXES, MappedTokens, TokenFile
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
 
-# Folders that are not part of python-stdlib. Tests are half of the standard library (33 MB in Python 3.11), and many
-# distributions ship Python without tests. The modules in encodings are tables, which are easy to predict and would be
-# half of the validation text.
+# Folders that are not part of python-stdlib. Many distributions ship Python without tests. The modules in encodings
+# are tables, which are easy to predict and would be half of the validation text.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
 # Files in the folder of a run or check, with the keys of their first lines.
@@ -33,8 +32,7 @@ SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
 the public domain; the selection is that of "tinyshakespeare" (Karpathy 2015, github.com/karpathy/char-rnn)."""
 
 BYTES_PER_TOKEN = 3.75
-"""Typical number of bytes of a token. With a BPE of a few thousand tokens, 10.7 MB of python-stdlib became 2.86 M
-tokens (docs/log.md)."""
+"""Typical number of bytes of a token, measured on python-stdlib with a BPE of a few thousand tokens (docs/log.md)."""
 # Typical bytes of text per byte of a compressed file.
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
@@ -93,13 +91,8 @@ def _parts(source: DataSource) -> SourceParts:
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Return the number of tokens of a source, or None for an hf:// source.
-
-    For text, the number is estimated from the size of the files.
-
-    Raises:
-        InputError: if the source cannot be used or is empty.
-    """
+    """Return the number of tokens of a source, of text estimated from the size of the files. Return None for an hf://
+    source. Raise InputError if the source cannot be used or is empty."""
     if source.source.startswith(SCHEME):
         return None
     parts = source_parts(source)
@@ -129,8 +122,7 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key. Add to ``empty`` the empty folders that are
-    searched."""
+    """Return the key and path of each file of a source, sorted by key. Add the empty folders found to ``empty``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -179,15 +171,9 @@ def _matches(
 ) -> Iterator[Path]:
     """Yield the files below a folder that match the parts of a pattern, as in ``glob.glob(recursive=True)``.
 
-    Where glob would leave out files without a word, this function raises an error.
-
-    Args:
-        empty: this function adds the folders without any entry.
-        above: (device, inode) of the folders that ``**`` has matched, because a link may lead back to one of them.
-
-    Raises:
-        InputError: if a link that the pattern matches leads to nothing.
-        OSError: if a folder cannot be read.
+    Unlike glob, raise InputError if a matching link leads to nothing, and OSError if a folder cannot be read. Add the
+    folders without any entry to ``empty``. ``above`` has (device, inode) of the folders that ``**`` has matched,
+    because a link may lead back to one of them.
     """
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):
@@ -223,7 +209,7 @@ def _matches(
 
 
 def _is_of_leaven(path: Path) -> bool:
-    """Return whether a file was written by a run or check. A pattern for .jsonl files may match such files."""
+    """Return whether a file was written by a run or check."""
     if path.name not in _KEYS_OF_LEAVEN:
         return False
     with suppress(OSError), storage.open_file(path) as file:

@@ -36,10 +36,8 @@ class Stream:
     """An endless stream of windows of ``seq_len`` tokens in random order. The order is different in each epoch.
 
     Window w consists of tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. The last token is only a target in
-    window w, and the first input of window w + 1. Tokens at the end that do not fill a window are left out.
-
-    Raises:
-        InputError: if the tokens do not fill one window.
+    window w, and the first input of window w + 1. Tokens at the end that do not fill a window are left out. Raise
+    InputError if the tokens do not fill one window.
     """
 
     tokens: Tokens
@@ -92,10 +90,8 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return one period of the repeating pattern of sources, as three arrays.
-
-    The arrays are the source of each sample, the number of each sample within its source, and the number of samples
-    from each source. With proportions 2/3 and 1/3, a period has two samples from source 0 and one from source 1.
+    """Return one period of the repeating pattern of sources: the source of each sample, the number of each sample
+    within its source, and the number of samples from each source.
 
     The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the algorithm considers the
     sources that are at least 1/(2k - 2) samples behind their share, where k is the number of sources. Of these, it
@@ -128,24 +124,19 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return at most ``limit_tokens`` / T windows, but at least one, spread evenly over the tokens, [N, T + 1].
-
-    Raises:
-        InputError: if the tokens do not fill one window.
-    """
+    """Return at most ``limit_tokens`` / T windows, but at least one, spread evenly over the tokens, [N, T + 1]. Raise
+    InputError if the tokens do not fill one window."""
     available = _count_windows(tokens, seq_len, "validation")
     count = min(available, max(limit_tokens // seq_len, 1))
     return _gather(tokens, seq_len, np.arange(count, dtype=np.uint64) * np.uint64(available) // np.uint64(count))
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the shuffled position in [0, ``size``) of each of ``places``. Each epoch has another permutation.
+    """Return the shuffled position in [0, ``size``) of each of ``places``, in the epochs ``epochs``.
 
-    ``epochs`` has the epoch of each place.
-
-    The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. A
-    result that is not below ``size`` passes through the network again (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains").
+    Each epoch has another permutation. A permutation is a Feistel network on Z_a x Z_b, where a x b is equal to
+    ``size`` or slightly larger. A result that is not below ``size`` passes through the network again (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)

@@ -54,7 +54,7 @@ class MappedTokens:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of token ids, with the attributes of a :class:`leaven.data.readers.File`: key, name, size, stamp."""
+    """A file of token ids."""
 
     key: str  # path of the file below the source
     path: Path
@@ -88,11 +88,8 @@ class TokenFile:
         return None if of_index is None else stamp + of_index
 
     def open(self) -> MappedTokens:
-        """Return the token ids of the file. They are read from the file when they are indexed.
-
-        Raises:
-            BrokenFile: if the file is truncated, not of a known format, or of another dtype than the recipe says.
-        """
+        """Return the token ids, which are read when they are indexed. Raise BrokenFile if the file is truncated, not
+        of a known format, or of another dtype than the recipe says."""
         found = self._open()
         if self.dtype is not None and found.arrays[0].dtype.name != self.dtype:
             raise BrokenFile(f"has ids of {found.arrays[0].dtype.name}, not of {self.dtype}; remove dtype")
@@ -211,16 +208,10 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists, which is given as Arrow arrays.
+    """Return the token ids in a column of lists, given as Arrow arrays and the files that are mapped into each array.
 
-    Each row is a document. But `BLOCKS` or more rows of equal length (the last may be shorter) are taken for blocks
-    of a longer text, and the ends of documents are then unknown.
-
-    Args:
-        files: for each of the arrays, the files that are mapped into it.
-
-    Raises:
-        BrokenFile: if there is a null among the ids.
+    Each row is a document, unless the rows are blocks of a longer text (see `BLOCKS`). Raise BrokenFile if there is a
+    null among the ids.
     """
     arrays: list[ArrayTokens] = []
     lengths = []

@@ -5,7 +5,7 @@ cached until a file changes. In later runs, each block of a file is compared wit
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven import storage
 from leaven.data.corpus import VALIDATION_SHARE, Meter, OnProgress, cached_surveys, surveys_file
 from leaven.data.file_tokens import ArrayTokens, BlockChecksums, FileTokens, checksums_fit, checksums_size
 from leaven.data.shards import ShardedTokens, Shards
@@ -45,10 +46,8 @@ class TokenSurvey:
 
 
 class DocumentTokens:
-    """The tokens of documents, with an end-of-text token added after each.
-
-    ``ends`` are the positions in ``tokens`` after the last token of each document.
-    """
+    """The tokens of documents, with an end-of-text token added after each document. ``ends`` are the positions in
+    ``tokens`` after the last token of each document."""
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
         self._tokens, self._ends, self._end_of_text = tokens, ends, end_of_text
@@ -74,10 +73,8 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Raise InputError if parts with the same ids have different uses, such as training and validation.
-
-    ``used`` contains (identity, part, use). Parts with the same ids have the same identity.
-    """
+    """Raise InputError if parts with the same ids have different uses, such as training and validation. ``used`` has
+    (identity, part, use); parts with the same ids have the same identity."""
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
         found = first.setdefault(identity, {})
@@ -150,7 +147,7 @@ class TokenReader:
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
             content = " ".join([content, *others.digests])
             notes += others.notes
-        fingerprint = blake2b(content.encode(), digest_size=16).hexdigest()
+        fingerprint = storage.digest(content.encode(), 16)
         return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
@@ -171,7 +168,7 @@ class TokenReader:
             surveys_file(self.memory, name, str(FORMAT), source.text, str(source.dtype), str(end_of_text)),
             meter,
             lambda part, meter: _survey(mapped[part.key], end_of_text, meter),
-            lambda part, values: _restored(mapped[part.key], values),
+            lambda part, values: _cached(mapped[part.key], values),
         )
         meter.finish()
         for part, survey in zip(parts, surveys, strict=True):
@@ -200,11 +197,11 @@ class TokenReader:
                 "documents end; set end_of_text in [data] to the id that ends its documents, or remove it and use "
                 "packed documents"
             )
+        for ids, survey in zip(mapped.values(), surveys, strict=True):
+            for array, checksums in _of_arrays(ids, survey):
+                array.set_checksums(checksums)
         return _SourceIds(
-            [
-                replace(ids, arrays=tuple(array.with_checksums(sums) for array, sums in _of_arrays(ids, survey)))
-                for ids, survey in zip(mapped.values(), surveys, strict=True)
-            ],
+            [*mapped.values()],
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
@@ -223,10 +220,8 @@ class _SourceIds:
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens of ``mapped`` from position ``start`` to ``stop``.
-
-        If ``added`` is set, this end-of-text token follows each document. Positions do not count these tokens.
-        """
+        """Return the tokens of ``mapped`` from position ``start`` to ``stop``. Positions do not count ``added``
+        tokens."""
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
@@ -254,11 +249,12 @@ def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> Toke
     return TokenSurvey(content.hexdigest(), lowest, highest, ends, checksums)
 
 
-def _restored(mapped: MappedTokens, values: Any) -> TokenSurvey | None:
-    """Return a survey from the cache, or None if its checksums are missing or do not have the right form."""
+def _cached(mapped: MappedTokens, values: dict[str, Any]) -> TokenSurvey:
+    """Return a survey from the cache. Raise an error if its checksums are missing or do not have the right form."""
     survey = TokenSurvey(**values)
-    fit = all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey))
-    return survey if fit else None
+    if not all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey)):
+        raise ValueError
+    return survey
 
 
 def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[FileTokens | ArrayTokens, str]]:

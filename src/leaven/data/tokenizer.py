@@ -52,13 +52,13 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of pieces of text into token ids, with an end-of-text token after every document."""
+    """Encodes pieces of text into token ids, with an end-of-text token after every document."""
 
     tokenizer: "Tokenizer"
 
     @cached_property
     def vocab_size(self) -> int:
-        # Some ids may be unused, but the embedding needs rows up to the largest id.
+        # The embedding has rows up to the largest id, although ids may be unused.
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -74,8 +74,7 @@ class Encoder:
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
         """Return the tokens of the training pieces, and those of the validation pieces."""
-        # Text that looks like a special token is encoded as ordinary text.
-        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.encode_special_tokens = True  # as ordinary text, if a document contains them
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         ids: tuple[list[int], list[int]] = ([], [])
         documents, n_bytes, end = [0, 0], [0, 0], self.end_of_text
@@ -125,7 +124,6 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
             f"set vocab_size = {encoder.vocab_size:_} or more"
         )
     _ = encoder.end_of_text
-    # The file may enable truncation or padding.
     given.no_truncation()
     given.no_padding()
     return given
@@ -153,8 +151,8 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
     """Yield the text on which a tokenizer is trained: pieces of training documents.
 
-    Each source gives at most about `TRAINING_BYTES` / (number of sources) bytes, whatever its weight in the mixture.
-    So all mixtures of the same sources have the same tokenizer, and the losses of runs can be compared.
+    Each source gives at most about `TRAINING_BYTES` / (number of sources) bytes, whatever its weight. So all mixtures
+    of the same sources have the same tokenizer, and their losses can be compared.
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
@@ -169,10 +167,8 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 
 
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
-    """Yield a document in pieces that end at line ends if possible.
-
-    Small pieces let several cores encode a document, and limit the memory: encoding needs 100 bytes for each token.
-    """
+    """Yield a document in pieces that end at line ends if possible. Small pieces let several cores encode a document,
+    and limit the memory: encoding needs 100 bytes for each token."""
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
         stop = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
@@ -201,10 +197,8 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it.
-
-    A process that is forked while threads exist may hang. If the user has set TOKENIZERS_PARALLELISM, it is kept.
-    """
+    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it: a process that
+    is forked while threads exist may hang. TOKENIZERS_PARALLELISM of the user is kept."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:
@@ -214,10 +208,10 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of each token id.
+    """Return the number of UTF-8 bytes of each token id, or None for other tokenizers than byte-level and
+    SentencePiece (which writes spaces as "▁").
 
     Special tokens, for example end-of-text, have 0 bytes. A space that SentencePiece adds before a text is counted.
-    The result is None for other tokenizers than byte-level and SentencePiece (which writes spaces as "▁").
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
@@ -239,10 +233,8 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 
 
 def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:
-    """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte.
-
-    End-of-text tokens count in the loss but have no bytes. The result is None if the bytes are unknown or 0.
-    """
+    """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte. Return
+    None if the bytes are unknown or 0. End-of-text tokens count in the loss but have no bytes."""
     counts = None if tokenizer is None else bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())
     return targets.size / n_bytes / math.log(2) if n_bytes else None

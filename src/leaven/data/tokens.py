@@ -10,7 +10,6 @@ folder; other processes wait and then read its files.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,22 +67,19 @@ class TokenSet:
         return sum(source.validation_bytes for source in self.sources)
 
     def stream(self, seq_len: int, seed: int) -> "Stream | Mixture":
-        """Return the endless stream of training samples. Raise InputError if a source has too few tokens for one
-        sample."""
+        """Return the endless stream of training samples. Raise InputError if a source is too short for one sample."""
         if len(self.sources) == 1:
             return Stream(self.sources[0].train, seq_len, seed)
         # The order within a source does not depend on the other sources or on weights.
-        seeds = [int(_hash(f"{seed} {name}".encode())[:16], 16) for name in self.names]
+        seeds = [int(storage.digest(f"{seed} {name}".encode(), 16)[:16], 16) for name in self.names]
         streams = (Stream(source.train, seq_len, own) for source, own in zip(self.sources, seeds, strict=True))
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
         """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``, at least one from each source.
 
-        ``limit_tokens`` is divided among the sources by their proportions.
-
-        Raises:
-            InputError: if a source does not fill one window.
+        ``limit_tokens`` is divided among the sources by their proportions. Raise InputError if a source does not fill
+        one window.
         """
         return np.concatenate(
             [
@@ -132,7 +128,7 @@ def prepare(
         corpora = open_corpora(texts, data.corrupt_share, memory, progress, of_texts)
         if texts or given is not None:
             path, encoder = _tokenizer(cache / "tokenizers", given, corpora, vocab_size, progress)
-            content = _hash(path.read_bytes())
+            content = storage.digest(path.read_bytes(), 16)
             end_of_text = encoder.end_of_text if end_of_text is None else end_of_text
             if texts and end_of_text != encoder.end_of_text:
                 raise InputError(
@@ -141,7 +137,7 @@ def prepare(
                 )
             meter = Meter(progress, "encoding", sum(corpus.n_bytes for corpus in corpora))
             for corpus in corpora:
-                key = _hash(f"{FORMAT} {corpus.fingerprint} {content}".encode())
+                key = storage.digest(f"{FORMAT} {corpus.fingerprint} {content}".encode(), 16)
                 found[corpus.source] = shards(cache / "tokens" / key, corpus, encoder, meter, processes)
             meter.finish()
         known = vocab_size if encoder is None else encoder.vocab_size
@@ -160,14 +156,16 @@ def prepare(
     if empty:
         more = f" and {len(empty) - 1:,} more folders are" if len(empty) > 1 else " is"
         skipped.append(f"{empty[0]}{more} empty; if a disk belongs there, mount it, and begin again")
-    fingerprints = [source.fingerprint for source in sources]
+    fingerprint = sources[0].fingerprint
+    if len(sources) > 1:
+        fingerprint = storage.digest("".join(source.fingerprint for source in sources).encode(), 16)
     return TokenSet(
         names=tuple(source.source for source in data.sources),
         proportions=data.proportions,
         sources=tuple(sources),
         vocab_size=known,
         end_of_text=end_of_text,
-        fingerprint=fingerprints[0] if len(sources) == 1 else _hash("".join(fingerprints).encode()),
+        fingerprint=fingerprint,
         tokenizer_path=path,
         notes=(*skipped, *(note for source in sources for note in source.notes)),
     )
@@ -175,9 +173,7 @@ def prepare(
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
     """Raise InputError if keys of ``data`` do not fit its sources, or token ids are for both training and validation.
-
-    ``of_ids`` has the parts of each source of token ids, by source.
-    """
+    ``of_ids`` has the parts of each source of token ids."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
@@ -223,7 +219,7 @@ def _tokenizer(
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
-    name = folder / f"bpe-{_hash(f'{FORMAT} {text} {vocab_size}'.encode())}"
+    name = folder / f"bpe-{storage.digest(f'{FORMAT} {text} {vocab_size}'.encode(), 16)}"
     if (found := _kept(folder, name)) is not None:
         return found
     folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +234,7 @@ def _tokenizer(
 def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
     """Save a tokenizer in a folder named by its hash. Return the path of the file, and the encoder."""
     raw = tokenizer.to_str(pretty=True).encode()
-    path = folder / _hash(raw) / "tokenizer.json"
+    path = folder / storage.digest(raw, 16) / "tokenizer.json"
     if not path.exists() or path.read_bytes() != raw:
         path.parent.mkdir(parents=True, exist_ok=True)
         storage.write(path, raw)
@@ -254,8 +250,6 @@ def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
         raw = storage.read(path)
     except (OSError, ValueError):
         return None
-    return (path, Encoder(Tokenizer.from_str(raw.decode()))) if _hash(raw) == path.parent.name else None
-
-
-def _hash(raw: bytes) -> str:
-    return blake2b(raw, digest_size=16).hexdigest()
+    if storage.digest(raw, 16) != path.parent.name:
+        return None
+    return path, Encoder(Tokenizer.from_str(raw.decode()))

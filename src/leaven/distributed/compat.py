@@ -1,5 +1,4 @@
-"""Wraps functions of torch.distributed that are private or change between versions. The tests in tests/distributed
-fail if torch changes one of them."""
+"""Wraps functions of torch.distributed that are private or change between versions."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -78,8 +77,8 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``on_resize`` with every storage that is resized in the ``with`` block. FSDP frees and reallocates
-    gathered parameters by resizing."""
+    """Call ``on_resize`` with every storage that is resized in the ``with`` block, as FSDP does to free
+    parameters."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:
@@ -96,8 +95,8 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Make DTensor infer all shapes inside the context ``apart()``. For this, DTensor creates fake tensors of the
-    unsharded shapes, which a measurement of memory must not count."""
+    """Make DTensor infer shapes inside the context ``apart()``. It creates fake unsharded tensors for this, which a
+    measurement of memory must not count."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

@@ -17,28 +17,27 @@ _LONGEST_PAUSE = 0.5  # seconds between two polls of the store
 
 
 class Exchange:
-    """Exchanges values in rounds: every process sends a value to the first process, which sends one answer to all
-    processes.
+    """Exchanges values in rounds: every process sends a value to the first process, which sends one answer to all.
 
     All processes must construct an exchange at the same point of the program, in their main threads. In each round,
-    all of them call :meth:`gather` and then :meth:`broadcast`. A round may leave out :meth:`gather`.
+    all of them call :meth:`gather`, which may be left out, and then :meth:`broadcast`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.group, self._timeout = group, timeout.total_seconds()
         self._nonce, self._round = group.broadcast(token_hex(4)), 0
-        # This is a separate connection, because a request waits for earlier requests on the same connection.
+        # A request waits for earlier requests on the same connection.
         self._store: Any = group.store.clone() if group.store is not None else None
         self._until = float("inf")
 
     @property
     def name(self) -> str:
-        """The name of the current round, the same on all processes. A restarted run has other names."""
+        """The name of the current round, the same on all processes and different after a restart."""
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process. There, return the values of all processes by rank, with None in
-        place of a value that did not arrive in time. On other processes, return []."""
+        """Send a JSON value to the first process. There, return the values of all processes by rank, None for those
+        that did not arrive in time. On other processes, return []."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -88,9 +87,8 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return the result of ``work()``, which runs on the first process, and then on all others in parallel.
-
-    The others find the files that the first process has written.
+    """Return the result of ``work()``, which runs on the first process, and then on all others in parallel. The
+    others find the files that the first process has written.
 
     Raises:
         ProcessLost: on the others, if the first process has not finished after 60 days.

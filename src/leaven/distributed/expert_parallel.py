@@ -24,8 +24,8 @@ from leaven.model.transformer import Stage
 
 
 def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
-    """Distribute the routed experts of a stage over the expert-parallel ranks, and split each over the
-    tensor-parallel ranks. The stage must be on the meta device."""
+    """Distribute the routed experts of a stage over the expert- and tensor-parallel ranks. The stage must be on the
+    meta device."""
     axes = [axis for axis in ("ep", "tp") if group.degree(axis) > 1]
     mesh = group.expert_mesh or group.mesh
     for block in stage.layers:

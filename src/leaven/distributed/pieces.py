@@ -38,8 +38,8 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores. If several processes store the same block, the first
-    one along each axis of the mesh owns it. If ``owned`` is false, this process does not own the block."""
+    """Return the block of a tensor that this process stores. If several processes store the same block, the first one
+    along each axis of the mesh owns it, unless ``owned`` is false there."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -34,8 +34,8 @@ MicroBatch = tuple[Tensor, Tensor, Tensor | None]
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
-    """Return the stages of a pipeline rank: rank, rank + pp, rank + 2 pp, ... (Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2)."""
+    """Return the stages of a pipeline rank: rank, rank + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, sec.
+    2.2)."""
     return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
 
 
@@ -60,7 +60,7 @@ class Pipeline:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Run all micro-batches forward and backward, and accumulate gradients. Return the sum of the losses, a
-        scalar: 0 without the last stage."""
+        scalar, or 0 if this process does not have the last stage."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
@@ -78,8 +78,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients. The ``eval``
-        method of torch's schedules is not used: it changes the state that they keep for training."""
+        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients.
+
+        torch's schedules have an ``eval`` method, which changes the state that they keep for training.
+        """
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -142,9 +144,8 @@ class LeanStage(PipelineStage):
     torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so ZeRO 2 and 3
     need the same memory as ZeRO 1. Before torch 2.15, it also allocates all receive buffers at the start.
 
-    Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2, gradients are
-    reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded. The cost is a
-    reduce-scatter for each micro-batch, and with ``zero`` 3 also an all-gather.
+    Here each micro-batch's buffer is freed after its backward pass. With ``zero`` 2 and 3, gradients are then
+    reduce-scattered, and with 3 parameters are resharded, at the cost of another all-gather.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
@@ -193,7 +194,7 @@ class LeanStage(PipelineStage):
         return stage_backward(*of), None
 
     def start_gradient_reduction(self) -> None:
-        """Start the reduction of gradients at the end of a step. Only torch 2.15 and later call this method."""
+        # Only torch 2.15 and later call this method, at the end of a step.
         assert isinstance(self.submod, FSDPModule)
         reduce_with_backward(self.submod, False)
         super().start_gradient_reduction()  # type: ignore[misc]

@@ -23,8 +23,8 @@ from leaven.errors import InputError, ProcessLost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
-"""The axes of the device mesh, from the slowest link to the fastest. Data parallelism has two axes: ranks along
-"replicate" have the same pieces of parameters and optimizer states, and ranks along "shard" different ones."""
+"""The axes of the device mesh, from the slowest link to the fastest. Data-parallel ranks along "replicate" have the
+same pieces of parameters and optimizer states, and ranks along "shard" different ones."""
 
 EXPERT_AXES = ("pp", "replicate", "shard", "ep", "tp")
 """The axes of the device mesh of routed experts. Ranks along "ep" have different experts, and ranks along "replicate"
@@ -67,11 +67,9 @@ class ProcessGroup:
         return self.rank == 0
 
     def rank_along(self, axis: str) -> int:
-        """Return the rank of this process along an axis of the mesh."""
         return self.mesh.get_local_rank(axis) if self.mesh is not None else 0
 
     def degree(self, axis: str) -> int:
-        """Return the number of processes along an axis of the mesh."""
         mesh, axes = (self.expert_mesh, EXPERT_AXES) if axis == "ep" else (self.mesh, AXES)
         return mesh.size(axes.index(axis)) if mesh is not None else 1
 
@@ -87,7 +85,7 @@ class ProcessGroup:
 
     @property
     def is_first_reader(self) -> bool:
-        """Whether this process is the first of the processes that read the same samples."""
+        """Whether this process is the first of those that read the same samples."""
         return self.rank_along("pp") == 0 and self.rank_along("tp") == 0
 
     def all_reduce_(self, values: Tensor) -> Tensor:
@@ -104,13 +102,11 @@ class ProcessGroup:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is true on at least one process."""
         if self.mesh is None:
             return flag
         return bool(self.all_reduce_(torch.tensor(float(flag))))
 
     def broadcast(self, value: T) -> T:
-        """Return the first process's value on all processes."""
         if self.mesh is None:
             return value
         values = [value]
@@ -132,8 +128,7 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of all processes that torchrun started, arranged by ``layout``. If ``layout`` has one rank,
-    yield the group of a single process.
+    """Yield the group of all processes that torchrun started, arranged by ``layout``.
 
     Raises:
         InputError: if the device cannot be used by several processes.
@@ -181,16 +176,13 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return ``store`` with a random prefix before every key, which only the ``size`` processes of this start know.
 
-    When torchrun restarts a run, the key-value store still has the entries of the dead processes. Without a prefix,
-    the new processes would read them, and would hang or fail to connect.
-
-    The processes agree on the prefix as follows:
+    When torchrun restarts a run, the store still has the entries of the dead processes. Processes that read such
+    entries hang or fail to connect. So the new processes agree on a prefix as follows:
 
     1. Each process writes a random word under the key of its rank. This replaces the word of a dead process.
-    2. Rank 0 reads the words of all ranks, and proposes a prefix together with the words. When a word changes, rank 0
-       writes a new proposal.
+    2. Rank 0 proposes a prefix together with the words of all ranks, and proposes again when a word changes.
     3. Each other rank agrees to a proposal that contains its own word, not that of its dead predecessor.
-    4. When all other ranks have agreed to the last proposal of rank 0, rank 0 confirms it.
+    4. When all other ranks have agreed to the last proposal, rank 0 confirms it.
 
     Raises:
         TimeoutError: if ranks are missing; the message names them.

@@ -4,8 +4,7 @@ The optimizer, clipping and norms use plain tensors: the blocks of the parameter
 cover the blocks of all processes and are bit-identical on all of them, so all processes make the same decisions.
 
 The layers of a rank are built first. Tensor parallelism, recomputation, compilation and sharding are then applied to
-them, in this order. :mod:`leaven.distributed.pipeline` decides which layers a rank has. The table in
-:mod:`leaven.distributed.tensor_parallel` determines how each module is split over tensor-parallel ranks.
+them, in this order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,9 +125,8 @@ class ShardedModel:
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
         """Run all micro-batches forward and backward, and accumulate their gradients. Return ``factor`` times the sum
-        of this process's losses, a scalar.
-
-        ``after_first`` is called once, after the first micro-batch. With pipeline parallelism, it is never called.
+        of this process's losses, a scalar. Without pipeline parallelism, call ``after_first`` after the first
+        micro-batch.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -172,8 +170,8 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def total_z_loss(self) -> Tensor | None:
-        """Return the z-loss of the last step in nats, summed over the tokens of all processes. Without a z-loss,
-        return None."""
+        """Return the z-loss of the last step in nats, summed over the tokens of all processes, or None without
+        one."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
     @property
@@ -184,18 +182,16 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Return the loads and balance losses of this step, summed over all processes: a row for each layer of the
-        model, a column for each expert, and a last column for the balance loss. ``tally`` is a tensor of zeros in
-        this shape, which is overwritten."""
+        """Return the loads and balance losses of this step, summed over all processes: a row for each layer, a column
+        for each expert, and a last column for the balance loss. ``tally`` has zeros of this shape to write into."""
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return a list with a tensor of 2-norms, (rows,), for each of ``groups``: one norm for each row of the
-        parameter table, over all processes. A group is a sequence with one tensor, such as the gradient, for each of
-        ``local_parameters``."""
+        """Return the 2-norms, (rows of the parameter table,), of each of ``groups`` over all processes. A group has
+        one tensor, such as the gradient, for each of ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -204,13 +200,13 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the gradients, (rows,), in the order of the parameter table. The last backward pass
-        must have reduced the gradients over the data-parallel ranks."""
+        """Return the 2-norms of the gradients, (rows of the parameter table,). The last backward pass must have
+        reduced the gradients over the data-parallel ranks."""
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
     def whole_matrices(self) -> WholeMatrices | None:
-        """Return the object that applies functions to whole matrices. With a single process, return None."""
+        """Return the object that applies functions to whole matrices, or None with a single process."""
         if self.group is SINGLE_PROCESS:
             return None
         return WholeMatrices({each.row.name: each.parameter for each in self.parameters}, self.group)
@@ -239,8 +235,8 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradient of a tied embedding over
-        the first and the last pipeline stage."""
+        """Move the gradients of sharded parameters to ``local_parameters``. Sum that of a tied embedding over the
+        first and the last pipeline stage."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad

@@ -3,9 +3,8 @@
 This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
 arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by
 their inputs. Both vocabulary matrices are split by the vocabulary. Outside attention and MLP, every rank has a part
-of the sequence. The forward pass of a layer has two all-gathers (into attention and into the MLP) and two
-reduce-scatters (out of them). The backward pass has a reduce-scatter for each all-gather, and an all-gather for each
-reduce-scatter.
+of the sequence, which is all-gathered into attention and MLP and reduce-scattered out of them. The backward pass has
+a reduce-scatter for each all-gather, and an all-gather for each reduce-scatter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,12 +81,12 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors, not DTensors. A rank uses only the
-    parts of the parameters that it stores.
+    """The parallel style of a module that each rank computes with plain tensors, from its own parts of the
+    parameters.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
-    over the ranks. torch's own style for norms needs much memory on a CPU: it decomposes a norm into small operations
-    and keeps all their results.
+    over the ranks. torch's own style for norms needs much memory on a CPU, because it keeps the results of many small
+    operations.
     """
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
@@ -118,11 +117,8 @@ REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
 
 
 class LocalBranch(ParallelStyle):
-    """The parallel style of a branch that computes on plain tensors.
-
-    The input is gathered over the sequence. The outputs of all ranks are summed, and each rank gets its positions of
-    the sum. The backward pass does the same with the gradients.
-    """
+    """The parallel style of a branch that computes on plain tensors. Inputs are gathered over the sequence, outputs
+    are summed, and each rank gets its positions of the sum. The backward pass does the same with the gradients."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -140,15 +136,9 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module that gathers its first argument over the sequence.
-
-    ``arguments`` is the number of arguments of the module. The others are passed on unchanged.
-    """
+    """Return the style of a module that gathers the first of its ``arguments`` arguments over the sequence."""
     rest = (None,) * (arguments - 1)
-    return PrepareModuleInput(
-        input_layouts=(Shard(SEQUENCE), *rest),
-        desired_input_layouts=(Replicate(), *rest),
-    )
+    return PrepareModuleInput(input_layouts=(Shard(SEQUENCE), *rest), desired_input_layouts=(Replicate(), *rest))
 
 
 BLOCK: dict[str, ParallelStyle] = {
@@ -163,13 +153,16 @@ BLOCK: dict[str, ParallelStyle] = {
     "norm.attention_out": REPLICATED,
     "norm.mlp": REPLICATED,
     "norm.mlp_out": REPLICATED,
+}
+
+MLP: dict[str, ParallelStyle] = {
     "mlp": _gathered_first(1),
     "mlp.gate": ColwiseParallel(),
     "mlp.in": ColwiseParallel(),
     "mlp.out": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
 }
 
-# The MLP of a block with experts. The routed experts are split by leaven.distributed.expert_parallel.
+# In place of MLP in a block with experts. The routed experts are split by leaven.distributed.expert_parallel.
 MIXTURE: dict[str, ParallelStyle] = {
     "mlp": LocalBranch(),
     "mlp.router": REPLICATED,
@@ -193,14 +186,10 @@ def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     by_head = dict.fromkeys(("norm.query", "norm.key"), per_head) if model.shape.qk_norm_per_head else {}
     for block in stage.layers:
         if isinstance(block.mlp, MixtureOfExperts):
-            _apply(
-                block,
-                mesh,
-                {name: how for name, how in BLOCK.items() if not name.startswith("mlp")} | MIXTURE | by_head,
-            )
+            _apply(block, mesh, BLOCK | MIXTURE | by_head)
             block.mlp.counts_losses = mesh.get_local_rank() == 0
         else:
-            _apply(block, mesh, BLOCK | by_head)
+            _apply(block, mesh, BLOCK | MLP | by_head)
         if model.shape.positions == "alibi":
             _slice_bias(block, mesh)
     _apply(model, mesh, ENDS)
@@ -232,9 +221,8 @@ def sharded_cross_entropy(
     ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. ``weight`` is sharded by its
     rows, the vocabulary. ``how`` has further arguments of ``cross_entropy``.
 
-    A rank stores the logits of one chunk of n tokens at a time, only for its V vocabulary entries. Ranks gather the
-    hidden states, and sum the parts of their gradients. Of the logits they exchange only the maximum, the normaliser
-    and the target's logit of each token.
+    A rank computes the logits of one chunk of n tokens at a time, only for its V vocabulary entries. Of the logits,
+    ranks exchange only the maximum, the normaliser and the target's logit of each token.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

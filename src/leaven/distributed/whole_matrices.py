@@ -1,8 +1,8 @@
-"""Applies a function to whole matrices that are sharded: each process stores only a block of each.
+"""Applies a function to whole matrices that are sharded over processes.
 
-Each matrix has an owner: a process that receives the whole matrix, applies the function, and sends the blocks of the
-result back. The processes take turns as owners, and each holds one whole matrix at a time. The owner computes what a
-single process would compute, so the result is exact.
+Each matrix has an owner, a process that receives the whole matrix, applies the function, and sends the blocks of the
+result back. So the result is that of a single process. The processes take turns as owners, and each holds one whole
+matrix at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the block that each rank sends to the ``owner``, by rank, without ranks that send nothing. Each
-        block has one sender. The owner sends itself the block that it stores."""
+        """Return the blocks that are sent to the ``owner``, by rank. Each block has one sender, and the owner is the
+        sender of its own block."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -67,8 +67,7 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply the function to ``matrices``, at most one for each rank, and return this process's block of each
-        result. Rank r gathers matrix r and applies the function to it."""
+        """Return this process's blocks of the results for at most one matrix for each rank. Rank r owns matrix r."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]
@@ -85,8 +84,8 @@ class WholeMatrices:
         return iter(self._exchange(back, [tuple(block.shape) for block in mine])[: len(mine)])
 
     def _exchange(self, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send ``sent[r]`` to each rank r, and return the matrix from each rank r, of shape ``shapes[r]``. A list may
-        be shorter than the group; the remaining ranks get or send nothing."""
+        """Send ``sent[r]`` to each rank r, and return the matrix from each rank r, of shape ``shapes[r]``. The ranks
+        for which a list is too short get or send nothing."""
 
         def sizes(elements: Iterable[int]) -> list[int]:
             found = list(elements)
