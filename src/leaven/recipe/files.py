@@ -26,7 +26,7 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 1.2e-38, 1e19  # fp32: smaller ones lose digits,
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation, or raise InputError."""
+    """Return the recipe in a TOML file, with ``a.b=value`` overrides applied, or raise InputError."""
     return parse_recipe(read_text(path), str(path), overrides)
 
 
@@ -92,12 +92,9 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
             raise InputError(f"{where}: the text contains a NUL; remove it")
         elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             raise InputError(f"{where}: more than 64 bits; give an integer closer to 0")
-        elif isinstance(value, float) and value and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
-            if math.isfinite(value):  # pydantic refuses infinity and nan
-                fault = (
-                    f"too large or too close to 0; give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
-                )
-                raise InputError(f"{where}: {value:g} is {fault}")
+        elif isinstance(value, float) and (0 < abs(value) < SMALLEST_FLOAT or LARGEST_FLOAT < abs(value) < math.inf):
+            numbers = f"give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
+            raise InputError(f"{where}: {value:g} is too large or too close to 0; {numbers}")
 
 
 def _place(keys: list[str]) -> str:
