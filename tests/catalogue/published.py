@@ -14,7 +14,7 @@ _POSITIONS = {"rotary": "rope", "learned": "learned", "alibi": "alibi"}
 
 def model_shape(run: PublishedRun) -> ModelShape | None:
     """Return the run's model as leaven builds it, or None if leaven cannot build it."""
-    arch, seq_len = run.arch, run.data.seq_len if run.data else None
+    arch, seq_len = run.arch, run.seq_len
     foreign = (
         run.kind != "dense",
         seq_len is None,

@@ -73,7 +73,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
             return None
         begun = zip(begins, [*sizes[:-1], batch], strict=True)
         return {"stages": [{"from_tokens": round(begin * longer), "tokens": size} for begin, size in begun]}
-    seq_len = run.data.seq_len if run.data else None
+    seq_len = run.seq_len
     if not (ramp.kind == "increments" and ramp.start_samples and ramp.n_increments and ramp.over_tokens and seq_len):
         return None
     start = max(round(ramp.start_samples * seq_len / unit), 1)

@@ -283,7 +283,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
     """Return the most frequent rope_theta of runs with sequences above `SHORT`, and the ids of the runs with it."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
-        if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
+        if run.arch.rope_theta and (run.seq_len or 0) > SHORT:
             by.setdefault(run.arch.rope_theta, []).append(run.id)
     return max(by.items(), key=lambda pair: len(pair[1]))
 
@@ -311,7 +311,7 @@ def _grouped(near: Neighbours) -> bool:
 def _lengths(near: Neighbours) -> Votes:
     if near.reference:
         return middle(near.values("model.seq_len"))
-    return middle({run.id: run.data.seq_len for run in _recent(near) if run.data and run.data.seq_len})
+    return middle({run.id: run.seq_len for run in _recent(near) if run.seq_len})
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
