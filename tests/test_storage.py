@@ -174,7 +174,7 @@ def test_a_full_disk_costs_only_what_is_being_written(tmp_path: Path) -> None:
     """A limit on the size of files stands in for the full disk: the write fails in the same place."""
     (tmp_path / "file").write_bytes(OLD)
     storage.append_json(tmp_path / "lines", {"n": 1})
-    (tmp_path / "no end").write_text('{"n": 1}\n{"n": 2}'.ljust(10_000))  # has the largest size, and lacks its newline
+    (tmp_path / "no end").write_text('{"n": 1}\n{"n": 2}'.ljust(10_000))  # so large that not even a newline fits
     output, error = python(FULL, tmp_path).communicate()
     assert output.splitlines() == ["File too large"] * 3, error
     assert names(tmp_path) == ["file", "lines", "no end"]
@@ -406,5 +406,3 @@ def test_a_page_that_was_edited_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"page\.html was edited after leaven wrote it; rename it, or give"):
             storage.write_page(page, "<!doctype html>4")
         assert page.read_text() == edited
-
-

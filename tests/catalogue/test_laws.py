@@ -151,16 +151,14 @@ def test_more_experts_lower_the_loss_of_one_law_alone() -> None:
     assert {law for law in dense if dense[law] != mixture[law]} == {"Ludziejewski 2025 loss"}
 
 
-@pytest.mark.parametrize(("experts", "beyond"), [(1, []), (32, []), (128, [("E", "above", 4.0)])])
-def test_the_law_of_mixtures_was_fitted_to_32_experts_at_most(
-    experts: int, beyond: list[tuple[str, str, float]]
-) -> None:
+@pytest.mark.parametrize(("experts", "factor"), [(1, 1.0), (32, 1.0), (128, 4.0)])
+def test_the_law_of_mixtures_was_fitted_to_32_experts_at_most(experts: int, factor: float) -> None:
     rows = {row.law: row for row in evaluate(1e9, 2e10, experts=experts)}
-    mixture = rows["Ludziejewski 2025 loss"]
-    assert [(each.axis, each.side, each.factor) for each in mixture.beyond] == beyond
-    assert (mixture.in_range, mixture.extrapolation) == (not beyond, beyond[0][2] if beyond else 1.0)
-    assert [law for law, row in rows.items() if row.of_experts] == ["Ludziejewski 2025 loss"]
-    # laws that do not depend on experts have no range of them
+    mixture = rows.pop("Ludziejewski 2025 loss")
+    assert (mixture.of_experts, mixture.in_range, mixture.extrapolation) == (True, factor == 1, factor)
+    assert [(each.axis, each.side, each.factor) for each in mixture.beyond] == [("E", "above", 4.0)] * (factor > 1)
+    assert not any(row.of_experts for row in rows.values())
+    # Laws that do not depend on experts have no range of them.
     assert not any(each.axis == "E" for law, row in rows.items() if "Ludziejewski" not in law for each in row.beyond)
 
 
@@ -266,12 +264,7 @@ def test_the_lr_of_a_law_at_another_batch() -> None:
 def test_power_lines_critical_batch_in_closed_form() -> None:
     """0.0471 D^0.462 sequences of 2048: 2,704.6 of them at 20B tokens (ln 20e9 = 23.71900), as the exponent says
     1.89737 times as many at 80B."""
-    found = [
-        result.batch_tokens
-        for tokens in (20e9, 80e9)
-        for result in evaluate(1e9, tokens)
-        if result.law == "Power Lines 2025 critical batch"
-    ]
+    found = [result("Power Lines 2025 critical batch", (1e9, tokens)).batch_tokens for tokens in (20e9, 80e9)]
     assert found == pytest.approx([2_704.6 * 2048, 1.89737 * 2_704.6 * 2048], rel=1e-4)
 
 

@@ -266,5 +266,3 @@ def test_a_page_goes_to_the_standard_output_of_a_shell(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
     assert (tmp_path / "out").read_text() == "page"
     assert Path("/dev/stdout").is_symlink()
-
-
