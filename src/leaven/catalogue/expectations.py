@@ -15,7 +15,7 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected best value of a hyperparameter, relative to the recipe's value for the matrices in blocks."""
+    """The expected best value of a hyperparameter, relative to the recipe's value (for the matrices in blocks)."""
 
     octaves: float  # log2(expected value / the recipe's value)
     deviation: float  # standard deviation of log2(value) over the values of the laws and runs

@@ -335,6 +335,8 @@ def compute_optimal(flops: float) -> list[OptimumRow]:
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
     ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']
+
+    Raise InputError for a budget below one parameter and one token.
     """
     found = []
     for frontier in FRONTIERS:

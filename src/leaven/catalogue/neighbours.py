@@ -84,11 +84,6 @@ def nearest(
     optimizers = same_lr_meaning(stack.optimizer or "adamw")
     size: Callable[[PublishedRun], int] = attrgetter("params_active" if used else "params_total")
     kinds = {kind, "dense"} if used else {kind}
-
-    def rank(pair: tuple[PublishedRun, float]) -> tuple[bool, bool, float]:
-        run, distance = pair
-        return bool(within) and run.kind != kind, bool(within) and not stack.fits(run.stack), distance
-
     found = [
         (run, math.hypot(math.log2(size(run) / params), _TOKEN_WEIGHT * math.log2(run.tokens / tokens)))
         for run in load_runs()
@@ -99,8 +94,9 @@ def nearest(
             f"no published {kind} run with {listed(optimizers)} has a learning rate that can be compared; "
             "give another optimizer"
         )
-    within = [pair for pair in found if ratio(size(pair[0]), params) <= factor]
-    ranked = sorted(within or found, key=rank)
+    ranked = sorted(found, key=lambda pair: pair[1])
+    if within := [pair for pair in ranked if ratio(size(pair[0]), params) <= factor]:
+        ranked = sorted(within, key=lambda pair: (pair[0].kind != kind, not stack.fits(pair[0].stack)))
     best = {run.id for run in first_of_each(run for run, _ in ranked)}
     return sorted(ranked, key=lambda pair: pair[0].id not in best)[:limit]
 
@@ -210,6 +206,7 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
+        """Return the neighbours' votes on a recipe's value with the most frequent one, or None without votes."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:

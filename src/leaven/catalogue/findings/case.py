@@ -164,7 +164,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the hidden weights that do not end a branch, without those of 0."""
+        """Return the median init std above 0 of the hidden weights that do not end a branch; 0 if there is none."""
         stds: list[float] = [
             row.init_std
             for row in self.rows

@@ -34,7 +34,8 @@ class StarterBase:
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
     """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
 
-    ``at`` and ``batch`` are the size and the batch in tokens of the target.
+    ``at`` and ``batch`` are the size and the batch in tokens of the target. InputError: the request has ``--proxy``
+    beside ``--from``, or no proxy has about the requested size.
     """
     if at.reference:
         if request.proxy:

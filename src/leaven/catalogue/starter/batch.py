@@ -54,8 +54,8 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
     """Return the ``ramp`` or ``stages`` of a recipe's ``[batch]`` that repeat the batch growth of a published run.
 
-    Stages begin, and a ramp ends, at the same share of the run. Return None if the growth is not known in detail, or
-    if ``batch`` is not above the start of the ramp.
+    Stages begin, and a ramp ends, at the same share of the run. Return None if the batch did not grow, if its growth
+    is not known in detail, or if ``batch`` is not above the start of the ramp.
 
     Args:
         tokens, batch: length and full batch of the new run, in tokens.
@@ -102,7 +102,7 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
     A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. Its number of
-    sequences divides well among the GPUs.
+    sequences divides well among the GPUs. InputError: the run is too short for the batch of the reference run.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)

@@ -43,6 +43,7 @@ class StarterRequest:
 
     @property
     def params_active(self) -> int:
+        """Return about how many parameters a token uses."""
         return used_params(self.params, self.experts)
 
     def validate(self) -> None:

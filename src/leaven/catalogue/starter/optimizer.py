@@ -73,7 +73,7 @@ def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float
 
 
 def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
-    """Choose the warm-up and the decay of the lr."""
+    """Choose the warm-up and the decay of the lr. InputError: the reference's warm-up is longer than the run."""
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
     for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():

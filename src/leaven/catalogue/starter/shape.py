@@ -236,7 +236,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return the median width / layers of the neighbours, limited to `SMALL_ASPECT` if none of them is near."""
+    """Return the reference run's d / L, or the neighbours' median, limited to `SMALL_ASPECT` if none is near."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
