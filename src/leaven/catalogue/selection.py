@@ -20,8 +20,17 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(!=|<=|>=|=|<|>)\s*(\S.*?)\s*")
 # Properties of a run that a condition can name, besides the paths of its file.
-_PROPERTIES = ("tokens", "batch_tokens", "peak_lr", "optimizer", "decay", "min_lr_ratio", "warmup_fraction")
-_PROPERTIES += ("init_std", "residual_init_std")
+_PROPERTIES = (
+    "tokens",
+    "batch_tokens",
+    "peak_lr",
+    "optimizer",
+    "decay",
+    "min_lr_ratio",
+    "warmup_fraction",
+    "init_std",
+    "residual_init_std",
+)
 
 
 class Condition(NamedTuple):

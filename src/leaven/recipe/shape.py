@@ -286,12 +286,11 @@ class ModelShape(Part):
 
     def _qk_norms(self, layer: int) -> Iterator[Parameter]:
         for side, heads in (("query", self.n_heads), ("key", self.n_kv_heads)):
-            shape, role = (self.d_head,), Role.QK_NORM
+            shape = (heads, self.d_head) if self.qk_norm_per_head else (self.d_head,)
+            if self.qk_norm_whole:
+                shape = (heads * self.d_head,)
             # A gain that heads do not share scales as an ordinary gain over the width.
-            if self.qk_norm_per_head:
-                shape, role = (heads, self.d_head), Role.HIDDEN_NORM
-            elif self.qk_norm_whole:
-                shape, role = (heads * self.d_head,), Role.HIDDEN_NORM
+            role = Role.HIDDEN_NORM if self.qk_norm_per_head or self.qk_norm_whole else Role.QK_NORM
             yield Parameter(f"layers.{layer}.norm.{side}.weight", shape, role, f"norm.{side}", layer)
 
     def _norm(self, prefix: str, which: str, layer: int | None) -> Iterator[Parameter]:
