@@ -9,9 +9,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.catalogue.published import published
 
-from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings, repair, training_checks
+from leaven.catalogue.findings import CHECKS, Case, find, findings, repair, training_checks
 from leaven.catalogue.neighbours import Neighbours
 from leaven.catalogue.runs import find_run, load_runs
+from leaven.documents.catalogue import FindingRow
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, adamw_rows, parameter_table
 from leaven.scaling.tested_ranges import warnings

@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from leaven.catalogue.findings import model_checks, training_checks
 from leaven.catalogue.findings.case import VOTES, Case, Check, Suggestion
@@ -18,10 +18,10 @@ from leaven.catalogue.neighbours import first_of_each, ratio
 from leaven.documents.catalogue import FindingRow, Severity
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "Check", "FindingRow", "Severity", "Suggestion", "find", "findings"]
+__all__ = ["CHECKS", "Case", "find", "findings", "repair"]
 
 MOST_REPAIRS = 5  # rounds of :func:`repair`; each round checks a changed recipe
-SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
+_SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # the worst first
 _ROUNDING = 1.02  # published values are rounded
 _MEASURED = re.compile(r"(\S+: )?study ")  # the reasons that `leaven tune` writes begin like this
 _FILE = Path(__file__).with_name("checks.toml")
@@ -47,7 +47,7 @@ def findings(
         return {check.name: one for check in CHECKS if (one := find(check, case))}
 
     def rank(one: FindingRow | None) -> int:
-        return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
+        return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
         """Return how many notes a suggested change adds, or None if it is to be dropped."""
