@@ -81,7 +81,7 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
-        where = f"{origin}: {_place(path.split('.'))}"
+        fault = ""
         if depth > DEEPEST:
             raise InputError(f"{origin}: {path}: nested more than {DEEPEST} deep; use fewer levels")
         if isinstance(value, dict):
@@ -89,12 +89,14 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
         elif isinstance(value, list):
             waiting += [(path, inner, depth + 1) for inner in value]
         elif isinstance(value, str) and "\0" in value:
-            raise InputError(f"{where}: the text contains a NUL; remove it")
+            fault = "the text contains a NUL; remove it"
         elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            raise InputError(f"{where}: more than 64 bits; give an integer closer to 0")
+            fault = "more than 64 bits; give an integer closer to 0"
         elif isinstance(value, float) and (0 < abs(value) < SMALLEST_FLOAT or LARGEST_FLOAT < abs(value) < math.inf):
             numbers = f"give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
-            raise InputError(f"{where}: {value:g} is too large or too close to 0; {numbers}")
+            fault = f"{value:g} is too large or too close to 0; {numbers}"
+        if fault:
+            raise InputError(f"{origin}: {_place(path.split('.'))}: {fault}")
 
 
 def _place(keys: list[str]) -> str:
