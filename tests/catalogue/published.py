@@ -36,8 +36,6 @@ def model_shape(run: PublishedRun) -> ModelShape | None:
     if any(foreign):
         return None
     head = arch.head_dim
-    assert arch.n_heads is not None
-    assert head is not None
     same = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "norm", "activation", "qk_norm")
     shape = {key: getattr(arch, key) for key in (*same, "tied_embeddings", "embedding_norm", "bias")}
     shape |= {

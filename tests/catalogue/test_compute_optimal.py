@@ -41,7 +41,6 @@ def test_chinchilla_reproduces_its_tables(name: str, within: float) -> None:
 
 def test_the_printed_constants_of_approach_3_do_not_give_its_sizes() -> None:
     printed = find_law("Chinchilla 2022 loss").loss
-    assert printed is not None
     assert printed.optimal_params(1.71e24) == pytest.approx(53e9, rel=0.01)  # the table says 67B
     assert printed.optimal_params(GOPHER) < 33e9  # figure 4 says 40B
 

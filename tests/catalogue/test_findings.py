@@ -167,7 +167,6 @@ def test_the_nearest_run_may_be_a_mixture_and_is_compared_by_what_a_token_uses()
     case: Any = SimpleNamespace(params=near.params, neighbours=(), size=SimpleNamespace(near=near))
     (check,) = [check for check in CHECKS if check.name == "size"]
     found = training_checks.size(check, case)
-    assert found is not None
     assert found.facts == {"nearest": "olmoe-1b-7b", "side": "smaller", "apart": pytest.approx(4.69, rel=0.01)}
 
 

@@ -77,6 +77,5 @@ def test_incomparable_learning_rates_are_left_out() -> None:
 
 def test_an_octave_of_tokens_counts_as_an_eighth_of_an_octave_of_parameters() -> None:
     run = find_run("mt-nlg-530b")
-    assert run.tokens is not None
     assert nearest(run.params_total * 2, run.tokens, limit=1)[0] == (run, pytest.approx(1.0))
     assert nearest(run.params_total, run.tokens * 4, limit=1)[0] == (run, pytest.approx(0.25))
