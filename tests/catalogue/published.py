@@ -14,7 +14,7 @@ _POSITIONS = {"rotary": "rope", "learned": "learned", "alibi": "alibi"}
 
 def model_shape(run: PublishedRun) -> ModelShape | None:
     """Return the run's model as leaven builds it, or None if leaven cannot build it."""
-    arch, seq_len = run.arch, run.data.seq_len if run.data else None
+    arch, seq_len = run.arch, run.seq_len
     foreign = (
         run.kind != "dense",
         seq_len is None,
@@ -36,8 +36,6 @@ def model_shape(run: PublishedRun) -> ModelShape | None:
     if any(foreign):
         return None
     head = arch.head_dim
-    assert arch.n_heads is not None
-    assert head is not None
     same = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "norm", "activation", "qk_norm")
     shape = {key: getattr(arch, key) for key in (*same, "tied_embeddings", "embedding_norm", "bias")}
     shape |= {

@@ -52,7 +52,7 @@ def _count(run: PublishedRun) -> dict[str, Any]:
     few = run.params_active > run.params_total or (run.kind == "dense" and run.params_active != run.params_total)
     if (run.params.shape_check or "").startswith("skip"):
         return {"params_active": few}
-    found = published_blueprint(run.arch, (run.data and run.data.seq_len) or 2048).params
+    found = published_blueprint(run.arch, run.seq_len or 2048).params
     expected = run.params_total + (run.params.shape_excess or 0)
     wrong = found != expected if run.params.precision == "exact" else abs(found / run.params_total - 1) > 0.03
     return {"params_active": few, "params_total": wrong}

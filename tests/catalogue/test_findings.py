@@ -1,5 +1,6 @@
 """Checks of a recipe against the published runs: planted faults are found, and each suggestion fixes its fault."""
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +9,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.catalogue.published import published
 
-from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings, repair, training_checks
+from leaven.catalogue.findings import CHECKS, Case, find, findings, repair, training_checks
 from leaven.catalogue.neighbours import Neighbours
 from leaven.catalogue.runs import find_run, load_runs
+from leaven.documents.catalogue import FindingRow
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, adamw_rows, parameter_table
 from leaven.scaling.tested_ranges import warnings
@@ -40,13 +42,12 @@ def healthy(**changes: Any) -> Recipe:
 
 def rows_of(recipe: Recipe) -> tuple[ParameterRow, ...]:
     """Return the rows of a recipe. Each recipe has its rows computed once: they take most of the time of a check."""
-    key = recipe.model_dump_json()
-    if key not in _ROWS:
-        _ROWS[key] = adamw_rows(recipe)
-    return _ROWS[key]
+    return _rows_of(recipe.model_dump_json())
 
 
-_ROWS: dict[str, tuple[ParameterRow, ...]] = {}
+@cache
+def _rows_of(recipe: str) -> tuple[ParameterRow, ...]:
+    return adamw_rows(Recipe.model_validate_json(recipe))
 
 
 def found(recipe: Recipe, corpus_tokens: int | None = None) -> list[FindingRow]:
@@ -58,15 +59,9 @@ def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
 
 
 def severities(recipe: Recipe, corpus_tokens: int | None = None) -> dict[str, str]:
-    """Return the severity of each finding by check, without trying the suggestions. Each recipe is checked once."""
-    key = recipe.model_dump_json(), corpus_tokens
-    if key not in _SEVERITIES:
-        case = Case(recipe, rows_of(recipe), corpus_tokens)
-        _SEVERITIES[key] = {check.name: one.severity for check in CHECKS if (one := find(check, case))}
-    return _SEVERITIES[key]
-
-
-_SEVERITIES: dict[tuple[str, int | None], dict[str, str]] = {}
+    """Return the severity of each finding by check, without trying the suggestions."""
+    case = Case(recipe, rows_of(recipe), corpus_tokens)
+    return {check.name: one.severity for check in CHECKS if (one := find(check, case))}
 
 
 def assert_suggestions_fix(recipe: Recipe, one: FindingRow, corpus_tokens: int | None = None) -> None:
@@ -172,7 +167,6 @@ def test_the_nearest_run_may_be_a_mixture_and_is_compared_by_what_a_token_uses()
     case: Any = SimpleNamespace(params=near.params, neighbours=(), size=SimpleNamespace(near=near))
     (check,) = [check for check in CHECKS if check.name == "size"]
     found = training_checks.size(check, case)
-    assert found is not None
     assert found.facts == {"nearest": "olmoe-1b-7b", "side": "smaller", "apart": pytest.approx(4.69, rel=0.01)}
 
 
@@ -221,9 +215,8 @@ def test_experts_count_with_the_parameters_that_a_token_uses() -> None:
     for ours, theirs in zip(case.size.laws, other.size.laws, strict=True):
         assert ours.lr == pytest.approx(theirs.lr, rel=0.01)
     assert found(sparse) == []
-    (few,) = [
-        one for one in found(healthy(**EXPERTS, data__tokens=3_000_000_000)) if one.check == "tokens per parameter"
-    ]
+    short = healthy(**EXPERTS, data__tokens=3_000_000_000)
+    (few,) = [one for one in found(short) if one.check == "tokens per parameter"]
     assert "tokens per parameter that a token uses" in few.says
 
 
@@ -258,9 +251,8 @@ def test_values_are_compared_after_the_scaling_rule() -> None:
     too_high = moved.replace({"hyperparameters.lr": 0.16})
     (one,) = [one for one in found(too_high) if one.check == "lr"]
     assert one.value == pytest.approx(0.02)
-    assert parameter_table(too_high.replace(one.mends[0]))["layers.12.mlp.in.weight"].lr == pytest.approx(
-        4e-4, rel=0.5
-    )
+    changed = parameter_table(too_high.replace(one.mends[0]))
+    assert changed["layers.12.mlp.in.weight"].lr == pytest.approx(4e-4, rel=0.5)
     assert_suggestions_fix(too_high, one)
 
 
@@ -269,22 +261,20 @@ def test_the_suggestion_for_a_beta_is_a_value_at_the_base() -> None:
     moved = healthy(scaling__rule="complete-d-p", scaling__base=base)
     (one,) = [one for one in found(moved) if one.check == "beta1"]
     assert one.value == pytest.approx(0.9**8)
-    assert parameter_table(moved.replace(one.mends[0]))["layers.12.mlp.in.weight"].beta1 == pytest.approx(
-        0.9, abs=5e-3
-    )
+    changed = parameter_table(moved.replace(one.mends[0]))
+    assert changed["layers.12.mlp.in.weight"].beta1 == pytest.approx(0.9, abs=5e-3)
 
 
 def test_without_near_runs_a_law_gives_at_most_a_note() -> None:
-    small = {"n_layers": 4, "d_model": 128, "n_heads": 2, "n_kv_heads": 2, "d_head": 64, "d_ff": 384}
+    sizes = {"n_layers": 4, "d_model": 128, "n_heads": 2, "n_kv_heads": 2, "d_head": 64, "d_ff": 384}
+    small = {f"model__{key}": value for key, value in sizes.items()}
     faults = {
         "timescale": {"hyperparameters__lr": 1e-6},
         "critical batch": {"batch__tokens": 2**25},
         "tokens per parameter": {"data__tokens": 1_000_000, "schedule__warmup_tokens": 0},
     }
     for check, fault in faults.items():
-        assert (
-            severities(healthy(**{f"model__{key}": value for key, value in small.items()}, **fault))[check] == "note"
-        )
+        assert severities(healthy(**small, **fault))[check] == "note"
         assert severities(healthy(**fault))[check] != "note"
 
 

@@ -32,6 +32,7 @@ def test_published_values_in_the_terms_of_leaven() -> None:
     assert find_run("olmo2-7b").residual_init_std == 0.02  # the same std everywhere
     assert find_run("dclm-411m-1x").residual_init_std is None  # differs from layer to layer
     assert find_run("llama1-65b").init_std is None
+    assert find_run("olmoe-1b-7b").tokens_per_parameter == pytest.approx(5.1e12 / 1.28e9)  # that a token uses
     assert find_run("gpt3-175b").lr_sources == (
         "Language Models are Few-Shot Learners (arXiv 2005.14165), Table 2.1",  # the field's own, not the group's
     )
@@ -59,10 +60,6 @@ def test_the_same_stack_comes_before_the_same_size() -> None:
     assert not Stack(qk_norm=True).fits(find_run("mimo-v2-flash").stack)  # not known to have it
 
 
-def test_tokens_per_parameter_count_what_a_token_uses() -> None:
-    assert find_run("olmoe-1b-7b").tokens_per_parameter == pytest.approx(5.1e12 / 1.28e9)
-
-
 def test_another_kind_or_optimizer_has_its_own_neighbours() -> None:
     assert [run.id for run, _ in nearest(7 * 10**9, 5 * 10**12, limit=1, kind="moe")] == ["olmoe-1b-7b"]
     muon = nearest(16 * 10**9, 5 * 10**12, limit=9, kind="moe", stack=Stack(optimizer="muon"))
@@ -80,6 +77,5 @@ def test_incomparable_learning_rates_are_left_out() -> None:
 
 def test_an_octave_of_tokens_counts_as_an_eighth_of_an_octave_of_parameters() -> None:
     run = find_run("mt-nlg-530b")
-    assert run.tokens is not None
     assert nearest(run.params_total * 2, run.tokens, limit=1)[0] == (run, pytest.approx(1.0))
     assert nearest(run.params_total, run.tokens * 4, limit=1)[0] == (run, pytest.approx(0.25))

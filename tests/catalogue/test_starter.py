@@ -9,6 +9,7 @@ import pytest
 from benchmarks.road import untuned
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.errors import refused
 
 from leaven.catalogue.findings import findings
 from leaven.catalogue.laws import find_law
@@ -72,14 +73,13 @@ def test_every_size_and_length_gets_a_sensible_recipe(params: float, tokens_per_
     # Two significant digits are up to 5% off.
     assert min(moved) / 2.12 <= recipe.hyperparameters.lr <= max(moved) * 2.12
     assert parse_recipe(render(recipe), "it") == recipe
-    assert set(_written(recipe)) <= set(recipe.why)
+    assert every_value_has_a_reason(recipe)
 
 
-def _written(recipe: Recipe) -> dict[str, object]:
-    """Return every value of the file, by its path."""
+def every_value_has_a_reason(recipe: Recipe) -> bool:
     document = tomllib.loads(render(recipe))
-    del document["why"]
-    return flatten(document)
+    why = document.pop("why")
+    return flatten(document).keys() <= why.keys()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,6 @@ def test_values_are_near_those_of_published_runs(
     recipe, run = new(params, tokens).target, find_run(like)
     assert lr[0] <= recipe.hyperparameters.lr <= lr[1]
     assert batch[0] <= recipe.batch.tokens <= batch[1]
-    assert run.arch.d_model
     assert run.arch.d_model / 1.5 <= recipe.model.d_model <= run.arch.d_model * 1.5
     assert recipe.hyperparameters.weight_decay == 0.1
     assert recipe.hyperparameters.beta2 == 0.95
@@ -140,7 +139,6 @@ def test_weights_of_votes_fall_to_zero_at_the_edge() -> None:
 def test_a_ramp_of_published_proportions() -> None:
     recipe = new(70 * B, 1.4 * T).target
     ramp = recipe.batch.ramp
-    assert ramp
     assert recipe.batch.tokens % ramp.start_tokens == 0
     assert 0.025 < ramp.over_tokens / recipe.data.tokens < 0.055  # GLM-130B 2.5%, BLOOM-176B 5.5%
     assert new(B, 20 * B).target.batch.ramp is None
@@ -151,9 +149,9 @@ def test_a_ramp_of_published_proportions() -> None:
 
 @pytest.mark.parametrize("asked", [{"vocab": 10**6}, {"reference": "llama2-70b"}])
 def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as caught:
         new(20e6, 8.4 * B, **asked)
-    named = re.findall(r"--(vocab|params) ([0-9.]+[MB]?)(?= or|$)", str(refused.value))
+    named = re.findall(r"--(vocab|params) ([0-9.]+[MB]?)(?= or|$)", str(caught.value))
     assert "params" in dict(named)
     for option, value in named:
         size = parse_quantity(value)
@@ -172,38 +170,26 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
         ({"reference": "olmoe-1b-7b"}, "--from reads only dense models of text; give a run of similar size: olmo-1b"),
         ({"reference": "nemotron-4-15b"}, "it publishes no learning rate; give a run of similar size: "),
         ({"reference": "cerebras-gpt-1.3b-mup"}, "is for muP"),
-        (
-            {"reference": "llama2-70b", "tokens": 10**8},
-            "batch of --from llama2-70b, 4.00 M tokens; give 800 M or more",
-        ),
+        ({"reference": "llama2-70b", "tokens": 10**8}, "of --from llama2-70b, 4.00 M tokens; give 800 M or more"),
     ],
 )
 def test_bad_input_is_one_line(asked: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError) as refused:
+    with refused(message):
         starter(replace(StarterRequest("wheat", B, 20 * B), **asked))  # type: ignore[arg-type]
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_starter_on_a_cluster_can_be_trained_from_its_first_batch() -> None:
     """A published batch of 16 M tokens is not a whole number of sequences, and a ramp starts small."""
-    for asked, gpus in (
-        (
-            StarterRequest("llama", 405_000_000_000, 15_600_000_000_000, reference="llama3-405b", gpus=2_048),
-            "2048xH100-80GB",
-        ),
-        (StarterRequest("ramped", 70_000_000_000, 1_400_000_000_000, gpus=512), "512xH100-80GB"),
-    ):
-        recipe = laid_out(starter(asked), parse_cluster(gpus)).target
+    llama = StarterRequest("llama", 405 * B, 15_600 * B, reference="llama3-405b", gpus=2_048)
+    for asked in (llama, StarterRequest("ramped", 70 * B, 1_400 * B, gpus=512)):
+        recipe = laid_out(starter(asked), parse_cluster(f"{asked.gpus}xH100-80GB")).target
         assert len(recipe.batch.sizes) > 1
         require_trainable(recipe, recipe.layout.ranks)
     few = StarterRequest("few", 125_000_000, 125_000_000, gpus=4_096)
     with pytest.raises(InputError, match="^--gpus 4096xH100-SXM-80GB: .*; 256 GPUs would work$"):
         laid_out(starter(few), parse_cluster("4096xH100-80GB"))
 
-
-def test_a_target_that_does_not_fit_is_told_to_use_more_gpus_not_fewer() -> None:
-    large = StarterRequest("large", 70_000_000_000, 20_000_000_000, gpus=1)
+    large = StarterRequest("large", 70 * B, 20 * B, gpus=1)
     with pytest.raises(InputError, match=r"^--gpus 1xL40S-48GB: nothing fits: .*; \d+xL40S-48GB would work$"):
         laid_out(starter(large), parse_cluster("1xL40S"))
 
@@ -217,8 +203,6 @@ def at_own_scale(id: str) -> Recipe:
 @pytest.mark.parametrize("id", ["gpt3-13b", "smollm2-135m", "openelm-3b"])
 def test_the_values_of_a_reference_stay_together(id: str) -> None:
     run = find_run(id)
-    assert run.batch_tokens
-    assert run.optim
     recipe = new(run.params_total / 2, 300 * B, reference=id, proxy=None).target
     assert recipe.hyperparameters.lr == run.peak_lr
     assert recipe.batch.tokens == pytest.approx(run.batch_tokens, rel=1e-3)
@@ -227,7 +211,7 @@ def test_the_values_of_a_reference_stay_together(id: str) -> None:
     assert recipe.model.params == pytest.approx(run.params_total / 2, rel=0.03)
     assert recipe.base.depth == run.arch.n_layers
     assert recipe.base.width == pytest.approx(run.arch.d_model, rel=0.01)
-    assert set(_written(recipe)) <= set(recipe.why)
+    assert every_value_has_a_reason(recipe)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +227,7 @@ def test_stages_of_a_reference_are_repeated(id: str, sizes: tuple[tuple[int, int
     recipe = at_own_scale(id)
     assert recipe.batch.sizes == sizes
     assert parse_recipe(render(recipe), "it") == recipe
-    assert set(_written(recipe)) <= set(recipe.why)
+    assert every_value_has_a_reason(recipe)
 
 
 def test_the_ramp_of_a_reference_is_repeated() -> None:
@@ -293,10 +277,10 @@ def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch(
     params: int, experts: tuple[int, int] | None
 ) -> None:
     """For a mixture of experts, the size is what a token uses in the chosen shape, not an estimate."""
-    new = starter(StarterRequest("wheat", params, 20 * params, proxy=0, experts=experts)).target
-    plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
-    assert untuned(plain).hyperparameters == new.hyperparameters
-    assert untuned(plain).schedule == new.schedule
+    target = new(params, 20 * params, experts=experts).target
+    plain = target.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
+    assert untuned(plain).hyperparameters == target.hyperparameters
+    assert untuned(plain).schedule == target.schedule
 
 
 @pytest.mark.parametrize(
@@ -306,21 +290,19 @@ def test_experts_are_chosen_for_what_a_token_uses(params: float, experts: tuple[
     """--params has all experts; lr and batch are about those of a dense model with the parameters in use."""
     started = starter(StarterRequest("wheat", int(params), int(20 * params), experts=experts))
     target, model = started.target, started.target.model
-    assert model.experts is not None
     assert (model.experts.number, model.experts.active) == experts
     assert model.params == pytest.approx(params, rel=0.05)
     used = model.experts.active + model.experts.shared
     assert model.d_ff == used * model.experts.d_expert
     assert 2 < model.d_ff / model.d_model < 6
     assert model.params_active == pytest.approx(used_params(int(params), experts), rel=0.25)
-    dense = starter(StarterRequest("wheat", model.params_active, target.data.tokens, proxy=0)).target
-    sparse = starter(StarterRequest("wheat", int(params), target.data.tokens, proxy=0, experts=experts)).target
+    dense = new(model.params_active, target.data.tokens).target
+    sparse = new(params, target.data.tokens, experts=experts).target
     assert 0.7 < sparse.hyperparameters.lr / dense.hyperparameters.lr < 1.15  # OLMoE had a lower lr
     assert sparse.batch.tokens == pytest.approx(dense.batch.tokens, rel=0.5)
     assert "model.experts.d_expert" in target.why
     if (proxy := started.tuning.proxy) is not None:
         small = proxy.shape.experts
-        assert small is not None
         assert (small.number, small.active) == experts
         assert (proxy.params, proxy.params_active) == (proxy.shape.params, proxy.shape.params_active)
         assert proxy.tokens / proxy.shape.params_active == pytest.approx(
@@ -341,8 +323,7 @@ def test_published_experts_vote_on_experts() -> None:
         assert all(id in reason for id in ("olmoe-1b-7b", "deepseek-moe-16b", "moonlight-16b-a3b"))
     dense = starter(StarterRequest("wheat", B, 20 * B)).target.why
     assert not any("olmoe" in reason for path, reason in dense.items())
-    large = starter(StarterRequest("wheat", 600 * B, 10 * T, experts=(256, 8), proxy=0)).target.model
-    assert large.experts is not None
+    large = new(600 * B, 10 * T, experts=(256, 8)).target.model
     assert (large.experts.shared, large.experts.dense_layers) == (1, 3)  # GLM-4.5, DeepSeek-V3
 
 
@@ -351,9 +332,8 @@ def test_published_experts_vote_on_experts() -> None:
 )
 def test_fine_experts_do_not_decide_for_few_large_experts(params: int, experts: tuple[int, int]) -> None:
     """Mixtral's shape: all published mixtures with shared experts use 6 or 8 of at least 64."""
-    target = starter(StarterRequest("wheat", params, 20 * params, experts=experts, proxy=0)).target
+    target = new(params, 20 * params, experts=experts).target
     model = target.model
-    assert model.experts is not None
     assert (model.experts.shared, model.experts.dense_layers, model.experts.router) == (0, 0, "softmax")
     assert "deepseek" in target.why["model.experts.shared"]
     assert "deepseek" in target.why["model.experts.dense_layers"]
@@ -366,27 +346,17 @@ def test_new_experts_have_a_hugging_face_format_and_pass_the_checks(params: int,
     assert {one.severity for one in findings(recipe, adamw_rows)} <= {"note"}
 
 
-@pytest.mark.parametrize("params", [200_000_000, 1_150_000_000, 1_200_000_000])
-@pytest.mark.parametrize("experts", [None, (64, 8)])
+@pytest.mark.parametrize(("params", "experts"), [(1_150_000_000, None), (1_200_000_000, None), (7 * B, (64, 8))])
 def test_the_share_in_the_reason_is_the_one_that_ties_the_embeddings(
     params: int, experts: tuple[int, int] | None
 ) -> None:
     """The reason must not give a share of 7% for tied embeddings if they are tied above 8%."""
-    size = params if experts is None else 6 * params
-    target = starter(StarterRequest("wheat", size, 20 * size, proxy=0, experts=experts)).target
+    target = new(params, 20 * params, experts=experts).target
     share = re.search(r"the embedding has ([\d.]+)%", target.why["model.tied_embeddings"])
-    assert share is not None
     off = float(share[1]) - 100 * TIED_SHARE
     assert off >= 0 if target.model.tied_embeddings else off <= 0
 
 
-def test_one_active_expert_is_not_normalised() -> None:
-    target = starter(StarterRequest("wheat", 40_000_000, B, experts=(16, 1))).target
-    assert target.model.experts is not None
-    assert not target.model.experts.normalise
-
-
 def test_a_proxy_of_experts_has_the_requested_size_with_all_experts() -> None:
     started = starter(StarterRequest("wheat", 7 * B, 140 * B, experts=(64, 8), proxy=150_000_000))
-    assert started.tuning.proxy is not None
     assert started.tuning.proxy.params == started.tuning.proxy.shape.params == pytest.approx(150e6, rel=0.25)

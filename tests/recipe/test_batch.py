@@ -68,21 +68,17 @@ def test_the_ramp_of_bloom_ends_after_9_765_625_samples() -> None:
     assert schedule.batch_at(9_765_624 * 2048) == (2048 - 16) * 2048
 
 
+RAMP = {"start_tokens": 50, "increment_tokens": 50, "over_tokens": 10}
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"tokens": 100, "ramp": {"start_tokens": 200, "increment_tokens": 10, "over_tokens": 10}}, "above its end"),
-        ({"tokens": 100, "ramp": {"start_tokens": 50, "increment_tokens": 15, "over_tokens": 10}}, "whole number of"),
+        ({"tokens": 100, "ramp": RAMP | {"start_tokens": 200}}, "above its end"),
+        ({"tokens": 100, "ramp": RAMP | {"increment_tokens": 15}}, "whole number of"),
         ({"tokens": 100, "stages": [{"from_tokens": 5, "tokens": 100}]}, "start at 0"),
         ({"tokens": 100, "stages": [{"from_tokens": 0, "tokens": 50}]}, "make them equal"),
-        (
-            {
-                "tokens": 100,
-                "ramp": {"start_tokens": 50, "increment_tokens": 50, "over_tokens": 10},
-                "stages": [{"from_tokens": 0, "tokens": 100}],
-            },
-            "not both",
-        ),
+        ({"tokens": 100, "ramp": RAMP, "stages": [{"from_tokens": 0, "tokens": 100}]}, "not both"),
     ],
 )
 def test_impossible_batches_are_refused(batch: dict[str, object], message: str) -> None:

@@ -1,6 +1,6 @@
 import pytest
+from tests.errors import refused
 
-from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe
 
@@ -41,22 +41,17 @@ def test_sources_are_written_and_read_back(several: str, tiny_text: str) -> None
         ('[{sorce="x"}]', "[data.source.0] sorce: no such key; did you mean source?"),
         ('[{source="x", weight=0}]', "[data.source.0] weight: input should be greater than 0, not 0"),
         ('[{source="x"}, {source="x"}]', "[data] source 'x' appears twice; give it once, with the sum of"),
-        (
-            '[{source="x", weight=0.1234567}, {source="y"}]',
-            "[data] weights 0.123457, 1 have no common denominator up",
-        ),
+        ('[{source="x", weight=0.1234567}, {source="y"}]', "[data] weights 0.123457, 1 have no common denominator"),
     ],
 )
 def test_wrong_sources_are_refused_in_one_line(tiny_text: str, given: str, message: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with refused(message):
         parse_recipe(tiny_text, "x.toml", [f"data.source={given}"])
-    assert message in str(caught.value)
 
 
 def test_replace_leaves_its_arguments_unchanged(tiny: Recipe) -> None:
     experts = {"number": 4, "active": 2, "d_expert": 32}
     changes = {"model.experts": experts, "model.experts.balance": "both"}
     changed = tiny.replace({"model.d_ff": 64} | changes)
-    assert changed.model.experts is not None
     assert changed.model.experts.balance == "both"
     assert experts == {"number": 4, "active": 2, "d_expert": 32}

@@ -1,12 +1,13 @@
 """The recipe file: round trips, comments, overrides, and errors for bad input."""
 
 import tomllib
+from functools import reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.errors import refused
 
-from leaven.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, render
 from leaven.recipe.recipe import Recipe, differences
 
@@ -77,75 +78,57 @@ def test_global_clipping_is_a_number_and_the_others_a_table(tiny: Recipe, tiny_f
         ("hyperparameters.lr=2e-3", ("hyperparameters", "lr"), 0.002),
         ("schedule.decay=wsd", ("schedule", "decay"), "wsd"),
         ("model.qk_norm=false", ("model", "qk_norm"), False),
-        (
-            "hyperparameters.modules.attention.query.lr=0.5",
-            ("hyperparameters", "modules", "attention.query", "lr"),
-            0.5,
-        ),
+        ("hyperparameters.modules.mlp.out.lr=0.5", ("hyperparameters", "modules", "mlp.out", "lr"), 0.5),
     ],
 )
 def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value: object) -> None:
-    part: Any = read_recipe(tiny_file, [override]).model_dump()
-    for key in path:
-        part = part[key]
-    assert part == value
+    assert reduce(getitem, path, read_recipe(tiny_file, [override]).model_dump()) == value
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.d_modle=64", r"\[model\] d_modle: no such key; did you mean d_model\?"),
-        ("hyperparameters.modules.embedding.lrr=2", r"lrr: no such key; did you mean lr\?"),
-        (
-            "batch.ramp.start=3",
-            r"\[batch.ramp\] start: no such key; there are start_tokens, increment_tokens, over_tokens",
-        ),
-        ('model.d_model="wide"', r"\[model\] d_model: input should be a valid integer, not 'wide'"),
-        ("hyperparameters.lr=-1", r"\[hyperparameters\] lr: input should be greater than 0, not -1"),
-        ("hyperparameters.lr=0,002", r"\[hyperparameters\] lr: input should be a valid number, not '0,002'"),
-        ("hyperparameters.lr=nan", r"\[hyperparameters\] lr: input should be a finite number"),
-        (
-            "hyperparameters.grad_clip=-1",
-            r"\[hyperparameters.grad_clip\] limit: .* greater than or equal to 0, not -1",
-        ),
-        (
-            "hyperparameters.modules.embedding.residual=2",
-            "only the last matrices of branches have one: attention.out and mlp.out",
-        ),
-        ("model.d_model=65", r"d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
+        ("model.d_modle=64", "[model] d_modle: no such key; did you mean d_model?"),
+        ("hyperparameters.modules.embedding.lrr=2", "lrr: no such key; did you mean lr?"),
+        ("batch.ramp.start=3", "[batch.ramp] start: no such key; there are start_tokens, increment_tokens, over_tok"),
+        ('model.d_model="wide"', "[model] d_model: input should be a valid integer, not 'wide'"),
+        ("hyperparameters.lr=-1", "[hyperparameters] lr: input should be greater than 0, not -1"),
+        ("hyperparameters.lr=0,002", "[hyperparameters] lr: input should be a valid number, not '0,002'"),
+        ("hyperparameters.lr=nan", "[hyperparameters] lr: input should be a finite number"),
+        ("hyperparameters.grad_clip=-1", "[hyperparameters.grad_clip] limit: input should be greater than or equal"),
+        ("hyperparameters.modules.embedding.residual=2", "last matrices of branches have one: attention.out and mlp"),
+        ("model.d_model=65", "d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
         ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),
         ("batch.tokens=100", "not a whole number of sequences of 32; use 96 or 128"),
         ("schedule.decay=cosin", "should be 'cosine', 'linear', 'wsd', 'inverse_sqrt' or 'constant', not 'cosin'"),
         ("schedule.warmup_tokens=1M", "longer than the run"),
         (
             "hyperparameters.modules.attention.quary.lr=2",
-            r"no module 'attention.quary' .* did you mean attention.query\?",
+            "no module 'attention.quary' in this model; did you mean at",
         ),
-        ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", r"scaling.base: width 20 does not"),
+        ("scaling.base={width = 20, depth = 1, batch_tokens = 1, tokens = 1}", "scaling.base: width 20 does not"),
         ("name.x=3", "name is a value, not a table"),
         ("nothing", "write --set key.subkey=value"),
     ],
 )
 def test_bad_values_are_one_line_that_says_what_to_type(tiny_file: Path, override: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+    with refused(message):
         read_recipe(tiny_file, [override])
-    assert "\n" not in str(caught.value)
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        read_recipe(tmp_path / "absent.toml")
-    with pytest.raises(InputError, match="a folder"):
-        read_recipe(tmp_path)
     (tmp_path / "bad.toml").write_text("name = \n")
-    with pytest.raises(InputError, match=r"bad.toml: not TOML: .*line 1"):
-        read_recipe(tmp_path / "bad.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="not a text file"):
-        read_recipe(tmp_path / "binary.toml")
     (tmp_path / "empty.toml").write_text("")
-    with pytest.raises(InputError, match="missing; it has no default, so write it"):
-        read_recipe(tmp_path / "empty.toml")
+    for name, message in {
+        "absent.toml": "no such file",
+        "": "a folder",
+        "bad.toml": "bad.toml: not TOML: Invalid value (at line 1",
+        "binary.toml": "not a text file",
+        "empty.toml": "missing; it has no default, so write it",
+    }.items():
+        with refused(message):
+            read_recipe(tmp_path / name)
 
 
 def test_a_z_loss_is_written_only_if_there_is_one(tiny: Recipe) -> None:

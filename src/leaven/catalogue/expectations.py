@@ -15,18 +15,14 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """How far the expected best value of a hyperparameter is from the recipe's value, and how certain that is.
-
-    The recipe's batch size is ``batch.tokens``. The recipe's other values are those that the scaling rule gives to
-    the hidden weights (matrices in blocks).
-    """
+    """The expected best value of a hyperparameter, relative to the recipe's value (for the matrices in blocks)."""
 
     octaves: float  # log2(expected value / the recipe's value)
     deviation: float  # standard deviation of log2(value) over the values of the laws and runs
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return how far the expected best lr, batch, weight decay and init std are from the recipe's values, by path.
+    """Return the expected best lr, batch, weight decay and init std, by path.
 
     Values that are 0 in the recipe, and an init std that no near run publishes, are left out.
     """
@@ -41,13 +37,14 @@ def expectations(case: Case) -> dict[str, Expectation]:
     found = {
         "hyperparameters.lr": (case.hidden("lr"), lr.middle, [*lr.laws.by.values(), *lr.runs.by.values()]),
         "batch.tokens": (case.batch, batch.middle, [*batch.laws.by.values(), *batch.runs.by.values()]),
+        "hyperparameters.weight_decay": (
+            case.hidden("weight_decay"),
+            near.middle(decays).value if decays else by_tau,
+            [*decays.values(), by_tau],
+        ),
     }
-    for path, own, by in (
-        ("hyperparameters.weight_decay", case.hidden("weight_decay"), {**decays, "tau": by_tau}),
-        ("hyperparameters.init_std", case.init_std, stds),
-    ):
-        if by:
-            found[path] = own, near.middle({id: by[id] for id in by if id != "tau"} or by).value, list(by.values())
+    if stds:
+        found["hyperparameters.init_std"] = case.init_std, near.middle(stds).value, list(stds.values())
     return {
         path: Expectation(math.log2(expected / own), pstdev(map(math.log2, votes)))
         for path, (own, expected, votes) in found.items()

@@ -1,7 +1,6 @@
-"""The tables in the file of a published run, such as ``[optim]`` and ``[schedule]``. Each table states its source.
+"""The tables in the file of a published run, such as ``[optim]``. Each states its source.
 
-Unknown values are left out, never guessed. :class:`leaven.catalogue.runs.PublishedRun` offers the values under
-leaven's names.
+Unknown values are left out, never guessed.
 """
 
 from typing import Annotated, Any, Literal
@@ -120,8 +119,7 @@ class PublishedArchitecture(PublishedGroup):
 
     @property
     def head_dim(self) -> int | None:
-        """Return the width of one head: ``d_head`` or, if it is not given, ``d_model / n_heads``; None if both are
-        unknown."""
+        """Return the width of one head: ``d_head``, or else ``d_model / n_heads``."""
         if self.d_head is None and self.d_model and self.n_heads:
             return self.d_model // self.n_heads
         return self.d_head
@@ -228,14 +226,7 @@ class PublishedSchedule(PublishedGroup):
 
 class PublishedInit(PublishedGroup):
     kind: Literal[
-        "scaled_normal",
-        "flat_normal",
-        "fan_in",
-        "small_wang",
-        "mitchell",
-        "mup",
-        "deepnorm",
-        "normal_unspecified",
+        "scaled_normal", "flat_normal", "fan_in", "small_wang", "mitchell", "mup", "deepnorm", "normal_unspecified"
     ]
     scheme: str | None = None
     std: float | None = None

@@ -33,7 +33,7 @@ ANY: Range = (0, math.inf)
 
 
 class Point(NamedTuple):
-    """A run, described by the quantities on which a law may depend."""
+    """The quantities of a run on which a law may depend."""
 
     params: float  # N
     tokens: float  # D
@@ -56,7 +56,6 @@ class Power(Part):
     per: float = 1.0  # 1e6 if the law counts N and D in millions
 
     def at(self, point: Point) -> float:
-        """Return what the law predicts for a run."""
         return (
             self.coefficient
             * math.pow(point.params / self.per, self.params)
@@ -74,7 +73,7 @@ class LogLinear(Part):
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """Return what the law predicts for a run, or None if the prediction is not positive."""
+        """Return the predicted value, or None if it is not positive."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
@@ -89,7 +88,6 @@ class LossLaw(Part):
     beta: float
 
     def loss(self, params: float, tokens: float) -> float:
-        """Return the predicted loss in nats per token."""
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
@@ -136,14 +134,13 @@ class ExpertsLoss(Part):
 
 
 class FrontierLine(Part):
-    """A power law for the best number of parameters: ``params`` x (budget in FLOPs / ``flops``)^``exponent``."""
+    """A power law for the best number of parameters: params x (budget in FLOPs / flops)^exponent."""
 
     flops: float  # a budget of training FLOPs for which the source states the best size
     params: float  # the best number of parameters for this budget
     exponent: float
 
     def optimal_params(self, flops: float) -> float:
-        """Return the best number of parameters for a budget of training FLOPs."""
         return self.params * math.pow(flops / self.flops, self.exponent)
 
 
@@ -157,8 +154,8 @@ class Fitted(Part):
     experts: Range = ANY  # (experts of a layer) / (those that a token uses), if the law depends on it; 1 if dense
 
     def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
-        """Return a row for each fitted range that the run is outside of, the farthest first."""
-        found: list[BeyondRange] = []
+        """Return a row for each fitted range outside of which the run is, the farthest first."""
+        found = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
             ("D", tokens, self.tokens),
@@ -184,7 +181,7 @@ class Sourced(Part):
     fitted: Fitted = Fitted()
 
     def common_fields(self, params: float, tokens: float, compute: float, experts: float = 1) -> dict[str, Any]:
-        """Return the fields of the law that :class:`LawRow` and :class:`OptimumRow` share, for a run of this size."""
+        """Return the fields that :class:`LawRow` and :class:`OptimumRow` share, for a run of this size."""
         beyond = self.fitted.beyond(params, tokens, compute, experts)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
@@ -219,8 +216,7 @@ class Frontier(Sourced):
     """A law about the best number of parameters for a budget of 6 N D training FLOPs (N parameters, D tokens).
 
     Published laws disagree: for Gopher's budget, approach 1 of the Chinchilla paper predicts 67B parameters, and
-    approach 3 predicts 40B. The paper's fit for approach 3 did not converge. A new fit (Besiroglu et al. 2024) is
-    close to approach 1.
+    approach 3 predicts 40B. A replication of approach 3 (Besiroglu et al. 2024) is close to approach 1.
     """
 
     sizes: FrontierLine | LossLaw
@@ -242,7 +238,7 @@ APPROACH_3, REPLICATION = (frontier.sizes for frontier in FRONTIERS if isinstanc
 def evaluate(
     params: float, tokens: float, *, params_non_embedding: float | None = None, experts: float = 1
 ) -> list[LawRow]:
-    """Return a row for each law, with the predictions for a run of ``tokens`` tokens with ``params`` parameters.
+    """Return a row for each law, with the predictions for a run. Raise InputError for a size that is not above 0.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
@@ -251,9 +247,6 @@ def evaluate(
         params: for a mixture of experts, the parameters that a token uses.
         params_non_embedding: for laws that count parameters without the embeddings; by default ``params``.
         experts: number of experts of a layer, divided by the number that a token uses.
-
-    Raises:
-        InputError: if ``params`` or ``tokens`` is not above 0.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"no law covers {params:g} parameters and {tokens:g} tokens; give numbers above 0")
@@ -293,14 +286,14 @@ def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the best timescale of AdamW, batch / (lr x weight decay x tokens), by Power Lines (arXiv 2505.13738)."""
+    """Return the best AdamW timescale, batch / (lr x weight decay x tokens), by Power Lines (arXiv 2505.13738)."""
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or critical batches of the laws in tokens, by name, without laws that restate another."""
+    """Return the optimal or critical batches of the laws in tokens, without laws that restate another."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }
@@ -312,10 +305,7 @@ def critical_batch(laws: Iterable[LawRow]) -> float:
 
 
 def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | None:
-    """Return a law's lr converted to another batch by four rules. Return None if the law predicts no lr, or the batch
-    of its lr is not known.
-
-    The results of the four rules disagree:
+    """Return a law's lr converted to another batch by four rules, or None if the lr or its batch is not known.
 
     - ``square_root``: for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
     - ``linear``: for SGD below the critical batch (McCandlish et al. 2018)
@@ -346,8 +336,7 @@ def compute_optimal(flops: float) -> list[OptimumRow]:
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
     ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']
 
-    Raises:
-        InputError: if the budget is not enough for one parameter and one token.
+    Raise InputError for a budget below one parameter and one token.
     """
     found = []
     for frontier in FRONTIERS:

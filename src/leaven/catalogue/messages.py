@@ -2,8 +2,7 @@
 
 A template is a text, or a list of texts, which are its parts. A part has fields in braces, as in ``str.format``. A
 part is omitted from the message if one of its fields has no value. Besides Python's formats, a field may have one of
-the formats below. ``each``, ``range`` and ``count`` are for votes. A vote is the value of one published run or law,
-with its name. The chosen value is the median of the votes, or the most frequent vote.
+the formats below. ``each``, ``range`` and ``count`` are for :class:`leaven.catalogue.neighbours.Votes`.
 
 - ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits
@@ -30,7 +29,7 @@ from leaven.recipe.units import format_number, format_parameters, format_quantit
 
 
 class _LeftOut(Exception):
-    """Raised by a field to omit the part of the message that contains it."""
+    """Raised by a field to omit the field's part of the message."""
 
 
 class _Formatter(string.Formatter):
@@ -92,8 +91,7 @@ def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]
 
 
 def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message with their fields filled in. A part is omitted if a value in its text is missing
-    in ``facts`` or None, or if its condition, ``{a:if}`` or ``{a:unless}``, is not met.
+    """Return the parts of a message, filled in with ``facts``. Parts with missing values are omitted.
 
     >>> filled(["{a} of {b}", "in {c}"], {"a": 1, "b": 2})
     ['1 of 2']
@@ -108,7 +106,7 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message of ``catalogue/messages.toml``, filled in by :func:`filled`."""
+    """Return the parts of a message of ``catalogue/messages.toml``, filled in."""
     return filled(templates()[section][key], facts)
 
 
@@ -118,5 +116,5 @@ def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Pa
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section by key. No message of the section may have fields to fill in."""
+    """Return the messages of a section without fields, by key."""
     return dict(templates()[section])

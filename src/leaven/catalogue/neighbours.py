@@ -1,7 +1,6 @@
 """Find the neighbours of a model, which are the published runs nearest in size, and combine their values.
 
-A lineage is a group of runs that copied one another's learning rate. Each lineage has one vote, which is the value of
-the lineage's nearest run.
+A lineage is a group of runs that copied one another's learning rate. Its nearest run is its only vote.
 """
 
 import math
@@ -25,11 +24,11 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` runs are near, farther runs vote, too. Weights then fall to nearly 0 at this factor beyond
-the farthest run that votes: if this run is 10 times larger than the model, at 15 times the model's size."""
+"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor beyond the farthest run that votes:
+at 15 times the model's size if this run is 10 times larger than the model."""
 ALIKE = 2.0
-"""A mixture of experts votes on shared experts and dense layers only if its number of active experts and its ratio
-number / active are within this factor of the model's: 64 experts with 6 active say nothing about 8 with 2."""
+"""A mixture of experts votes on shared experts and dense layers only if its number of active experts and its number /
+active are within this factor of the model's: 64 experts with 6 active say nothing about 8 with 2."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -48,7 +47,7 @@ def size_ratio(run: PublishedRun, params: int) -> float:
 
 
 def first_of_each(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
-    """Return the first run of each lineage (runs that copied each other's lr), in the order of ``runs``."""
+    """Return the first run of each lineage, in the order of ``runs``."""
     first: dict[str, PublishedRun] = {}
     for run in runs:
         first.setdefault(run.lineage.name, run)
@@ -65,23 +64,17 @@ def nearest(
     kind: Kind = "dense",
     used: bool = False,
 ) -> list[tuple[PublishedRun, float]]:
-    """Return the published runs of ``kind`` that are nearest to a model, each with its distance.
+    """Return the published runs of ``kind`` that are nearest to a model, each with its distance, or raise InputError.
 
-    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. Runs that fit ``stack``
-    come first. Then the first run of each lineage is moved to the front.
-
-    Only runs within ``factor`` of the model's size are returned. If there is none, runs of all sizes are returned,
-    and only the distance ranks them. Runs with unknown tokens, or an lr that cannot be compared (such as muP),
-    are left out.
+    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. Only runs within
+    ``factor`` of the model's size count; those that fit ``stack`` come first. If there is none, runs of all sizes are
+    ranked by distance alone. The first run of each lineage comes before all others. Runs with unknown tokens, or an
+    lr that cannot be compared (such as muP), are left out.
 
     Args:
         limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
         used: compare sizes by the parameters that a token uses, and return dense runs, too, after those of ``kind``.
-
-    Raises:
-        InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
-            has a comparable lr.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")
@@ -91,11 +84,6 @@ def nearest(
     optimizers = same_lr_meaning(stack.optimizer or "adamw")
     size: Callable[[PublishedRun], int] = attrgetter("params_active" if used else "params_total")
     kinds = {kind, "dense"} if used else {kind}
-
-    def rank(pair: tuple[PublishedRun, float]) -> tuple[bool, bool, float]:
-        run, distance = pair
-        return bool(within) and run.kind != kind, bool(within) and not stack.fits(run.stack), distance
-
     found = [
         (run, math.hypot(math.log2(size(run) / params), _TOKEN_WEIGHT * math.log2(run.tokens / tokens)))
         for run in load_runs()
@@ -106,8 +94,9 @@ def nearest(
             f"no published {kind} run with {listed(optimizers)} has a learning rate that can be compared; "
             "give another optimizer"
         )
-    within = [pair for pair in found if ratio(size(pair[0]), params) <= factor]
-    ranked = sorted(within or found, key=rank)
+    ranked = sorted(found, key=lambda pair: pair[1])
+    if within := [pair for pair in ranked if ratio(size(pair[0]), params) <= factor]:
+        ranked = sorted(within, key=lambda pair: (pair[0].kind != kind, not stack.fits(pair[0].stack)))
     best = {run.id for run in first_of_each(run for run, _ in ranked)}
     return sorted(ranked, key=lambda pair: pair[0].id not in best)[:limit]
 
@@ -142,15 +131,14 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes ``by`` and their most frequent value (in a tie, the first), or None if there are no votes."""
+    """Return the votes ``by`` with their most frequent value (in a tie, the first), or None without votes."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the values ``by`` of runs or laws together with their geometric median, exp(median of the logarithms).
+    """Return the votes ``by`` with their geometric median, exp(median of the logarithms).
 
-    With ``weights``, half of the total weight is below the median. Between two values, the logarithm is interpolated:
-    the median of 1 and 4 with equal weights is 2.
+    With ``weights``, half of the total weight is below the median. The logarithm is interpolated between two votes.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -168,7 +156,7 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The neighbours of a model: the most similar run of each lineage (``ranked``)."""
+    """The neighbours of a model: the most similar run of each lineage."""
 
     params: int  # size of the model: the parameters that a token uses
     ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first; of these, runs that fit the stack first
@@ -188,7 +176,9 @@ class Neighbours:
 
     def of_size(self) -> list[PublishedRun]:
         """Return all published runs within `FACTOR` of the model's size, with any optimizer, from small to large.
-        Mixtures of experts are included only if the model is one."""
+
+        Mixtures of experts are included only if the model is one.
+        """
         kinds = {"dense", "moe"} if self.experts else {"dense"}
         near = [run for run in load_runs() if run.kind in kinds and size_ratio(run, self.params) <= FACTOR]
         return sorted(near, key=lambda run: run.params_active)
@@ -198,10 +188,9 @@ class Neighbours:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the values that the neighbours publish, by run id. Runs that publish none are left out.
+        """Return the values that the neighbours publish, by run id; only the reference run's, if it publishes one.
 
-        ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run. If the
-        reference run publishes a value, return only this value.
+        ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run.
         """
         known = {
             id: value
@@ -213,19 +202,18 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return values by run id together with their median, weighted by :meth:`weights`."""
+        """Return votes by run id with their median, weighted by :meth:`weights`."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the neighbours' values at a recipe's ``path`` and the most frequent one, or None without values."""
+        """Return the neighbours' votes on a recipe's value with the most frequent one, or None without votes."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        The weight is 1 at the model's size, and falls with the logarithm of the size ratio to nearly 0 at `FACTOR`.
-        If few runs are near, the weight falls more slowly (`EDGE`). With a reference run, or if no run is near, all
-        weights are 1.
+        The weight falls with the logarithm of the size ratio, from 1 at the model's size to nearly 0 at `FACTOR`, or
+        farther away if few runs are near (`EDGE`). With a reference run, or if no run is near, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -237,7 +225,7 @@ class Neighbours:
         }
 
     def sources(self, ids: Iterable[str]) -> list[str]:
-        """Return a line for each of the ``ids`` that is a neighbour: the id and the sources of the run's lr."""
+        """Return a line with the sources of the lr for each of the ``ids`` that is a neighbour."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
@@ -246,8 +234,8 @@ def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
 
     Args:
         params: parameters of the model that a token uses.
-        alike: (number, active) of the model: the experts in a layer, and how many of them a token uses. Only mixtures
-            with similar numbers (`ALIKE`) are returned; there may be none.
+        alike: experts in a layer of the model, and how many of them a token uses. Only mixtures with similar numbers
+            (`ALIKE`) are returned.
     """
 
     def fits(run: PublishedRun) -> bool:
@@ -272,10 +260,10 @@ def neighbours(
 ) -> Neighbours:
     """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
 
-    Sizes count the parameters that a token uses. Runs within `FACTOR` of the size come first, then the others, both
-    in the order of :func:`nearest`.
+    Runs within `FACTOR` of the size come first, then the others, both in the order of :func:`nearest`.
 
     Args:
+        params: parameters of the model that a token uses.
         qk_norm: whether the model has QK-norm; None: runs with and without it are equally near.
         reference: the run of ``--from``, which decides the values that it publishes.
         experts: whether the model is a mixture of experts. It has dense neighbours, too.

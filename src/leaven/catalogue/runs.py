@@ -1,7 +1,6 @@
-"""The published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
+"""The published training runs: a TOML file for each in ``runs/``, with the tables of :mod:`leaven.catalogue.groups`.
 
-To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`. The file's name is the run's id. Runs that
-leaven tuned itself have a table ``[tuning]``.
+The file's name is the run's id. Runs that leaven tuned itself have a table ``[tuning]``.
 """
 
 import difflib
@@ -42,7 +41,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(2N)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose lrs can be compared with those of ``optimizer``: Adam's and AdamW's are alike."""
+    """Return the optimizers whose lrs can be compared with those of ``optimizer``."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -71,7 +70,7 @@ class Stack(NamedTuple):
 class PublishedRun(Part):
     """A published run, or a run that leaven tuned itself (which has :attr:`tuning`).
 
-    Fields have the values that the source states. Properties have leaven's names and units; None means unknown.
+    Fields have the values that the source states, properties have leaven's names and units. None means unknown.
     """
 
     id: str
@@ -103,8 +102,12 @@ class PublishedRun(Part):
         return self.data.tokens_total if self.data else None
 
     @property
+    def seq_len(self) -> int | None:
+        return self.data.seq_len if self.data else None
+
+    @property
     def batch_tokens(self) -> int | None:
-        """Return the final global batch in tokens, or None if it is unknown."""
+        """Return the final global batch in tokens."""
         return self.batch.global_batch_tokens if self.batch else None
 
     @property
@@ -119,7 +122,7 @@ class PublishedRun(Part):
 
     @property
     def batch_grew(self) -> bool | None:
-        """Return whether the last batch was larger than the first, or None if that is not known."""
+        """Return whether the last batch was larger than the first."""
         if self.ramp is None:
             return False if self.constant_batch else None
         stages = [stage["tokens"] for stage in self.ramp.stages or () if "tokens" in stage]
@@ -127,34 +130,31 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """Return the first batch of the ramp in tokens, or None if it is unknown or there is no ramp."""
-        ramp, seq_len = self.ramp, self.data.seq_len if self.data else None
+        """Return the first batch of the ramp in tokens, or None without a ramp."""
+        ramp = self.ramp
         if ramp is None:
             return None
         if ramp.stages:
             return ramp.stages[0].get("tokens")
-        return ramp.start_tokens or (ramp.start_samples * seq_len if ramp.start_samples and seq_len else None)
+        samples = ramp.start_samples
+        return ramp.start_tokens or (samples * self.seq_len if samples and self.seq_len else None)
 
     @property
     def ramp_start(self) -> float | None:
-        """Return (first batch of the ramp) / (final batch), or None if one of them is unknown."""
+        """Return (first batch of the ramp) / (final batch)."""
         start = self.ramp_start_tokens
         return start / self.batch_tokens if start and self.batch_tokens else None
 
     @property
     def ramp_tokens(self) -> int | None:
-        """Return the number of tokens after which the batch has its full size, or None if unknown or without a
-        ramp."""
+        """Return the number of tokens after which the batch has its full size, or None without a ramp."""
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return how many tokens come before each stage of the batch, or None if that is not published.
-
-        Without stages, the result is [0].
-        """
+        """Return how many tokens come before each stage of the batch; [0] without stages."""
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:
@@ -182,12 +182,11 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """Return whether the lr is for Adam or AdamW, in the standard parametrisation and not in muP."""
+        """Return whether the lr is known, for Adam or AdamW, and not for muP."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Return whether the lr is known, for one of ``optimizers``, and in the standard parametrisation (not
-        muP)."""
+        """Return whether the lr is known, for one of ``optimizers``, and not for muP."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
@@ -202,7 +201,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_fraction(self) -> float | None:
-        """Return the share of the run's tokens that the warm-up takes, or None if it is not known.
+        """Return the share of the run's tokens that the warm-up takes.
 
         A warm-up in steps is converted to tokens only if the batch is not known to grow.
         """
@@ -217,8 +216,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_tokens(self) -> float | None:
-        """Return the warm-up in tokens, or None if it is unknown. In a ramp with stages, a warm-up in steps is
-        converted with the batch of each step."""
+        """Return the warm-up in tokens. In a ramp with stages, steps are converted with the batch of each step."""
         if self.warmup_fraction is not None and self.tokens:
             return self.warmup_fraction * self.tokens
         steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
@@ -232,8 +230,7 @@ class PublishedRun(Part):
 
     @property
     def cooldown_share(self) -> float | None:
-        """Return the share of the run that the final cooldown of a wsd schedule took. Return None for other
-        schedules, or if the share is not known."""
+        """Return the share of the run that the final cooldown of a wsd schedule took; None for other schedules."""
         schedule = self.schedule
         if schedule is None or schedule.shape != "wsd":
             return None
@@ -245,7 +242,7 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return leaven's name for the published lr decay, such as "cosine", or None if no decay is published."""
+        """Return leaven's name for the published decay of the lr, such as "cosine"."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property
@@ -254,12 +251,12 @@ class PublishedRun(Part):
 
     @property
     def init_scale(self) -> float | None:
-        """Return init std x sqrt(d_model), which can be compared between widths, or None if unknown."""
+        """Return init std x sqrt(d_model), which can be compared between widths."""
         return self.init_std * math.sqrt(self.arch.d_model) if self.init_std and self.arch.d_model else None
 
     @property
     def residual_init_std(self) -> float | None:
-        """Return the init std of the matrices that write to the residual stream, or None if it is not known."""
+        """Return the init std of the matrices that write to the residual stream."""
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:
             return init.residual_std if init else None
@@ -282,8 +279,7 @@ class PublishedRun(Part):
 
     @property
     def expert_ratio(self) -> float | None:
-        """Return w / d_model, where w is the total width of the experts that a token uses, shared ones included.
-        Return None if one of the two is not known."""
+        """Return w / d_model, where w is the total width of the experts that a token uses, shared ones included."""
         arch = self.arch
         if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None
@@ -291,7 +287,7 @@ class PublishedRun(Part):
 
     @property
     def query_groups(self) -> float | None:
-        """Return the number of query heads per key-value head, or None if one of these numbers is unknown."""
+        """Return the number of query heads per key-value head."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
 
     @property
@@ -333,16 +329,11 @@ def own_runs() -> tuple[PublishedRun, ...]:
 
 
 def find_run(id: str) -> PublishedRun:
-    """Return the published run, or the run that leaven tuned itself, with this id.
-
-    Raises:
-        InputError: if there is no such run.
-    """
-    path = FOLDER / f"{id}.toml"
-    known = sorted(file.stem for file in FOLDER.glob("*.toml"))
+    """Return the run with this id, published or tuned by leaven, or raise InputError."""
+    known = [file.stem for file in FOLDER.glob("*.toml")]
     if id not in known:
         raise InputError(f"no published run {id!r}; did you mean {listed(closest(id, known))}?")
-    return _read(path)
+    return _read(FOLDER / f"{id}.toml")
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:

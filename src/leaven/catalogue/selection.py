@@ -64,11 +64,7 @@ def parse_range(path: str, written: str) -> list[Condition]:
 
 
 def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> list[PublishedRun]:
-    """Return the runs that meet all conditions, in the given order.
-
-    Raises:
-        InputError: if no run has a value at the path of a condition, or the values there cannot be compared.
-    """
+    """Return the runs that meet all conditions, in the given order, or raise InputError for a wrong condition."""
     known = {run.id: values(run) for run in runs}
     kept = list(runs)
     for condition in conditions:
@@ -86,8 +82,7 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
 
 
 def _wanted(condition: Condition, values: Sequence[Any]) -> Any:
-    """Return the condition's text, converted to the type of ``values`` (the runs' values), or raise InputError if it
-    cannot be compared with them."""
+    """Return the condition's text, converted to the type of the runs' ``values``, or raise InputError."""
     path, operator, text = condition
     match values[0]:
         case bool():

@@ -12,7 +12,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch and the tokens before the last batch size begins; (None, None) for a constant batch."""
+    """Return the first batch and the tokens before the last batch; (None, None) for a constant batch."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -31,7 +31,6 @@ def _optimizer(recipe: Recipe) -> str:
 
 
 def _rotary_fraction(arch: PublishedArchitecture) -> float | None:
-    """Return the share of each head that rotary positions rotate; None without rotary positions."""
     if arch.positional != "rotary":
         return None
     return arch.rotary_dims / arch.head_dim if arch.rotary_dims and arch.head_dim else arch.rotary_pct
@@ -123,8 +122,8 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value of a run that recipes cannot state, or of a recipe that runs cannot state.
 
-    Left out are paths that ``terms.toml`` lists under ``not_compared``. Of a recipe, default values are left out,
-    too. Of a run, values that are false or equal to those under ``given`` are left out.
+    Left out are the paths in ``not_compared`` of ``terms.toml``, the defaults of a recipe, and values of a run that
+    are false or those in ``given``.
     """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
@@ -134,9 +133,10 @@ def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
                 yield path, value
         return
     taken = {path for published in TERMS.values() for path in published} | {*left_out["follow_from_others"]}
+    endings = tuple(left_out["endings"])
     for path, value in of.flat().items():
-        passed = path in taken or path.partition(".")[0] in left_out["parts_of_a_run"]
+        if path in taken or path.partition(".")[0] in left_out["parts_of_a_run"] or path.endswith(endings):
+            continue
         # The start and the length of a batch ramp are in TERMS; its other keys are left out.
-        passed = passed or path.startswith("batch.rampup.") or path.endswith(tuple(left_out["endings"]))
-        if not passed and value is not False and _DATA["given"].get(path) != value:
+        if not path.startswith("batch.rampup.") and value is not False and _DATA["given"].get(path) != value:
             yield path, value

@@ -58,7 +58,7 @@ class RecipeDifference(DifferenceRow, schema="recipe-difference/1"):
     counterpart: bool  # false if only a recipe, or only a published run, can have this value
 
 
-Severity = Literal["far outside", "outside", "note"]
+Severity = Literal["far outside", "outside", "note"]  # the worst first
 
 
 class FindingRow(Entry):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from leaven.documents import Document, Entry, Number
+from leaven.documents import Document, Entry, Number, Sealed
 
 REGRET_LIMIT = 0.01
 """The largest accepted regret of a sweep, in nats. The regret at a scale is the loss with the value that is best at
@@ -40,7 +40,7 @@ class MeasuredRow(Entry):
     note: str = ""  # how value compares with expected
 
 
-class CheckDocument(Document, schema="check/1"):
+class CheckDocument(Sealed, Document, schema="check/1"):
     """The result of ``leaven check NAME``, for every check except memory."""
 
     passed: bool  # whether at least one row passed and none failed

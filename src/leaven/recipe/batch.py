@@ -19,8 +19,10 @@ RampRule = Literal["fixed", "scaled"]
 
 
 class Ramp(Part):
-    """A batch that grows in equal increments, spread evenly over the first ``over_tokens`` tokens of the run. This is
-    Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, with all three numbers in tokens."""
+    """A batch that grows in equal increments, spread evenly over the first ``over_tokens`` tokens of the run.
+
+    This is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, with all three numbers in tokens.
+    """
 
     start_tokens: Count  # size of the first batch
     increment_tokens: Count  # number of tokens by which each increment enlarges the batch
@@ -29,8 +31,6 @@ class Ramp(Part):
 
 
 class BatchStage(Part):
-    """A batch size, and the number of consumed tokens from which steps have this size."""
-
     from_tokens: int = Field(ge=0, le=MOST_TOKENS)  # the stage begins with the first step after this many tokens
     tokens: Count  # batch size in tokens
 
@@ -99,19 +99,16 @@ class Batch(Part):
         if self.ramp is None or self.ramp.start_tokens == self.tokens:
             return ((0, self.tokens),)
         increments = (self.tokens - self.ramp.start_tokens) // self.ramp.increment_tokens
+        # Increment i applies once i / increments of the ramp's tokens are consumed, rounded up.
+        begins = (-(-i * self.ramp.over_tokens // increments) for i in range(increments + 1))
         return tuple(
-            # Increment i applies once i / increments of the ramp's tokens are consumed, rounded up.
-            (
-                -(-i * self.ramp.over_tokens // increments),
-                self.ramp.start_tokens + i * self.ramp.increment_tokens,
-            )
-            for i in range(increments + 1)
+            (begin, self.ramp.start_tokens + i * self.ramp.increment_tokens) for i, begin in enumerate(begins)
         )
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps with the same batch size."""
+    """Consecutive steps of one batch size."""
 
     first_step: int
     first_token: int  # tokens consumed before the segment
@@ -130,7 +127,7 @@ class BatchSchedule:
         for threshold, batch_tokens in self.sizes[1:]:
             last = segments[-1]
             steps = -(-(threshold - last.first_token) // last.batch_tokens)
-            if steps <= 0:  # the previous size has no step: the step before it already passed this threshold
+            if steps <= 0:  # the last size has no step, because the step before it passed this threshold
                 segments[-1] = Segment(last.first_step, last.first_token, batch_tokens)
             else:
                 consumed = last.first_token + steps * last.batch_tokens
@@ -150,6 +147,5 @@ class BatchSchedule:
     def first_step_at(self, tokens: int) -> int:
         """Return the smallest number of steps after which at least ``tokens`` tokens are consumed."""
         index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
-        segment = self.segments[max(index, 0)]
-        step = segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)
-        return max(step, 0)
+        segment = self.segments[index]
+        return segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

@@ -26,11 +26,7 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 1.2e-38, 1e19  # fp32: smaller ones lose digits,
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation.
-
-    Raises:
-        InputError: if the file is not a valid recipe; the message names the file, a wrong key, and what to change.
-    """
+    """Return the recipe in a TOML file, with ``a.b=value`` overrides applied, or raise InputError."""
     return parse_recipe(read_text(path), str(path), overrides)
 
 
@@ -85,6 +81,7 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
     waiting: list[tuple[str, Any, int]] = [("", document, 0)]
     while waiting:
         path, value, depth = waiting.pop()
+        fault = ""
         if depth > DEEPEST:
             raise InputError(f"{origin}: {path}: nested more than {DEEPEST} deep; use fewer levels")
         if isinstance(value, dict):
@@ -92,25 +89,23 @@ def _require_plain(document: dict[str, Any], origin: str) -> None:
         elif isinstance(value, list):
             waiting += [(path, inner, depth + 1) for inner in value]
         elif isinstance(value, str) and "\0" in value:
-            raise InputError(f"{origin}: {_place(path.split('.'))}: the text contains a NUL; remove it")
+            fault = "the text contains a NUL; remove it"
         elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-            raise InputError(f"{origin}: {_place(path.split('.'))}: more than 64 bits; give an integer closer to 0")
-        elif isinstance(value, float) and math.isfinite(value) and not _usual(value):
-            fault = f"too large or too close to 0; give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
-            raise InputError(f"{origin}: {_place(path.split('.'))}: {value:g} is {fault}")
-
-
-def _usual(value: float) -> bool:
-    return value == 0 or SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT
+            fault = "more than 64 bits; give an integer closer to 0"
+        elif isinstance(value, float) and (0 < abs(value) < SMALLEST_FLOAT or LARGEST_FLOAT < abs(value) < math.inf):
+            numbers = f"give 0, or a number from {SMALLEST_FLOAT:g} to {LARGEST_FLOAT:g}"
+            fault = f"{value:g} is too large or too close to 0; {numbers}"
+        if fault:
+            raise InputError(f"{origin}: {_place(path.split('.'))}: {fault}")
 
 
 def _place(keys: list[str]) -> str:
-    """Return the place of a key as messages name it, for example ``[model] d_ff``."""
+    """Return a key as messages write it, such as ``[model] d_ff``."""
     return f"[{'.'.join(keys[:-1])}] {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
 def validated(kind: type[Kind], document: dict[str, Any], origin: str) -> Kind:
-    """Return a document as an object of the class ``kind``, or raise InputError with a message about ``origin``."""
+    """Return a document as an object of class ``kind``, or raise InputError. ``origin`` is the name of its file."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:
@@ -118,16 +113,16 @@ def validated(kind: type[Kind], document: dict[str, Any], origin: str) -> Kind:
 
 
 def _override(document: dict[str, Any], path: str, text: str) -> None:
+    """Apply ``--set path=text`` to a document."""
     if not text:
-        _take_out(document, path)
+        _remove(document, path)
         return
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
         raise InputError(f"--set {path}: nested more than {DEEPEST} deep; use fewer levels") from None
     except ValueError:
-        # Not a TOML value, so a quantity (7B) or a bare word (cosine).
-        try:
+        try:  # not TOML, so a quantity (7B) or a bare word (cosine)
             value = parse_quantity(text)
         except InputError:
             value = text
@@ -138,8 +133,7 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
         raise InputError(f"--set {path}: {outer} is a value, not a table; write --set {outer}=VALUE") from None
 
 
-def _take_out(document: dict[str, Any], path: str) -> None:
-    """Remove a key from a document, as ``--set a.b=`` requests. Raise InputError if the key is missing."""
+def _remove(document: dict[str, Any], path: str) -> None:
     *outer, last = split_path(path)
     part: Any = document
     for key in outer:
@@ -152,8 +146,7 @@ def _take_out(document: dict[str, Any], path: str) -> None:
 def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
     """Return a line about one of the validation errors: ``[model] d_modle: no such key; did you mean d_model?``"""
     # An unknown key is reported first: if a key is missing as well, the unknown key is usually its misspelling.
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
-    fault = faults[0]
+    fault = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int", "tag:"))]
     message = fault["msg"].removeprefix("Value error, ")
     if not keys:
@@ -171,7 +164,7 @@ def explain(error: ValidationError, kind: type[BaseModel] = Recipe) -> str:
 
 
 def _suggestion(keys: list[str], part: type[BaseModel]) -> str:
-    """Return a hint for an unknown key: the most similar key of its table, or all keys of this table."""
+    """Return a hint for an unknown key: the most similar key of its table, or all keys of the table."""
     for key in keys[:-1]:
         if field := part.model_fields.get(key):  # other keys are names of modules or numbers in a list
             part = next(_parts(field.annotation), part)
@@ -190,11 +183,11 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 def render(recipe: Recipe, template: str = "") -> str:
     """Return the recipe as TOML.
 
-    Without a template, defaults are written, too. These are left out: None, empty lists and tables, multipliers of 1,
-    and fields in `Part.added` that have their default.
+    Without a template, defaults are written as well, except None, empty lists and tables, multipliers of 1, and the
+    defaults of fields in `Part.added`.
 
-    ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
-    are kept, and defaults that it omits stay omitted.
+    ``template`` is the text of an earlier recipe file, whose comments, order and spelling of unchanged values are
+    kept. Defaults that the template omits stay omitted.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
@@ -218,10 +211,9 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return the tables ``rows`` without the default values that the template does not contain.
+    """Return a list of tables without the defaults that the template omits, and any other value unchanged.
 
-    Return other values than a list of tables unchanged. ``own`` has the same tables without any default values, and
-    ``stated`` is the list in the template.
+    ``own`` has the same tables without any defaults, and ``stated`` is the value in the template.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
@@ -233,10 +225,13 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container. Values that do not change keep their spelling. With ``prune``, keys
-    that are not in ``values`` are removed."""
-    if prune:
-        for key in [key for key in target if key not in values]:
+    """Write nested values into a TOML container. Values that do not change keep their spelling.
+
+    With ``prune``, keys that are not in ``values`` are removed.
+    """
+    before = target.unwrap()
+    for key in before:
+        if prune and key not in values:
             del target[key]
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -247,19 +242,9 @@ def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
                 inline = small and key not in Recipe.model_fields
                 target[key] = tomlkit.inline_table() if inline else tomlkit.table()
             update(target[key], value, prune=prune)
-        elif key not in target or _plain(target[key]) != value:
-            target[key] = _item(value)
-
-
-def _plain(item: Any) -> Any:
-    return item.unwrap() if hasattr(item, "unwrap") else item
-
-
-def _item(value: Any) -> Any:
-    """Return a value for a TOML file; integers from 10,000 on get underscores, as in ``10_000``."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
-        return tomlkit.integer(f"{value:_}")
-    return value
+        elif key not in before or before[key] != value:
+            grouped = isinstance(value, int) and value >= 10_000
+            target[key] = tomlkit.integer(f"{value:_}") if grouped else value
 
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:

@@ -33,11 +33,10 @@ class Multipliers(Part):
 
 
 class DepthProfile(Part):
-    """Multipliers that change with the depth of a block. They apply in addition to the multipliers of modules.
+    """Multipliers that change with the depth of a block, on top of the multipliers of modules.
 
     Each tuple has the multipliers at evenly spaced depths, from the first block to the last. Between these depths the
-    logarithms are interpolated linearly: halfway between multipliers 1/4 and 4, the multiplier is 1 (Mlodozeniec et
-    al. 2025).
+    logarithm is interpolated linearly (Mlodozeniec et al. 2025).
     """
 
     lr: Profile = (1.0,)
@@ -50,8 +49,7 @@ class DepthProfile(Part):
 
     @staticmethod
     def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
-        """Return the multiplier of block ``layer`` (counted from 0) in a model with ``n_layers`` blocks: the
-        geometric interpolation between the points of ``profile``."""
+        """Return the multiplier of block ``layer`` (counted from 0) in a model with ``n_layers`` blocks."""
         position = (layer / (n_layers - 1) if n_layers > 1 else 0.0) * (len(profile) - 1)
         below = min(int(position), len(profile) - 1)
         above = min(below + 1, len(profile) - 1)
@@ -72,7 +70,7 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Return a limit without a mode as a table with mode ``global``, and any other value unchanged."""
+        """Return a limit as a table with mode ``global``, and any other value unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -100,8 +98,7 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor in a step of Muon, lr x factor x (orthogonal matrix), for the shape (``out``,
-        ``into``)."""
+        """Return the factor in Muon's step, lr x factor x orthogonal matrix, of a matrix (``out``, ``into``)."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
@@ -140,7 +137,6 @@ class Hyperparameters(Part):
     @model_validator(mode="before")
     @classmethod
     def _complete_muon(cls, values: Any) -> Any:
-        """If ``optimizer`` is "muon" and ``muon`` is missing, set ``muon`` to its defaults."""
         if isinstance(values, Mapping) and values.get("optimizer") == "muon" and values.get("muon") is None:
             return {**values, "muon": {}}
         return values
@@ -155,7 +151,7 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of the matrices that Muon updates: from ``muon``, or else the shared one."""
+        """Return the lr or weight decay of matrices in blocks: from ``muon``, or else the shared one."""
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own

@@ -22,7 +22,7 @@ InitName = Literal[
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The variables of a formula: the sizes of a model, and the position and the sizes of one matrix in it."""
+    """The variables of a formula: sizes of the model, and position and sizes of one matrix in the model."""
 
     d: int  # width of the model
     L: int  # number of layers
@@ -33,8 +33,6 @@ class MatrixPlace:
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula for a standard deviation."""
-
     text: str  # the formula as printed; its letters are the fields of :class:`MatrixPlace`
     std: Callable[[MatrixPlace], float]
 
@@ -71,10 +69,8 @@ class Init:
         """Return the formula for one matrix. ``gated``: whether the MLPs of the model are gated."""
         if parameter.module in self.modules:
             return self.modules[parameter.module]
-        gated_in = (
-            self.gated_in and gated and parameter.module.startswith("mlp.") and parameter.module.endswith(".in")
-        )
-        if parameter.module in BRANCH_ENDS or gated_in:
+        is_input = parameter.module.startswith("mlp.") and parameter.module.endswith(".in")
+        if parameter.module in BRANCH_ENDS or (self.gated_in and gated and is_input):
             return self.outputs
         if parameter.module == "embedding" and parameter.role is Role.EMBEDDING:
             return self.embedding or self.inputs

@@ -1,5 +1,4 @@
-"""The layout of a run: how training is parallelised over ranks. A different layout changes only the last bits of the
-loss."""
+"""The layout of a run: how training is parallelised over ranks. The layout changes only the last bits of the loss."""
 
 from typing import Annotated, Literal
 
@@ -16,7 +15,7 @@ Degree = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class Layout(Part):
-    """The parallelism of a run over dp x cp x tp x pp ranks, and its options to save memory or time."""
+    """The parallelism of a run over dp x cp x tp x pp ranks, and options that save memory or time."""
 
     dp: Degree = 1  # data-parallel degree
     tp: Degree = 1  # tensor-parallel degree
@@ -56,9 +55,8 @@ class Layout(Part):
                 'schedule = "1f1b"'
             )
         if self.schedule == "zero-bubble" and self.zero > 1:
-            # torch 2.13 frees the gathered parameters before the second half computes the gradients of the weights.
-            # These gradients are then wrong, and there is no error. Gradients that are sharded after each
-            # micro-batch are missing in the second half, too.
+            # torch 2.13 frees the gathered parameters before the second half, whose gradients are then wrong without
+            # an error. Gradients that are sharded after each micro-batch are missing in the second half, too.
             raise ValueError(
                 f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} frees '
                 "weights or gradients that the second half needs; set zero = 1"

@@ -27,8 +27,8 @@ BATCH_RULES = ("complete-d-p",)
 class Start(Part):
     """Where training starts: from random weights, or from the weights of a given model.
 
-    The scaling rule multiplies the outputs of some parameters by factors. Given weights are divided by these factors,
-    so that training starts from the same function as the given model (:func:`leaven.scaling.table.folding`).
+    Given weights are divided by the rule's multipliers of outputs, so that the run starts from the same function as
+    the given model (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format, with a model of the recipe's shape; None draws random weights.
@@ -52,8 +52,7 @@ class Base(Part):
 
 
 class Scaling(Part):
-    """How hyperparameters change from the base to the recipe's own size, batch and run length. Without a base, they
-    are used as written."""
+    """How hyperparameters change from the base to this recipe. Without a base, they are used as written."""
 
     rule: RuleName = "complete-d-p"
     # completep and complete-d-p multiply each residual branch by r^-alpha, and the lr inside the blocks by
@@ -78,8 +77,7 @@ class Precision(Part):
 
 
 class Stability(Part):
-    """What a run does at a loss spike (:mod:`leaven.training.spikes`), when it saves checkpoints, which of them it
-    keeps, and when it measures the gradient noise scale."""
+    """Loss spikes (:mod:`leaven.training.spikes`), checkpoints, and measurements of the gradient noise scale."""
 
     # rollback: return to a checkpoint before the spike and skip the data of the spike; skip: do not apply a step
     # whose loss or gradient norm is an outlier; stop: end the run; off: do nothing.
@@ -113,11 +111,11 @@ class EvaluationSettings(Part):
 
 
 class Average(Part):
-    """An average of the weights over steps. A run computes, validates and saves it in addition to the weights.
+    """An average of the weights over steps, which a run computes, validates and saves beside the weights.
 
-    Without a half-life, the average is uniform over all tokens since its start. With a half-life, it is an
-    exponential moving average: weights count half as much as weights ``half_life_tokens`` tokens later. A moving
-    average begins as a uniform average, so the initial weights never count more than others.
+    Without a half-life, the average is uniform. With one, it is an exponential moving average: weights count half as
+    much as weights ``half_life_tokens`` tokens later. A moving average begins as a uniform one, so the initial
+    weights never count more than others.
     """
 
     # Half-life of an exponential moving average in tokens; None: a uniform average.
@@ -134,8 +132,10 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share of the current weights in the average after a step, 0 until the average begins. The step
-        goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens."""
+        """Return the share of the current weights in the average after a step; 0 until the average begins.
+
+        The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens.
+        """
         start = (1 - self.last) * horizon
         if tokens <= start:
             return 0.0
@@ -149,11 +149,7 @@ Octaves = Annotated[float, Field(ge=-64, le=64)]  # n octaves are a factor of 2^
 
 
 def _both_sides(value: Any) -> Any:
-    """Return a search range in octaves as (low, high). The value n, a single number, means (-n, n).
-
-    Raises:
-        ValueError: if the value is not a range, or if the range does not contain 0.
-    """
+    """Return a search range in octaves as (low, high). A single number n means (-n, n)."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:
@@ -201,8 +197,11 @@ NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 
 
 class Recipe(Part):
-    """The complete description of a training run. Its hyperparameters are those of the base (:class:`Base`), from
-    which :mod:`leaven.scaling.table` computes the values for each parameter of this model."""
+    """The complete description of a training run.
+
+    The hyperparameters are those of the base (:class:`Base`). :mod:`leaven.scaling.table` converts them for each
+    parameter of this model.
+    """
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
     model: ModelShape
@@ -322,8 +321,8 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 def split_path(path: str) -> list[str]:
     """Return the keys of a dotted path.
 
-    A module's name is one key even if it contains a dot, such as ``mlp.out`` in
-    ``hyperparameters.modules.mlp.out.lr``. Everything after ``why.`` or ``tuning.octaves.`` is one key, too.
+    A module's name is one key: ``mlp.out`` in ``hyperparameters.modules.mlp.out.lr``. Everything after ``why.`` or
+    ``tuning.octaves.`` is also one key.
     """
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):

@@ -26,8 +26,7 @@ BRANCH_ENDS = ("attention.out", "mlp.out", "mlp.experts.out", "mlp.shared.out")
 class Role(StrEnum):
     """The role of a parameter in a scaling rule: which of its dimensions grow with the width of the model.
 
-    The comments give "fan in -> fan out", with "width" for a dimension that grows, and "fixed" for one that does not,
-    such as the vocabulary.
+    The comments give "fan in -> fan out". "fixed" is a dimension that does not grow, such as the vocabulary.
     """
 
     EMBEDDING = "embedding"  # fixed -> width: token and learned position embeddings
@@ -60,13 +59,13 @@ class Role(StrEnum):
 
     @property
     def in_branches(self) -> bool:
-        """Return whether parameters with this role are block matrices whose fan in and fan out grow with width."""
+        """Return whether parameters with this role are matrices of attention, MLPs or experts."""
         return self in {Role.HIDDEN_WEIGHT, Role.EXPERT_WEIGHT}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter tensor of the model, without its values."""
+    """The name, shape and role of a parameter of the model."""
 
     name: str
     # (fan out, fan in) for a matrix, as in ``nn.Linear``; (experts, fan out, fan in) for the matrices of the routed
@@ -226,13 +225,17 @@ class ModelShape(Part):
 
     @property
     def block_norms(self) -> tuple[str, ...]:
-        """Return the names of the norms over the width in a block, in the order of the forward pass. ``attention``
-        and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them."""
+        """Return the names of a block's norms over the width, in the order of the forward pass.
+
+        ``attention`` and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them.
+        """
         found = []
         for branch in _BRANCHES:
             shared = self.parallel_branches and branch == "mlp"
-            found += [branch] if self.norm_placement != "output" and not shared else []
-            found += [f"{branch}_out"] if self.norm_placement != "pre" else []
+            if self.norm_placement != "output" and not shared:
+                found.append(branch)
+            if self.norm_placement != "pre":
+                found.append(f"{branch}_out")
         return tuple(found)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -269,8 +272,6 @@ class ModelShape(Part):
             yield Parameter("unembedding.weight", (self.vocab_size, d), Role.UNEMBEDDING, "unembedding")
 
     def _mlp(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the matrices of a layer's MLP, or of its router and its experts, by module."""
-
         def mlp(prefix: str, width: int, *experts: int) -> dict[str, tuple[int, ...]]:
             sides = ("gate", "in") if self.gated else ("in",)
             inputs = {f"{prefix}.{side}": (*experts, width, self.d_model) for side in sides}

@@ -2,42 +2,32 @@
 
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 
 from leaven.errors import InputError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 # A whole number. Commas only between groups of three digits: elsewhere, as in 0,5, one is a decimal comma.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9][0-9_]*)"
-_NUMBER = rf"({WHOLE}(?:\.[0-9]+)?|\.[0-9]+)(?:e([+-]?[0-9]+))?"
-_QUANTITY = re.compile(_NUMBER + r"\s*([KMBGT]?)", re.IGNORECASE)
+_QUANTITY = re.compile(rf"({WHOLE}(?:\.[0-9]+)?|\.[0-9]+)(?:e([+-]?[0-9]+))?\s*([KMBGT]?)", re.IGNORECASE)
 
 
 def parse_quantity(text: str) -> int:
-    """Return a count from a text such as ``7B`` (7e9), ``64k`` (64,000) or ``32_768``.
-
-    Raises:
-        InputError: if the text is not a number with an optional suffix K, M, B, G or T, or not whole, or too large.
-    """
+    """Return a count from a text such as ``7B`` (7e9), ``64k`` (64,000) or ``32_768``, or raise InputError."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         raise InputError(f"{text!r} is not a quantity; write for example 7B, 2.5T, 500M, 64k or 32_768")
     digits, exponent, suffix = match.groups()
-    # Decimal arithmetic on the digits: float("0.58") * 1e9 would not be a whole number.
-    whole, _, fraction = digits.replace("_", "").replace(",", "").partition(".")
     if max(len(digits), len(exponent or "")) > 100:
         raise InputError(f"{text[:20]!r}... is too long; give a number with fewer digits")
-    power = int(exponent or 0) - len(fraction)
-    value = int((whole or "0") + fraction) * _SUFFIXES[suffix.upper()]
-    if power < -200:
-        raise InputError(f"{text!r} is not a whole number; round it")
+    power = max(int(exponent or 0), -200)
     if power > 30:
         raise InputError(f"{text!r} is too large; give a number below 1e30")
-    if power >= 0:
-        return value * int(10**power)
-    divisor = int(10**-power)
-    if value % divisor:
+    # Fractions are exact: float("0.58") * 1e9 would not be a whole number.
+    value = Fraction(digits.replace("_", "").replace(",", "")) * Fraction(10) ** power * _SUFFIXES[suffix.upper()]
+    if value.denominator != 1:
         raise InputError(f"{text!r} is not a whole number; round it")
-    return value // divisor
+    return int(value)
 
 
 def format_quantity(value: float) -> str:
@@ -72,7 +62,7 @@ def format_number(value: float, digits: int = 3) -> str:
 def _significant(value: float) -> str:
     """Return a number with three significant digits: ``12.0`` for 12.04, but ``12`` for the whole number 12."""
     rounded = float(f"{value:.3g}")
-    if rounded == int(rounded) and abs(rounded) < 1_000 and value == int(value):
+    if value == int(value) and abs(rounded) < 1_000:
         return f"{int(rounded)}"
     whole = len(f"{int(abs(rounded))}") if abs(rounded) >= 1 else 1
     return f"{rounded:.{max(3 - whole, 0)}f}"

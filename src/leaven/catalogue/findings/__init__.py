@@ -1,8 +1,7 @@
 """Compare a recipe with published runs and report unusual values, for ``leaven recipes check``.
 
-To add a check, write its limits and its message in ``checks.toml``, and a test in ``tests/catalogue``. If the value
-to compare is not simply a value of the recipe, also write a function in ``training_checks.py`` or
-``model_checks.py`` that computes it.
+``checks.toml`` has the limits and the message of each check. If the value to compare is not simply a value of the
+recipe, a function of `training_checks` or `model_checks` with the check's name computes it.
 """
 
 import math
@@ -10,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from leaven.catalogue.findings import model_checks, training_checks
 from leaven.catalogue.findings.case import VOTES, Case, Check, Suggestion
@@ -19,10 +18,10 @@ from leaven.catalogue.neighbours import first_of_each, ratio
 from leaven.documents.catalogue import FindingRow, Severity
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "Check", "FindingRow", "Severity", "Suggestion", "find", "findings"]
+__all__ = ["CHECKS", "Case", "find", "findings", "repair"]
 
 MOST_REPAIRS = 5  # rounds of :func:`repair`; each round checks a changed recipe
-SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
+_SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # the worst first
 _ROUNDING = 1.02  # published values are rounded
 _MEASURED = re.compile(r"(\S+: )?study ")  # the reasons that `leaven tune` writes begin like this
 _FILE = Path(__file__).with_name("checks.toml")
@@ -34,9 +33,9 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. It is dropped if the recipe becomes invalid or the finding stays. It
-    is also dropped if another finding appears or becomes more severe, unless that finding is only a note (the mildest
-    severity). The changes that cause the fewest new notes come first.
+    Each suggested change is tried on the recipe, and dropped if the recipe becomes invalid, if the finding stays, or
+    if another finding that is more than a note appears or becomes more severe. The changes that cause the fewest new
+    notes (the mildest severity) come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -48,11 +47,10 @@ def findings(
         return {check.name: one for check in CHECKS if (one := find(check, case))}
 
     def rank(one: FindingRow | None) -> int:
-        return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
+        return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggested change adds. Return None if the changed recipe is invalid, still has the
-        finding ``name``, or has a new or more severe finding that is not a note."""
+        """Return how many notes a suggested change adds, or None if it is to be dropped."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid
@@ -77,9 +75,7 @@ def repair(
     """Return changes of a recipe after which all its findings are notes (the mildest severity).
 
     If `MOST_REPAIRS` rounds do not find such changes, only the first suggestion is returned, or {} if there is none.
-
-    Args:
-        found: the result of :func:`findings` for the recipe, ``rows_of`` and ``corpus_tokens``.
+    ``found`` is the result of :func:`findings` with the other arguments.
     """
     first = changes = next(iter(_first_suggestions(found)), {})
     for _ in range(MOST_REPAIRS):
@@ -102,7 +98,7 @@ def _first_suggestions(found: Sequence[FindingRow]) -> list[Suggestion]:
 def find(check: Check, case: Case) -> FindingRow | None:
     """Return the finding of one check, or None if the value is usual or the check does not apply to the recipe.
 
-    The changes that the finding suggests are not tried here, so they may not remove the finding.
+    The suggested changes are not tried here, so they may not remove the finding.
     """
     read = _read(check, case)
     if read is None:
@@ -168,8 +164,7 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit of ``checks.toml`` as a number. ``1.5 most / 2`` is 1.5 x ``facts["most"]`` / 2. The factor and
-    the divisor may be missing."""
+    """Return a limit of ``checks.toml`` as a number: ``1.5 most / 2`` is 1.5 x ``facts["most"]`` / 2."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")
@@ -178,7 +173,7 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the number by which a value is compared: the value itself, or 1 / (1 - beta) for a beta of Adam."""
+    """Return the number by which values are compared: 1 / (1 - beta) for a beta of Adam, else the value."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

@@ -1,7 +1,6 @@
 """The data of the checks: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-Checks compare hyperparameters as the scaling rule converts them for the hidden weights, the matrices inside the
-blocks.
+Checks compare hyperparameters as the scaling rule converts them for the hidden weights (the matrices in blocks).
 """
 
 import math
@@ -46,9 +45,8 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, and what it compares for one recipe.
 
-    ``checks.toml`` gives the fields up to ``far_from_runs``. The fields from ``value`` on are set for one recipe, by
-    :meth:`read` and by the function of `training_checks` or `model_checks` with the check's name. A check without
-    limits gives a note whenever it applies to the recipe.
+    :meth:`read`, and the function of `training_checks` or `model_checks` with the check's name, set the fields from
+    ``value`` on for a recipe. A check without limits gives a note whenever it applies.
     """
 
     name: str
@@ -78,7 +76,6 @@ class Check:
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
-        """Return a copy of this check, with the compared value, suggestions and facts for the recipe of ``case``."""
         value, facts = None, {}
         if self.hidden:
             value, facts["where"] = case.hidden(self.hidden), "the hidden weights have"
@@ -98,7 +95,7 @@ class Check:
         )
 
     def untried(self, value: float | None) -> bool:
-        """Return whether a value is beyond the range in which runs have trained well."""
+        """Return whether a value is beyond the range `trained`."""
         return self.trained is not None and value is not None and not self.trained[0] <= value <= self.trained[1]
 
 
@@ -112,7 +109,7 @@ class Case:
 
     @cached_property
     def params(self) -> int:
-        """Return the number of parameters that a token uses, by which published runs and laws are compared."""
+        """Return the number of parameters that a token uses."""
         return self.recipe.model.params_active
 
     @cached_property
@@ -138,19 +135,18 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the dense runs with a learning rate of Adam or AdamW that is not muP's, nearest in size first."""
+        """Return the dense runs with a comparable lr, the nearest in size first."""
         known = (run for run in load_runs() if run.kind == "dense" and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` runs within a factor of 4 in size, one of each lineage (runs that copied an lr)."""
+        """Return at most `VOTES` runs within a factor of 4 in size, one of each lineage."""
         return self.size.near.close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of the runs with Adam or AdamW, the recipe's norms, and about its size, lr and batch
-        (`_ALIKE`). Runs with an unknown batch are included."""
+        """Return the ids of the runs with the recipe's norms and about its size, lr and batch (if known)."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -162,13 +158,13 @@ class Case:
         )
 
     def hidden(self, quantity: str) -> float:
-        """Return the median of a quantity, such as ``lr``, over the hidden weights, converted by the scaling rule."""
+        """Return the median of a quantity, such as ``lr``, over the hidden weights."""
         values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
         return median(values)
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std above 0 of the hidden weights that do not end a branch; 0 if all are 0."""
+        """Return the median init std above 0 of the hidden weights that do not end a branch; 0 if there is none."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -178,7 +174,7 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return init std x branch multiplier for the last matrix of each residual branch, as RMS over all layers."""
+        """Return init std x multiplier of the last matrix of each residual branch, as RMS over all layers."""
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:
@@ -187,26 +183,25 @@ class Case:
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return the hyperparameters that the hidden weights get, by their paths in the recipe."""
+        """Return the hyperparameters of the hidden weights, by path of the recipe."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the values that the function ``of_run`` returns for the neighbours, sorted, without None."""
+        """Return the sorted values of ``of_run`` for the neighbours."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest value that the function ``of_run`` returns for the published runs."""
+        """Return the smallest and the largest value of ``of_run`` for the published runs."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of a hyperparameter in the recipe with which the hidden weights get the value ``wanted``.
+        """Return the change of a hyperparameter with which the hidden weights get the value ``wanted``.
 
-        The new value in the recipe is not ``wanted`` itself, because the scaling rule converts it for the weights.
-        ``to`` rounds it to two digits: ``math.ceil`` if the weights must get at least ``wanted``, ``math.floor`` if
-        at most. A beta is always rounded to the nearest value.
+        ``to`` rounds the new value to two digits: ``math.ceil`` if the weights must get at least ``wanted``,
+        ``math.floor`` if at most. A beta is always rounded to the nearest value.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -226,7 +221,7 @@ class Case:
         return max(round(tokens / seq_len), 1) * seq_len
 
     def with_batch(self, tokens: float) -> Suggestion:
-        """Return the change of the recipe to a constant batch of about ``tokens`` tokens, without ramp and stages."""
+        """Return the change to a constant batch of about ``tokens`` tokens."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
         if spec.stages_rule:

@@ -1,7 +1,7 @@
-"""Compute the compared value and the suggested changes for each check of a model: its initialisation and its shape.
+"""The checks of a model's initialisation and shape whose values must be computed.
 
-Each function has the name of its check in ``checks.toml``. It returns the check with the compared value and the
-suggested changes filled in, or None if the check does not apply to the recipe.
+Each function has the name of its check in ``checks.toml``. It returns the check with the compared value and suggested
+changes filled in, or None if the check does not apply to the recipe.
 """
 
 import math
@@ -12,13 +12,14 @@ from typing import Any
 from leaven.catalogue.findings.case import Case, Check
 from leaven.catalogue.neighbours import FACTOR, size_ratio
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
+from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.init_std import usual_std
 
 
 def init_std(check: Check, case: Case) -> Check | None:
     """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
 
-    An init std of sqrt(1 / d_model) gives the value 1.73. BigScience's 104B model, which diverged, had 3.7.
+    BigScience's 104B model, which diverged, had 3.7 times this std.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:
@@ -38,8 +39,8 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Models with norms on
-    the outputs of branches are not checked, because such norms undo the std.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Norms on the outputs of
+    branches undo the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -54,10 +55,11 @@ def residual_std(check: Check, case: Case) -> Check | None:
     values = {module: std / case.init_std * math.sqrt(ends) for module, std in case.residual_stds.items()}
     value, largest = max((value, module) for module, value in values.items())
     high = {module: value for module, value in values.items() if value > float(check.usual[1])}
-    written = {module: modules[module].init_std if module in modules else 1.0 for module in high}
     other = {
-        f"hyperparameters.modules.{module}.init_std": float(f"{std / high[module]:.2g}")
-        for module, std in written.items()
+        f"hyperparameters.modules.{module}.init_std": float(
+            f"{modules.get(module, Multipliers()).init_std / std:.2g}"
+        )
+        for module, std in high.items()
     }
     return replace(
         check,
@@ -75,21 +77,20 @@ def branch_stds(check: Check, case: Case) -> Check | None:
     The multipliers differ if a shared expert or a dense layer is added without a multiplier for its branch.
     """
     tuned = case.recipe.hyperparameters
-    stds = {
-        module: tuned.modules[module].init_std if module in tuned.modules else 1.0
-        for module in case.recipe.model.branch_ends
-    }
-    if tuned.init != "rule" or not (nonzero := {module: std for module, std in stds.items() if std}):
+    multipliers = {end: tuned.modules.get(end, Multipliers()).init_std for end in case.recipe.model.branch_ends}
+    nonzero = {module: std for module, std in multipliers.items() if std}
+    if tuned.init != "rule" or not nonzero:
         return None
     smallest = min(nonzero, key=nonzero.__getitem__)
-    larger = {module: std for module, std in nonzero.items() if std > float(check.usual[1]) * nonzero[smallest]}
+    least = nonzero[smallest]
+    larger = [module for module, std in nonzero.items() if std > float(check.usual[1]) * least]
     paths = [f"hyperparameters.modules.{module}.init_std" for module in larger]
     return replace(
         check,
         path=paths[0] if paths else check.path,
-        value=max(nonzero.values()) / nonzero[smallest],
-        suggestions=[dict.fromkeys(paths, nonzero[smallest])],
-        facts={"larger": list(larger), "smallest": smallest},
+        value=max(nonzero.values()) / least,
+        suggestions=[dict.fromkeys(paths, least)],
+        facts={"larger": larger, "smallest": smallest},
     )
 
 
@@ -121,7 +122,7 @@ def head_size(check: Check, case: Case) -> Check:
 
 
 def mlp_ratio(check: Check, case: Case) -> Check | None:
-    """Compare d_ff / d_model with dense runs. Return None for a recipe with experts: see :func:`expert_width`."""
+    """Compare d_ff / d_model with dense runs; for experts there is :func:`expert_width`."""
     model = case.recipe.model
     if model.experts:
         return None
@@ -136,7 +137,7 @@ def mlp_ratio(check: Check, case: Case) -> Check | None:
 
 
 def expert_width(check: Check, case: Case) -> Check | None:
-    """Compare w / d_model with published runs, where w is the total width of the experts that a token uses."""
+    """Compare w / d_model, where w is the total width of the experts that a token uses."""
     model = case.recipe.model
     if not model.experts:
         return None
@@ -151,7 +152,6 @@ def expert_width(check: Check, case: Case) -> Check | None:
 
 
 def balance(check: Check, case: Case) -> Check | None:
-    """Report experts whose load nothing balances. Return None without experts, or if each token uses all of them."""
     experts = case.recipe.model.experts
     if not experts or experts.balance != "none" or experts.active == experts.number:
         return None
@@ -160,7 +160,7 @@ def balance(check: Check, case: Case) -> Check | None:
 
 
 def balance_loss(check: Check, case: Case) -> Check | None:
-    """Compare the recipe's coefficient of the balance loss, not scaled by the rule, with published runs."""
+    """Compare the coefficient of the balance loss as written, before the scaling rule."""
     experts = case.recipe.model.experts
     if not experts or not experts.balanced_by_loss:
         return None
@@ -178,7 +178,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes`` to its fields, and with the published values for mixtures of experts."""
+    """Return the check with ``changes``, and with the published values of mixtures of experts."""
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

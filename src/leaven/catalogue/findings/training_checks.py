@@ -1,7 +1,7 @@
-"""Compute the compared value and the suggested changes for each check of an optimizer, a schedule, a batch or a text.
+"""The checks of optimizer, schedule, batch and text whose values must be computed.
 
-Each function has the name of its check in ``checks.toml``. It returns the check with the compared value and the
-suggested changes filled in, or None if the check does not apply to the recipe.
+Each function has the name of its check in ``checks.toml``. It returns the check with the compared value and suggested
+changes filled in, or None if the check does not apply to the recipe.
 """
 
 import math
@@ -26,7 +26,6 @@ _SMALL_BATCH = 2**18
 
 
 def size(check: Check, case: Case) -> Check | None:
-    """Report that no published run is near the recipe's size. If there is one, return None."""
     if case.neighbours:
         return None
     nearest = min(case.size.near.ranked, key=lambda run: size_ratio(run, case.params))
@@ -38,8 +37,8 @@ def size(check: Check, case: Case) -> Check | None:
 def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs and their median.
 
-    Published runs have one lr for all parameters, but the scaling rule may give the embedding and the hidden weights
-    two different lrs. The compared lr is the number between these two that is nearest to the median.
+    Published runs have one lr for all parameters. If the scaling rule gives the embedding another lr than the hidden
+    weights, the number between both that is nearest to the median is compared.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -80,7 +79,7 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Return the check for a missing z-loss if both conditions hold, else None:
+    """Report a missing z-loss if both conditions hold:
 
     - The lr is more than 1.5 times the highest lr of the near runs without a z-loss, of which there are at least two.
     - A run of any size with at least half of the recipe's lr had a z-loss.
@@ -112,8 +111,7 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay with published values, if the scaling rule does not change it.
 
-    Where the rule changes it, :func:`timescale` compares lr x decay instead. For the optimizer ``adam`` there is
-    :func:`l2_decay`.
+    :func:`timescale` compares lr x decay even if it does. For ``adam`` there is :func:`l2_decay`.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -121,21 +119,20 @@ def weight_decay(check: Check, case: Case) -> Check | None:
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report weight decay with the optimizer ``adam``: published decays are for AdamW, even if a paper says Adam."""
+    """Report weight decay with ``adam``: published decays are for AdamW, even if a paper says Adam."""
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 
 def muon(check: Check, case: Case) -> Check | None:
-    """Report the optimizer ``muon``, because the compared published values are for Adam or AdamW."""
+    """Report Muon, because the compared published values are for Adam or AdamW."""
     return check if case.recipe.hyperparameters.optimizer == "muon" else None
 
 
 def timescale(check: Check, case: Case) -> Check | None:
-    """Return the check of the timescale of weight decay against the best timescale that the Power Lines law predicts.
+    """Compare the timescale of weight decay with the best one by the Power Lines law.
 
-    The timescale is batch / (lr x decay x tokens), a share of the run. The ratio timescale / best timescale is 33 for
-    GPT-NeoX-20B, and 0.34 to 10.9 for the other runs that the check compares. Return None without weight decay, or
-    with plain Adam.
+    The timescale is batch / (lr x decay x tokens), a share of the run. Timescale / best timescale is 33 for
+    GPT-NeoX-20B, and 0.34 to 10.9 for the other runs that the check compares.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -231,10 +228,7 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Return the check of the batch against the largest batch of the nearest published runs.
-
-    A smaller batch costs no quality. Return None if no batch is known.
-    """
+    """Compare the batch with the largest batch of the nearest published runs. A smaller batch costs no quality."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
@@ -315,10 +309,7 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 
 
 def warm_up(check: Check, case: Case) -> Check:
-    """Compare the length of the warm-up: 0.1% to 10% of the run is usual.
-
-    A warm-up below 0.1% is only a note if it has at least 2,000 steps.
-    """
+    """Compare the warm-up: 0.1% to 10% of the run is usual. A shorter one of 2,000 or more steps is only a note."""
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
     shortest = 0.0 if taken >= _STEPS_OF_WARMUP else 0.001
@@ -346,7 +337,7 @@ def final_lr(check: Check, case: Case) -> Check:
 
 
 def precision(check: Check, case: Case) -> Check | None:
-    """Report the compute dtype fp16, which overflows where bf16 does not, even with leaven's loss scale."""
+    """Report fp16, which overflows where bf16 does not, even with leaven's loss scale."""
     if case.recipe.precision.compute != "fp16":
         return None
     unstable = _unstable("fp16")

@@ -1,8 +1,7 @@
-"""Choose the model and run length for which the hyperparameters of a starter recipe are written (its base).
+"""Choose the base: the model and run length for which the hyperparameters of a starter recipe are written.
 
 The base is the target (the model that the user requests), a proxy (a smaller model to tune first), or a tuned base (a
-small recipe in ``catalogue/bases`` that leaven tuned). The scaling rule converts the hyperparameters from the base to
-the target.
+small recipe in ``catalogue/bases`` that leaven tuned). The scaling rule converts hyperparameters to the target.
 """
 
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ SAME_DURATION = 4.0
 
 @dataclass(frozen=True)
 class StarterBase:
-    """The model, run length and batch for which the hyperparameters of a starter recipe are written."""
-
     size: RunSize  # model and tokens
     batch_tokens: int
     tuning: TuningAdvice  # whether to tune a proxy
@@ -37,10 +34,8 @@ class StarterBase:
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
     """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
 
-    ``at`` gives the model and the run length of the target, and ``batch`` its batch in tokens.
-
-    Raises:
-        InputError: if ``--proxy`` is combined with ``--from``, or no proxy has about the requested size.
+    ``at`` and ``batch`` are the size and the batch in tokens of the target. InputError: the request has ``--proxy``
+    beside ``--from``, or no proxy has about the requested size.
     """
     if at.reference:
         if request.proxy:
@@ -80,8 +75,8 @@ def tuned_bases() -> tuple[Recipe, ...]:
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
     """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None.
 
-    The base is not wider or deeper than the model, and has 1/32 to 1/2 of the model's parameters. Their tokens per
-    parameter differ by at most a factor of 4.
+    The base is not wider or deeper than the model, has 1/32 to 1/2 of the model's parameters, and about as many
+    tokens per parameter (`SAME_DURATION`).
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
@@ -102,15 +97,8 @@ def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))
-    share = base.schedule.warmup_tokens / base.data.tokens
-    searched = base.why.get("schedule.warmup_tokens")
-    draft.decide(
-        "schedule.warmup_tokens", round(share * tokens), "tuned", name=base.name, searched=searched, share=share
-    )
-    draft.step(
-        "lr, adam, init",
-        [f"{base.name}: benchmarks/tuned_base"],
-        base=base,
-        texts=[source.source for source in base.data.sources],
-        share=share,
-    )
+    path, share = "schedule.warmup_tokens", base.schedule.warmup_tokens / base.data.tokens
+    facts = {"name": base.name, "searched": base.why.get(path), "share": share}
+    draft.decide(path, round(share * tokens), "tuned", **facts)
+    texts = [source.source for source in base.data.sources]
+    draft.step("lr, adam, init", [f"{base.name}: benchmarks/tuned_base"], base=base, texts=texts, share=share)

@@ -1,7 +1,7 @@
 """Choose the batch of a starter recipe and the ramp up to that batch."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from leaven.catalogue.laws import batches, critical_batch
@@ -18,8 +18,8 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch is limited so that the run has at least this many steps, a little more than the 1,000 below which
-`leaven recipes check` reports "outside"."""
+"""The batch leaves at least this many steps: a few more than the 1,000 below which `leaven recipes check` reports
+"outside"."""
 FEWEST_STEPS = 200
 """Fewest steps of a run with the batch of a reference run (``--from``). Shorter runs are refused."""
 LARGEST_CONSTANT = 8_400_000
@@ -31,10 +31,10 @@ increment has the size of the first batch."""
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
+    """Return the starts and the lengths of published batch ramps without stages, each by run id.
 
-    A start is the first batch as a share of the last batch, and a length is the ramp's share of the run. Only dense
-    runs without stages count, and only the largest run of each model family, such as Pythia.
+    A start is (first batch) / (last batch), a length is the ramp's share of the run. Only the largest dense run of
+    each model family, such as Pythia, counts.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -58,8 +58,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
     is not known in detail, or if ``batch`` is not above the start of the ramp.
 
     Args:
-        tokens: length of the new run.
-        batch: full batch of the new run, in tokens.
+        tokens, batch: length and full batch of the new run, in tokens.
         unit: batch sizes are multiples of this number of tokens, which divides ``batch``.
     """
     ramp, length = run.ramp, run.tokens
@@ -73,7 +72,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
             return None
         begun = zip(begins, [*sizes[:-1], batch], strict=True)
         return {"stages": [{"from_tokens": round(begin * longer), "tokens": size} for begin, size in begun]}
-    seq_len = run.data.seq_len if run.data else None
+    seq_len = run.seq_len
     if not (ramp.kind == "increments" and ramp.start_samples and ramp.n_increments and ramp.over_tokens and seq_len):
         return None
     start = max(round(ramp.start_samples * seq_len / unit), 1)
@@ -87,7 +86,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: RunSize) -> Evidence:
-    """Return the batches in tokens that laws predict and that published runs used, converted to this run length."""
+    """Return the batches in tokens by laws and published runs, converted to this run length."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (
@@ -103,10 +102,7 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
     A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. Its number of
-    sequences divides well among the GPUs.
-
-    Raises:
-        InputError: if the run is too short for the batch of the reference run.
+    sequences divides well among the GPUs. InputError: the run is too short for the batch of the reference run.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)
@@ -141,8 +137,8 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
 def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
-    With a reference run (``--from``), the batch grows as in that run. Without one, batches above `LARGEST_CONSTANT`
-    grow. Smaller batches grow if batches grew in most model families (such as Pythia) near this size.
+    With a reference run (``--from``), the batch grows as there. Otherwise it grows if it is above `LARGEST_CONSTANT`,
+    or if batches grew in most model families (such as Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -162,7 +158,6 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
         ramps = bool(run.batch_grew and own_starts and own_lengths)
         start, length = own_starts.get(run.id, 1.0), own_lengths.get(run.id, 0.0)
         votes: dict[str, bool] = {}
-        voters: Sequence[str] = [run.id]
     else:
         families = {run.family: run for run in (near.of_size() if near.close else near.runs)}
         votes = {
@@ -170,7 +165,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
         }
         ramps = batch > LARGEST_CONSTANT or sum(votes.values()) * 2 > len(votes)
         start, length = middle(starts).value, middle(lengths).value
-        voters = list(votes)
+    voters = [run.id] if run else list(votes)
     about = sentence(
         "reasons",
         "growth",
@@ -185,9 +180,8 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     )
     if not (ramps and shares):
         draft.why["batch.tokens"] += f"; no ramp: {about}"
-        draft.step(
-            "ramp", voters, "no ramp", about=about, no_share=ramps, steps=draft.batches.first_step_at(at.tokens)
-        )
+        steps = draft.batches.first_step_at(at.tokens)
+        draft.step("ramp", voters, "no ramp", about=about, no_share=ramps, steps=steps)
         return
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
@@ -199,10 +193,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return ``sequences`` rounded to a multiple of a power of 2 that divides ``gpus``; the change is at most 1/32.
-
-    The power is the largest one up to ``sequences`` / 16, or 1.
-    """
+    """Return ``sequences``, changed by at most 1/32 to a multiple of a power of 2 that divides ``gpus``."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
@@ -210,8 +201,7 @@ def _divisible(sequences: int, gpus: int) -> int:
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     """Return a batch in sequences: the allowed size nearest to ``wanted`` tokens that has at most ``most`` tokens.
 
-    Allowed are 2^k and 3 x 2^k sequences, or, if ``gpus`` is not a power of 2, its largest odd factor times 2^k. If
-    all allowed sizes have more than ``most`` tokens, the result is the smallest of them.
+    Allowed are 2^k and 3 x 2^k sequences, or, if ``gpus`` is not a power of 2, its largest odd factor times 2^k.
     """
     odd = gpus // (gpus & -gpus)  # the largest odd factor
     bases = (1, 3) if odd == 1 else (odd,)

@@ -1,7 +1,4 @@
-"""The data of `leaven new`: the request, the evidence for a value, the unfinished recipe, and the result.
-
-A recipe is built in steps. Each value is decided once, with a reason from ``catalogue/messages.toml``.
-"""
+"""The data of `leaven new`: the request, the evidence for a value, the unfinished recipe, and the result."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -75,11 +72,11 @@ class StarterRequest:
 
 
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
-    """Return about how many of ``params`` parameters a token uses; all of them if ``experts`` is None.
+    """Return about how many of ``params`` parameters a token uses.
 
-    ``experts`` are the number of experts in a layer, and how many of them a token uses. The estimate assumes that all
-    layers have experts. In a block, attention has 4 d_model^2 parameters. The experts that a token uses have 3 x
-    ratio x d_model^2, with the ratio of :func:`widths_of_experts`.
+    ``experts`` are the number of experts in a layer, and how many of them a token uses; None: a dense model. The
+    estimate is for blocks with 4 d_model^2 parameters in attention and 3 x ratio x d_model^2 in the experts that a
+    token uses, with the ratio of :func:`widths_of_experts`.
     """
     if experts is None:
         return params
@@ -92,16 +89,12 @@ def used_params(params: int, experts: tuple[int, int] | None) -> int:
 
 
 def widths_of_experts(near: Neighbours) -> Votes:
-    """Return the neighbours' w / d_model and the median; w is the total width of the experts that a token uses."""
+    """Return the votes on w / d_model, where w is the total width of the experts that a token uses."""
     return near.middle(near.values(attrgetter("expert_ratio")))
 
 
 def find_reference(id: str) -> PublishedRun:
-    """Return the published run that ``--from`` names.
-
-    Raises:
-        InputError: if there is no such run, or if it cannot be used, for example because it is not dense.
-    """
+    """Return the published run that ``--from`` names. Raise InputError if it is missing or cannot be used."""
     run = find_run(id)
     lacks = _lacks(run)
     if lacks is None:
@@ -153,12 +146,12 @@ class RunSize:
     def evidence(
         self, laws: Mapping[str, float], of_run: Callable[[PublishedRun], float | None], own: float | None
     ) -> "Evidence":
-        """Return the values of one quantity that laws predict and that published runs used.
+        """Return the values of one quantity by laws and published runs.
 
         Args:
             laws: the value of each law, by the law's name.
             of_run: a function that returns the value of a published run, or None.
-            own: the value of the reference run, which then replaces the values of all published runs.
+            own: the value of the reference run, which replaces the values of all other published runs.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
@@ -171,7 +164,7 @@ class RunSize:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The values of one quantity that laws predict and that published runs used, with their sources."""
+    """The values of one quantity by laws and published runs."""
 
     laws: Votes
     inside: int  # number of laws within their fitted range
@@ -186,12 +179,11 @@ class Evidence:
     @property
     def middle(self) -> float:
         """Return the weighted geometric mean of the laws' median and the runs' median."""
-        weight = self.weight
-        return math.exp(weight * math.log(self.laws.value) + (1 - weight) * math.log(self.runs.value))
+        return math.exp(self.weight * math.log(self.laws.value) + (1 - self.weight) * math.log(self.runs.value))
 
     @property
     def spread(self) -> float:
-        """Return the largest value of all laws and runs, divided by the smallest value."""
+        """Return the largest value divided by the smallest."""
         return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
 
 
@@ -202,13 +194,7 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return one step in the derivation of a recipe.
-
-    Args:
-        lines: the reasons.
-        values: the values that the step sets, by path.
-        sources: the runs and laws that the step uses; duplicates are removed.
-    """
+    """Return one step in the derivation of a recipe: ``lines`` are the reasons, ``values`` are by path."""
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once
@@ -217,7 +203,7 @@ def derivation_step(
 
 @dataclass
 class StarterDraft:
-    """An unfinished starter recipe: the values decided so far, the reason for each, and the finished steps."""
+    """An unfinished starter recipe. Each value is decided once, with a reason from ``catalogue/messages.toml``."""
 
     reference: str | None = None  # id of the run that ``--from`` names
     document: dict[str, Any] = field(default_factory=dict)  # the recipe so far, as nested mappings
@@ -230,7 +216,6 @@ class StarterDraft:
 
     @property
     def batches(self) -> BatchSchedule:
-        """Return the batch of every step, from the values of ``[batch]`` that have been decided."""
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
@@ -240,7 +225,7 @@ class StarterDraft:
         self.why[path] = sentence("reasons", message or path, self._open[path])
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
-        """Set a value for which there is evidence from laws and published runs, and finish the step ``title``."""
+        """Set a value with the evidence of laws and published runs, and finish the step ``title``."""
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)
         self.step(title, evidence.sources, message)
@@ -248,8 +233,8 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Finish the step ``title``, which contains the values that were decided since the previous step.
 
-        ``message`` names the message of the step, by default ``title``. Its fields come from ``facts``, the facts of
-        the decided values, and the recipe so far.
+        Its text is the message named ``message`` (default: ``title``), filled in with ``facts``, the facts of the
+        decided values, and the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

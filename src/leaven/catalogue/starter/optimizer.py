@@ -22,8 +22,9 @@ LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 tokens per parameter on, this was
-better than a cosine to 10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B)."""
+"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 on, this was better than a cosine to
+10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). From 15 to 20 it is not
+measured; a request for 20 may give 19, because the shape may be larger than requested."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,
@@ -37,15 +38,14 @@ ADAM = {
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    It is limited to 1 / `MOST_BY_BATCH` to `MOST_BY_BATCH`, because published batches at one size differ by up to a
-    factor of a hundred. If ``published`` is None, it is 1.
+    The factor is limited by `MOST_BY_BATCH`, because published batches at one size differ by up to a factor of 100.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs that laws predict and that published runs used, converted to this size and batch."""
+    """Return the peak lrs by laws and published runs, converted to this size and batch."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -73,11 +73,7 @@ def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float
 
 
 def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
-    """Choose the warm-up and the decay of the lr.
-
-    Raises:
-        InputError: if the warm-up of the reference run is at least as long as the whole new run.
-    """
+    """Choose the warm-up and the decay of the lr. InputError: the reference's warm-up is longer than the run."""
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
     for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():
@@ -110,13 +106,13 @@ def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _choose_decay(draft: StarterDraft, at: RunSize) -> None:
-    """Choose the shape of the lr's decay, the final lr as a share of the peak and, for wsd, the cooldown."""
     near = at.near
     decay = near.most("schedule.decay")
     assert decay is not None
     floors = near.values("schedule.min_lr_ratio")
     if near.reference is None and at.tokens_per_parameter >= LINEAR_TO_ZERO:
-        facts = {"each": at.tokens_per_parameter, "decays": decay.by, "floors": floors, "model": at.model}
+        facts: dict[str, Any] = {"least": LINEAR_TO_ZERO, "each": at.tokens_per_parameter, "model": at.model}
+        facts |= {"decays": decay.by, "floors": floors}
         draft.decide("schedule.decay", "linear", "linear to zero", **facts)
         draft.decide("schedule.min_lr_ratio", 0.0, "linear to zero", **facts)
         return
@@ -165,7 +161,7 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return the std that each common init formula gives to the hidden weights, by the formula's name."""
+    """Return the std of the hidden weights by each common init formula."""
     return {
         "mt-nlg sqrt(1/(3d))": usual_std(width),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),
@@ -178,16 +174,18 @@ def _choose_init(draft: StarterDraft, at: RunSize) -> float:
     """Choose the init std. Return the factor on the std of the last matrix of each residual branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
-    # The std of a run whose norms this model cannot have ("post") may not suit the model.
-    same_norms = run is None or run.arch.norm_placement in (None, model.norm_placement)
+    residual = (2 * depth) ** -0.5
     facts: dict[str, Any]
-    if run and run.init_std and same_norms:
-        message, facts = "init of the reference", {"known": run.residual_init_std is not None}
+    # The std of a run whose norms this model cannot have ("post") may not suit the model.
+    if run and run.init_std and run.arch.norm_placement in (None, model.norm_placement):
+        message, ends = "init of the reference", "end of a branch as the reference"
         std, known = run.init_std, run.residual_init_std
-        residual = (2 * depth) ** -0.5 if known is None else (known or std) / std
+        if known is not None:
+            residual = (known or std) / std
+        facts = {"known": known is not None}
     else:
-        message = "hyperparameters.init_std"
-        std, residual = usual_std(width), (2 * depth) ** -0.5
+        message, ends = "hyperparameters.init_std", "end of a branch"
+        std = usual_std(width)
         rules = _init_rules(model.d_model)
         scaled = {run.id: run.init_scale for run in at.near.runs if run.init_scale}
         smallest = rules["mt-nlg sqrt(1/(3d))"]
@@ -200,7 +198,6 @@ def _choose_init(draft: StarterDraft, at: RunSize) -> float:
         draft.uncertain["init std"] = {"spread": max(found) / min(found)}
     draft.decide("hyperparameters.init", "rule")
     draft.decide("hyperparameters.init_std", float(f"{std:.3g}"), message, **facts)
-    ends = "end of a branch as the reference" if run and run.init_std and same_norms else "end of a branch"
     for module in model.branch_ends if residual != 1 else ():
         draft.decide(f"hyperparameters.modules.{module}.init_std", float(f"{residual:.4g}"), ends, **facts)
     return float(f"{residual:.4g}")

@@ -2,11 +2,9 @@
 
 A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps. The scaling
 rule's factors for batch and tokens then cancel, so the result does not depend on ``token_exponent``, the least
-certain exponent of the rule.
+certain exponent of the rule. The proxy of a mixture of experts has as many experts as the target.
 
-The proxy of a mixture of experts has as many experts as the target, and each token uses as many of them. Sizes here
-count only the parameters that a token uses. The exception is the proxy size that a user requests, which counts all
-parameters.
+Sizes count only the parameters that a token uses, except the size that a user requests for the proxy.
 """
 
 import math
@@ -83,10 +81,7 @@ def choose_proxy(
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: number of parameters that the user requests for the proxy, whatever it costs.
-
-    Raises:
-        InputError: if no smaller shape with the target's proportions has about ``size`` parameters.
+        size: number of parameters that the user requests. InputError if no proxy has about this size.
     """
     if size is not None:
         shapes = list(_smaller(model, attrgetter("params")))
@@ -138,8 +133,8 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
     """Return the shape of ``shapes`` that is nearest to ``params`` parameters and to the proportions of ``model``."""
 
     def off(shape: _Size) -> float:
-        # A shape that is too narrow is twice as distant as one that is too shallow: scaling over width is exact only
-        # for large widths, but scaling over depth works even from two blocks (CompleteP, arXiv 2505.01618).
+        # Too narrow counts twice as much as too shallow: scaling over width is exact only for large widths, but
+        # scaling over depth works even from two blocks (CompleteP, arXiv 2505.01618).
         size, width, depth = shape
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
         return abs(math.log(size / params)) + (narrower / 4 if narrower > 0 else -narrower / 8)

@@ -33,11 +33,11 @@ SMALL_ASPECT = 16.0
 """Largest d / L if no published run is near the size: small models are better deep and narrow (MobileLLM, arXiv
 2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
 RECENT = "2024"
-"""Runs from this year on decide the sequence length and grouped-query attention, which depend more on the year than
-on the size."""
+"""Runs from this year on decide sequence length and grouped-query attention, which depend more on the year than on
+the size."""
 SEQUENCES_A_BATCH = 64
-"""Sequences are shortened until the batch that laws predict has about this many, so that the much smaller batch of a
-proxy (a smaller model to tune) still has several sequences."""
+"""Sequences are shortened until the batch that laws predict has about this many, so that the smaller batch of a proxy
+still has several sequences."""
 SHORTEST = 128
 """Tokens of the shortest sequence."""
 _DEEPEST = 200  # layers
@@ -68,17 +68,14 @@ class Proportions(NamedTuple):
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
     """Return the d_ff / d_model at which a block has 12 d_model^2 parameters: 4, or 8/3 if gated (arXiv 2002.05202).
 
-    Parameters saved by grouped-query attention are added to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
+    Grouped-query attention makes the MLP larger, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
     """
     return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation in GATED else 2)
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size in `VOCABULARIES` nearest to ``usual``.
-
-    If its embedding has more than 25% of ``params``, return the next smaller size with an embedding of at most 25%.
-    If there is none, return the smallest size.
-    """
+    """Return the size in `VOCABULARIES` nearest to ``usual``, or the next smaller one with a small enough embedding
+    (`VOCABULARY_SHARE` of ``params``)."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -94,8 +91,7 @@ def shape_of(
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
     Only shapes within `TOLERANCE` of ``params`` are compared. If there is none, the shape nearest in size is
-    returned. Numbers of layers that are not divisible by 4 count as less near, odd ones even more, because such
-    layers are harder to divide into pipeline stages.
+    returned. Numbers of layers that pipeline stages divide badly count as less near (`_UNEVEN`).
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
@@ -114,7 +110,6 @@ def shape_of(
         return False, aspect + 5 * ff + 3 * off + _UNEVEN[shape.n_layers % 4]
 
     def shapes() -> Iterator[tuple[ModelShape, int]]:
-        """Yield shapes of about the requested size, each with its number of parameters."""
         for d in _widths(usual, proportions):
             heads = d // proportions.d_head
             kv_heads = proportions.n_kv_heads or heads // proportions.group
@@ -134,11 +129,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff`` for a dense MLP of this width.
-
-    With ``experts``, return ``d_ff`` and ``experts``. The experts that a token uses are together about as wide as
-    ``width``.
-    """
+    """Return ``d_ff``, and ``experts`` of which a token uses about this width together."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -148,7 +139,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, from the request and similar mixtures; None if dense."""
+    """Return the fields of :class:`Experts` except d_expert, or None for a dense model."""
     if request.experts is None:
         return None
     number, active = request.experts
@@ -162,8 +153,7 @@ def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
 def _widths(usual: float, proportions: Proportions) -> list[int]:
     """Return the round widths within a factor of 3 of ``usual`` at which the heads of ``proportions`` are possible.
 
-    ``proportions.width`` need not be round. If no width is round, return all within the factor. If none is within the
-    factor, return the smallest possible width.
+    If no width is round, return all within the factor; if none is, the smallest possible width.
     """
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
@@ -173,10 +163,7 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Return the MLP widths to try at width ``d``: within 12.5% of ``ff_ratio`` x d, the nearest first.
-
-    If there are none, return only the nearest width.
-    """
+    """Return the MLP widths to try at width ``d``: within 12.5% of ``ff_ratio`` x d, the nearest first."""
     wanted = proportions.ff_ratio * d
     step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
@@ -187,9 +174,8 @@ def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
 def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
     """Return the shape of a starter recipe.
 
-    Raises:
-        InputError: if no shape is within `FARTHEST` of the requested size. The message names a vocabulary or a size
-            that works, if one is found.
+    If no shape is within `FARTHEST` of the requested size, raise InputError. The message names a vocabulary or a size
+    that works, if one is found.
     """
     model = _nearest(request, near)
     off = model.params / request.params - 1
@@ -216,7 +202,7 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape nearest to the requested size, in the proportions of the reference run or the neighbours."""
+    """Return the shape nearest to the requested size, with the proportions of the reference run or the neighbours."""
     run, arch = near.reference, near.reference.arch if near.reference else None
     width = _usual_width(request, near)
     stack = _stack_of(run) if run else _STACK
@@ -250,8 +236,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return width / layers of the reference run, or else the median of the neighbours, which is limited to 16 if no
-    neighbour is near."""
+    """Return the reference run's d / L, or the neighbours' median, limited to `SMALL_ASPECT` if none is near."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
@@ -267,8 +252,8 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the norm, activation, positions, ... of a run; leaven's default where unknown or not supported. An
-    unsupported activation without a gate becomes gelu."""
+    """Return the values in `_CHOICES` of a run; leaven's default where unknown or not supported. An unsupported
+    activation without a gate becomes gelu."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -283,22 +268,18 @@ def _theta_of_long() -> tuple[float, list[str]]:
     """Return the most frequent rope_theta of runs with sequences above `SHORT`, and the ids of the runs with it."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
-        if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
+        if run.arch.rope_theta and (run.seq_len or 0) > SHORT:
             by.setdefault(run.arch.rope_theta, []).append(run.id)
     return max(by.items(), key=lambda pair: len(pair[1]))
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size.
-
-    Only runs from `RECENT` on count. If there are none, return the neighbours.
-    """
+    """Return the newest run of each lineage near this size, if it is from `RECENT` on, or else the neighbours."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
 
 def _groups(near: Neighbours) -> dict[str, float]:
-    """Return the query heads per key-value head of the recent runs, by run id."""
     return {run.id: run.query_groups for run in _recent(near) if run.query_groups}
 
 
@@ -311,14 +292,14 @@ def _grouped(near: Neighbours) -> bool:
 def _lengths(near: Neighbours) -> Votes:
     if near.reference:
         return middle(near.values("model.seq_len"))
-    return middle({run.id: run.data.seq_len for run in _recent(near) if run.data and run.data.seq_len})
+    return middle({run.id: run.seq_len for run in _recent(near) if run.seq_len})
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
 
-    A length from recent runs is shortened, but not below `SHORTEST`, if a batch would have fewer sequences than about
-    `SEQUENCES_A_BATCH`. It is then rounded to a power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
+    A length from recent runs is shortened to have about `SEQUENCES_A_BATCH` sequences in a batch, and rounded to a
+    power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
     """
     if request.seq_len:
         return request.seq_len
