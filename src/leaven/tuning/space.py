@@ -8,9 +8,8 @@ The user gives a space by the name of a set or by the paths of values. The sets 
 - ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
 - ``per-module`` has 25 to 35 values: lr, init_std and residual of each module, two points of an lr profile over
   depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025 (arXiv
-  2512.22382) tuned, lr, init_std and residual of each module mattered most. The lr profile gained less.
-- ``per-module-full`` has every quantity by module and over depth, about 90 values. In the same paper, a separate lr
-  for each layer and module gained almost nothing.
+  2512.22382) tuned, lr, init_std and residual of each module mattered most.
+- ``per-module-full`` has every quantity by module and over depth, about 90 values.
 
 Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
 has an optimum of its own. So ``per-module`` leaves out values that other searched values can replace:
@@ -90,11 +89,8 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values that a command may use at a point, by the name of the placeholder.
-
-        Raises:
-            ValueError: if the values are invalid together.
-        """
+        """Return all values that a command may use at a point, by the name of the placeholder. Raise ValueError if
+        the values are invalid together."""
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
@@ -128,8 +124,8 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge. By path, ``expected`` has the distance of the optimum from the start
-        and the standard deviation of this distance, in octaves."""
+        """Return the space with prior knowledge. ``expected`` has the distance of the optimum from the start and its
+        standard deviation, in octaves, by path."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -183,11 +179,8 @@ class Space(SearchSpace):
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``, if it has this value. ``reason`` tells the user why.
-
-        Raises:
-            InputError: if no value is left.
-        """
+        """Return the space without the value at ``path``, if it has this value. ``reason`` tells the user why. Raise
+        InputError if no value is left."""
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -196,8 +189,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the value at ``path`` stays below ``limit``, in the unit of the recipe. If this
-        value is not searched, return the space unchanged."""
+        """Return the space in which the value at ``path``, if searched, stays below ``limit``."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -209,16 +201,10 @@ class Space(SearchSpace):
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def with_laws(self) -> "Space":
-        """Return the space with the optima that scaling laws and published runs suggest as prior knowledge.
-
-        The standard deviation of each optimum is at least half of the value's scale, because published runs often
-        copied one another.
-
-        Raises:
-            InputError: if none of the searched values has such an optimum.
-        """
+        """Return the space with the optima that scaling laws and published runs suggest as prior knowledge. Raise
+        InputError if none of the searched values has such an optimum."""
         expected = expectations(Case(self.recipe, adamw_rows(self.recipe)))
-        known = {
+        known = {  # the deviation is at least half of the scale, because published runs often copied one another
             each.path: (min(max(found.octaves, each.low), each.high), max(found.deviation, each.scale / 2))
             for each in self.dimensions
             if (found := expected.get(each.path)) is not None
@@ -234,8 +220,7 @@ class Space(SearchSpace):
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    A set or pattern leaves out values that cannot be searched, such as values that the recipe does not have. A range
-    in ``[tuning.octaves]`` always applies, also to a value that ``which`` selects.
+    A set or pattern leaves out values that cannot be searched. A range in ``[tuning.octaves]`` always applies.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or
@@ -243,8 +228,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]``.
 
     Raises:
-        InputError: if a path cannot be searched, a pattern matches no path, or no value is left to search; if
-            ``which`` is ``recipe``, but there is no ``[tuning]``; or if a bound in ``[tuning]`` is invalid.
+        InputError: if a path or ``[tuning]`` is invalid, a pattern matches no path, or no value is left to search.
     """
     tuning = recipe.tuning
     if which is None:
@@ -381,13 +365,9 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of the value at ``path``. A choice has all its levels.
+    """Return the dimension of the value at ``path``, with the range ``ends`` of ``[tuning.octaves]`` if given.
 
-    Args:
-        ends: the range in ``[tuning.octaves]``; None for the range that :func:`reach` gives.
-
-    Raises:
-        InputError: if the recipe is invalid at one of the ``ends``, or the value is the same at both.
+    Raise InputError if the recipe is invalid at one of the ``ends``, or the value is the same at both.
     """
     value = point.value_at(recipe, path)
     if isinstance(value, str):

@@ -52,7 +52,7 @@ def duration(
 
     Raises:
         InputError: if there is no ratio other than 1, or if ``sweep`` raises it.
-        ChecksStopped: if the runs were stopped; finished runs are saved.
+        ChecksStopped: if the runs were stopped.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -68,8 +68,8 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return the token exponent that a check measured, its interval and the reason, by path in a recipe.
 
-    The exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. The result is None if the check
-    measured no t with an interval, or if a best lr is at the edge of its grid. The reason names the folder ``run``.
+    The exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. The result is None without an
+    interval, or if a best lr is at the edge of its grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -88,8 +88,8 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the row that says how many more tokens a doubled batch needs for the same loss, in octaves. Its value is
-    None if runs diverged, or if more tokens do not lower the loss."""
+    """Return the row with the cost of doubling the batch (top of this file), which is None if runs diverged, or if
+    more tokens do not lower the loss."""
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
     if not (losses[base].has_optimum and losses[longest].has_optimum):
@@ -128,9 +128,8 @@ def _regime(
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
     """Return, for each scale in ``longer``, the losses of two control runs minus the loss under the rule.
 
-    The run "nothing moved" has the hyperparameters of the family at its own batch and tokens. In the run "lr left
-    alone", the rule changes all hyperparameters but the lr; without an exponent of the lr there is no such run. If a
-    run diverged, the difference is None.
+    The run "nothing moved" keeps all hyperparameters. The run "lr left alone" keeps the lr, if the rule changes the
+    lr. If a run diverged, the difference is None.
     """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}

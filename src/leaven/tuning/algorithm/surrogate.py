@@ -12,9 +12,8 @@ where y is the loss of a trial, h the typical curvature, noise the standard devi
 lowest the lowest loss. A number has one column x_i: its distance from the start point in steps (a step is the typical
 distance of an optimum). A choice, such as the optimizer, has one column x_i for each level but the start's: 0 or 1.
 This prior expects the optimum about one step from the start point along each column. In directions in which no trial
-has moved, the minimum stays at the start point. With more than ``MOST_WITH_INTERACTIONS`` columns, there are too many
-pairs for the trials of a search, so the interactions h_ij are 0. r is 8 / D^2 for D columns, but at most 1/2. It
-falls with D because each pair then has fewer trials.
+has moved, the minimum stays at the start point. r is 8 / D^2 for D columns, but at most 1/2. With more than
+``MOST_WITH_INTERACTIONS`` columns, there are too many pairs for the trials of a search, so the h_ij are 0.
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
 Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
@@ -32,9 +31,9 @@ used, so knowledge that the trials contradict is dropped. There are two kinds of
   two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
   prior.
 
-The divergence model is a logistic regression. The learning rate above which a run diverges differs by orders of
-magnitude between modules, and depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). So a box
-around the start cannot describe where runs diverge. Increases and decreases of a value have separate coefficients:
+The divergence model is a logistic regression. The learning rate above which a run diverges depends on the module and
+on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382), so a box around the start cannot describe where runs
+diverge. Increases and decreases of a value have separate coefficients:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
 
@@ -90,8 +89,7 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return for each column the change of the function when the column goes from 0 to 1 and the others stay at
-        ``x``, (D,)."""
+        """Return the changes (D,) of the function when one column goes from 0 to 1 and the others stay at ``x``."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
@@ -105,12 +103,9 @@ class Prior:
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior for ``d`` searched columns without earlier knowledge.
-
-        The mean of the ``d`` curvatures h_ii is 1, so the optimum is expected about one step from the start.
-        """
+        """Return the prior for ``d`` searched columns without earlier knowledge."""
         size = _size(d)
-        return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
+        return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))  # 1 for the curvatures h_ii
 
 
 @dataclass(frozen=True)
@@ -135,15 +130,13 @@ class Surrogate:
         return np.asarray(self._features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to the points ``x``
-        (m, D)."""
+        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to ``x`` (m, D)."""
         apart = (self._features(x) - self._features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))
 
     @property
     def mean(self) -> Quadratic:
-        """The posterior mean of the quadratic."""
         return self._quadratic(self._mean)
 
     def draw(self, rng: np.random.Generator) -> Quadratic:
@@ -182,8 +175,8 @@ def interaction(d: int) -> float:
 
 
 def _features(x: Array, interactions: bool) -> Array:
-    """Return the P terms of the quadratic at points ``x`` (m, D), as (m, P). They are scaled so that all coefficients
-    have the same prior standard deviation, h."""
+    """Return the P terms of the quadratic at points ``x`` (m, D), as (m, P), scaled so that all coefficients have the
+    prior standard deviation h."""
     terms = [x, x**2 / 2]
     if interactions:
         i, j = np.triu_indices(x.shape[1], 1)
@@ -194,9 +187,8 @@ def _features(x: Array, interactions: bool) -> Array:
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
     """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
 
-    Args:
-        noise: the standard deviation of the loss between seeds, 0 if it is unknown.
-        knowledge: further priors; the prior with the highest evidence is used, which may be :meth:`Prior.plain`.
+    ``noise`` is 0 if it is unknown. Of :meth:`Prior.plain` and the priors in ``knowledge``, the one with the highest
+    evidence is used.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
@@ -206,8 +198,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Return ``values`` with each trial's row divided by the standard deviation of its error, and the constant
-        term ``a`` projected out."""
+        """Divide each trial's row by the standard deviation of its error, and project the constant ``a`` out."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -237,7 +228,7 @@ def fitted_noise(points: Array, losses: Array) -> float:
     """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
     Losses far above the minimum may not follow a quadratic, so the spread of the lower half of the losses limits the
-    result. The fit takes about 100 n^3 operations: use it for at most a few dozen trials.
+    result. The fit takes about 100 n^3 operations.
     """
     n, d = points.shape
     spread = float(np.std(losses))
@@ -261,13 +252,10 @@ def fitted_noise(points: Array, losses: Array) -> float:
 
 @dataclass(frozen=True, eq=False)
 class EarlierTrials:
-    """The finished trials of an earlier search, as distances from the start of the new search.
+    """The finished trials of an earlier search, as distances from the start of the new search."""
 
-    The first D columns are the values of the new search, in octaves. The last E columns are values that only the
-    earlier search varied, in steps (octaves divided by the typical distance of an optimum).
-    """
-
-    points: Array  # (n, D + E)
+    # (n, D + E): the D values of the new search in octaves, then in steps the E values of the earlier search only
+    points: Array
     losses: Array  # (n,), finite
     noise: float | None  # standard deviation of the loss between seeds; None if unknown
 
@@ -287,13 +275,11 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return one prior for each of ``DIFFERENCES``, the assumed differences between the two searches. The priors are
-    made from the trials of an earlier search.
+    """Return a prior for each of ``DIFFERENCES`` from the trials of an earlier search.
 
-    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns. If
-    ``noise`` is None, it is fitted to the lowest losses, because a noise of 0 would make the priors far too narrow.
+    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns.
     """
-    if noise is None:
+    if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]
         noise = fitted_noise(columns[lowest], losses[lowest])
     posterior = fit_surrogate(columns, losses, noise).as_prior()
@@ -326,10 +312,8 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) with its risky values moved towards ``safe`` (D,) until the risk is at most ``most``.
-
-        They move at most 95% of the way, so the risk may stay above ``most``.
-        """
+        """Return ``x`` (D,) with its risky values moved towards ``safe`` (D,), at most 95% of the way, until the risk
+        is at most ``most``."""
         d = len(x)
         parts = (_squares(x) - _squares(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0
