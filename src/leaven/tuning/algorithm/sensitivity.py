@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, TRUST, Array, Axes, Region, region
+from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, Array, Axes, Region, region
 from leaven.tuning.study_document import Coordinate, Dimension, SlicePoint
 
 SURE = 1.0  # standard deviations that are added to a predicted difference of losses, if one value moves
@@ -134,12 +134,9 @@ def further_gain(
     if 2 * len(first) < LEAST or not np.isfinite(losses[first]).any():
         return None
     here, rng, left = now.features.of(best), np.random.default_rng(len(points)), []
-    number = now.features.level == 0
-    low = np.where(number, np.maximum(here - TRUST, now.features.of(now.low)), here)
-    high = np.where(number, np.minimum(here + TRUST, now.features.of(now.high)), here)
     for _ in range(DRAWS):
         drawn = now.surrogate.draw(rng)
-        there = now.divergence.shorten(drawn.minimum(here, low, high), here, RISK)
+        there = now.divergence.shorten(now.lowest(drawn, best, best), here, RISK)
         at_best, at_minimum = drawn(np.array([here, there]))
         left.append(at_best - at_minimum)
     most = float(np.median(left))

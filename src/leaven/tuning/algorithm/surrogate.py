@@ -123,15 +123,15 @@ class Surrogate:
     _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
     _left: Array  # (at most n,): ratio of the posterior to the prior standard deviation along each direction
-    _interactions: bool  # whether the quadratic has the terms h_ij x_i x_j of pairs of columns
+    _columns: int  # D
 
     def value(self, x: Array) -> Array:
         """Return the posterior mean (m,) of the loss at points (m, D), minus the loss at x = 0."""
-        return np.asarray(self._features(x) @ self._mean)
+        return np.asarray(_features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
         """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to ``x`` (m, D)."""
-        apart = (self._features(x) - self._features(base[None])) @ self._root
+        apart = (_features(x) - _features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))
 
@@ -150,15 +150,10 @@ class Surrogate:
         known = np.eye(len(self._mean)) - (self._directions * (1 - self._left)) @ self._directions.T
         return Prior(self._mean / self.curvature, self._root @ known)
 
-    def _features(self, x: Array) -> Array:
-        return _features(x, self._interactions)
-
     def _quadratic(self, coefficients: Array) -> Quadratic:
-        d = len(coefficients) // 2
-        if self._interactions:
-            d = round((np.sqrt(9 + 8 * len(coefficients)) - 3) / 2)
+        d = self._columns
         hessian = np.diag(coefficients[d : 2 * d])
-        if self._interactions:
+        if len(coefficients) > 2 * d:
             i, j = np.triu_indices(d, 1)
             hessian[i, j] = hessian[j, i] = interaction(d) * coefficients[2 * d :]
         return Quadratic(coefficients[:d], hessian, FLATTEST * self.curvature)
@@ -174,13 +169,13 @@ def interaction(d: int) -> float:
     return min(0.5, 8 / d**2)
 
 
-def _features(x: Array, interactions: bool) -> Array:
+def _features(x: Array) -> Array:
     """Return the P terms of the quadratic at points ``x`` (m, D), as (m, P), scaled so that all coefficients have the
     prior standard deviation h."""
-    terms = [x, x**2 / 2]
-    if interactions:
-        i, j = np.triu_indices(x.shape[1], 1)
-        terms.append(interaction(x.shape[1]) * x[:, i] * x[:, j])
+    terms, d = [x, x**2 / 2], x.shape[1]
+    if d <= MOST_WITH_INTERACTIONS:
+        i, j = np.triu_indices(d, 1)
+        terms.append(interaction(d) * x[:, i] * x[:, j])
     return np.hstack(terms)
 
 
@@ -202,8 +197,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
-    interactions = d <= MOST_WITH_INTERACTIONS
-    features = whitened(_features(points, interactions))
+    features = whitened(_features(points))
     # Steps of one octave change the loss by about h sqrt(D).
     curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)
     found: list[tuple[float, Surrogate]] = []
@@ -219,7 +213,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
         h, left = float(curvatures[i]), 1 / np.sqrt(scales[i])
         mean = h * prior.mean + h**2 * prior.root @ directions.T @ (roots * along[i] / scales[i])
         informed = len(found) < len(knowledge)
-        surrogate = Surrogate(h, noise, informed, mean, prior.root, directions.T, left, interactions)
+        surrogate = Surrogate(h, noise, informed, mean, prior.root, directions.T, left, d)
         found.append((float(evidence[i]), surrogate))
     return max(found, key=lambda pair: pair[0])[1]  # of equal ones the first, which has knowledge
 
@@ -234,7 +228,7 @@ def fitted_noise(points: Array, losses: Array) -> float:
     spread = float(np.std(losses))
     if spread == 0:
         return 0.0
-    features = _features(points, d <= MOST_WITH_INTERACTIONS)
+    features = _features(points)
     gram, half, ones = features @ features.T, np.sum(points**2, 1) / 2, np.ones(n)
     best, found = -np.inf, spread
     for noise in spread * 2.0 ** np.arange(-10, 0.1):

@@ -255,7 +255,8 @@ class Region:
     @property
     def predicted(self) -> Array:
         """The surrogate's minimum in the trust region, moved away from likely divergences, (D,)."""
-        return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
+        mean = self.surrogate.mean
+        return self._within(self.lowest(mean, self._levels(mean), self.incumbent))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
         """Return a point to try next, (D,). With ``last``, this is the predicted best point."""
@@ -271,8 +272,8 @@ class Region:
         mean, drawn = self.surrogate.mean, self.surrogate.draw(rng)
         explored = (rng.random(d) < EXPLORED) | (np.arange(d) == rng.integers(d))
         levels = np.where(explored, self._levels(drawn, unseen_first=True), self._levels(mean))
-        steps = self._lowest(drawn, levels, FARTHEST) - self._lowest(mean, levels, FARTHEST)
-        return self._within(self._lowest(mean, levels) + self.radius * steps)
+        there, here = (self.lowest(each, levels, self.incumbent, FARTHEST) for each in (drawn, mean))
+        return self._within(self.lowest(mean, levels, self.incumbent) + self.radius * (there - here))
 
     def stalled(self) -> bool:
         """Return whether the last ``QUIET_ROUNDS`` rounds of max(10, D // 2) trials found no new incumbent, and the
@@ -294,21 +295,17 @@ class Region:
 
         Element (i, j) of both arrays (D, m) is for ``base`` with its value i set to ``x[i, j]``.
         """
-        d, m = x.shape
-        points = np.repeat(np.tile(base, (d, 1))[:, None], m, 1)  # (D, m, D)
-        points[np.arange(d), :, np.arange(d)] = x
-        there = points.reshape(d * m, d)
+        there = _replaced(base, x).reshape(-1, len(base))
         mean = self.belief(there) - self.belief(base[None])
-        return mean.reshape(d, m), self.deviation(there, base).reshape(d, m)
+        return mean.reshape(x.shape), self.deviation(there, base).reshape(x.shape)
 
     def risk(self, x: Array) -> Array:
         """Return the probability that a trial at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return probabilities of divergence, (D, m). Entry [i, j] is for ``base`` with ``x[i, j]`` as value i."""
-        d = len(base)
-        return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
+        """Return probabilities of divergence, (D, m). Element (i, j) is for the same point as in :meth:`along`."""
+        return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
         """Return the best level of each choice by ``quadratic``, and 0 for each number, (D,). With ``unseen_first``,
@@ -323,11 +320,11 @@ class Region:
                 found[owner], lowest[owner] = level, effect
         return found
 
-    def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) of the minimum of ``quadratic`` in the box, within ``reach`` steps of the incumbent
-        and with the given ``levels`` of choices."""
+    def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
+        """Return the columns (F,) of the minimum of ``quadratic`` in the box, within ``reach`` steps of the point
+        ``around`` (D,) and with the given ``levels`` (D,) of choices."""
         number = self.features.level == 0
-        here, fixed = self.features.of(self.incumbent), self.features.of(levels)
+        here, fixed = self.features.of(around), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
         high = np.where(number, np.minimum(here + reach, self.features.of(self.high)), fixed)
         return quadratic.minimum(here, low, high)
@@ -343,6 +340,12 @@ class Region:
         keeps = np.isin(self.features.owner, self.features.owner[refused])
         found = self.features.point(np.where(keeps, here, safe))
         return np.asarray(np.clip(found, self.low, self.high))
+
+
+def _replaced(base: Array, x: Array) -> Array:
+    """Return points (D, m, D): ``base`` (D,) with its value i set to ``x[i, j]``, for ``x`` of shape (D, m)."""
+    own = np.eye(len(base), dtype=bool)[:, None]
+    return np.where(own, x[..., None], base)
 
 
 def region(
