@@ -100,23 +100,6 @@ def test_a_folder_of_files_any_value_and_any_size(tmp_path: Path) -> None:
     assert document.settings["columns not used"] == ["host"]
 
 
-def test_a_value_with_a_diverged_run_ends_the_grid(tmp_path: Path) -> None:
-    runs = rows({64: -6.0, 128: -6.0}, 0.001)
-    for run in runs:
-        if run["lr"] == 2.0**-4 and run["width"] == 128 and run["seed"] == 0:
-            run["loss"] = "nan"
-    document = transfer_of_runs(write(tmp_path / "runs.csv", runs))
-    assert document.passed
-    assert document.settings["left out"] == ["width 128, lr 0.0625"]
-    for run in runs:
-        if float(run["lr"]) >= 2.0**-5 and run["width"] == 128:
-            run["loss"] = "inf"
-    (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
-    assert row.undecided  # the best lr is the last that did not diverge
-    # The suggested value is halfway to the one that diverged, and was not run yet.
-    assert row.note.endswith("width 128 is at the edge of the grid; give runs with lr around 0.0221")
-
-
 def test_values_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
     """There are three runs at values near the best one, and one run at others. Seeds differ by ten times the noise.
 
@@ -146,13 +129,6 @@ def test_values_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
     assert widths["own"] == widths["none"]
 
 
-def test_a_size_with_one_run_a_value_is_undecided(tmp_path: Path) -> None:
-    runs = [run for run in rows({64: -6.0, 128: -6.0}) if run["width"] == 64 or run["seed"] == 0]
-    (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
-    assert row.undecided
-    assert row.note == "undecided: one seed has no interval; give more runs for each value, e.g. 3"
-
-
 def without(column: str) -> Callable[[list[Row]], list[Row]]:
     return lambda runs: [{key: value for key, value in run.items() if key != column} for run in runs]
 
@@ -169,20 +145,22 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
     "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row"),
-    "lr 0": (changed(lr=0), "row 1: lr is 0; give a finite number above 0"),
-    "a huge lr": (changed(lr=1e300), "row 1: lr is 1e+300; give a number from 1e-100 to 1e+100"),
-    "a huge width": (changed(width="1" + "0" * 20), "row 1: width is 1e+20; give a number of at most 1,000,000,000,"),
-    "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a finite number above 0"),
+    "lr 0": (changed(lr=0), "row 1: lr is 0; give a number from 1e-100 to 1e+100"),
+    "a huge width": (
+        changed(width="1" + "0" * 20),
+        "row 1: width is 1e+20; give a whole number of at most 1,000,000",
+    ),
+    "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a number from 1e-100 to"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
     "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
-    "all diverged": (
-        lambda runs: [run | {"loss": "nan"} if run["width"] == 64 else run for run in runs],
-        "width 64 has 0 values of lr without a diverged run",
-    ),
-    "a huge loss": (  # has diverged
-        lambda runs: [run | {"loss": 1e308} if run["width"] == 64 else run for run in runs],
-        "width 64 has 0 values of lr without a diverged run",
-    ),
+    # A run with a loss above LARGEST_LOSS has diverged.
+    **{
+        f"all losses {bad}": (
+            lambda runs, bad=bad: [run | {"loss": bad} if run["width"] == 64 else run for run in runs],  # type: ignore[misc]
+            "width 64 has 0 values of lr without a diverged run",
+        )
+        for bad in ("nan", "inf", 1e308)
+    },
     "0 and 0.0": (lambda runs: [*runs, runs[0] | {"seed": "0.0"}], "row 37 repeats the size, lr and seed"),
     "two columns": (lambda runs: [run | {" LR": 1} for run in runs], "has two columns lr; rename or remove one"),
     "a cell too many": (changed(loss="3,1"), "row 1 has more cells than the header; quote cells"),
@@ -304,7 +282,7 @@ def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp
         curves_of(file)
 
 
-def test_a_resumed_run_repeats_steps(tmp_path: Path) -> None:
+def test_rows_of_a_resumed_run_replace_those_of_the_same_steps(tmp_path: Path) -> None:
     written: list[Row] = [{"step": step, "loss": 10 - n} for n, step in enumerate((1, 2, 3, 2, 3, 4))]
     assert curves_of(write(tmp_path / "runs.csv", written)) == {"runs": [[(1, 10), (2, 7), (3, 6), (4, 5)]]}
 
@@ -621,12 +599,10 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "many elements": (lambda: EVENT(shape=[3 * 10**9]), r"loss is 'a tensor of shape \[3000000000\]', which"),
     "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\]\); remove the file"),
     "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*a tensor of type 20"),
-    "type 99": (lambda: EVENT(dtype=99), "tfevents is damaged at byte 0: .*a tensor of type 99"),
     "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*a tensor of type 0"),
     "no text": (lambda: EVENT(dtype=7), "tfevents is damaged at byte 0: the record cannot be read"),
     "odd size": (lambda: EVENT(tensor_content=b"abc"), "tfevents is damaged at byte 0: the record cannot be read"),
     "odd bfloat16": (lambda: EVENT(dtype=14, tensor_content=b"abc"), "tfevents is damaged at byte 0: .*of type 14"),
-    "no bfloat16": (lambda: EVENT(dtype=14), "tfevents is damaged at byte 0: .*a tensor of type 14"),
     "no event": (lambda: tensorboard_record(b"\xff" * 9), "tfevents is damaged at byte 0: the record cannot be read"),
     "checksum": (lambda: EVENT() + EVENT()[:-1] + b"x", r"tfevents is damaged at byte \d+: a checksum is wrong"),
     "cut": (lambda: EVENT()[:-1], r"\(a.tfevents is cut within the record at byte 0\) has no column loss"),
@@ -650,15 +626,10 @@ def test_damaged_tensorboard_files_are_refused_in_one_line(name: str, tmp_path: 
 
 def test_a_tensor_with_one_element_is_a_loss(tmp_path: Path) -> None:
     (tmp_path / "64m").mkdir()
-    (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:-1])
-    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # the third may still be written
-    (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + bytes(100))
-    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # a crash lengthened the file with zeros
-    for part in (3, 11, 20):  # zeros from the middle of a record on
-        (tmp_path / "64m" / "a.tfevents").write_bytes(
-            EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:part] + bytes(100)
-        )
+    two = EVENT() + EVENT(2, [1, 1], float_val=[2.0])
+    bfloat16 = EVENT(1, dtype=14, half_val=[0x4040]) + EVENT(2, dtype=14, tensor_content=b"\0\x40")
+    # The third event may still be written; a crash lengthens the file with zeros, also within an event.
+    unfinished = (EVENT(3)[:-1], *(EVENT(3)[:part] + bytes(100) for part in (0, 3, 11, 20)))
+    for content in (*(two + end for end in unfinished), bfloat16):
+        (tmp_path / "64m" / "a.tfevents").write_bytes(content)
         assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}
-    bfloat16 = [EVENT(1, dtype=14, half_val=[0x4040]), EVENT(2, dtype=14, tensor_content=b"\0\x40")]
-    (tmp_path / "64m" / "a.tfevents").write_bytes(b"".join(bfloat16))
-    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}
