@@ -15,6 +15,7 @@ loss per doubling of the tokens, from the shortest to the longest run.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -91,15 +92,16 @@ def _regime(
     """Return the row with the cost of doubling the batch (top of this file), which is None if runs diverged, or if
     more tokens do not lower the loss."""
     name = "cost of twice the batch, octaves of tokens"
+    unknown = partial(MeasuredRow, name=name, value=None, low=None, high=None)
     longest = max(losses, key=lambda scale: scale.tokens)
     if not (losses[base].has_optimum and losses[longest].has_optimum):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="too many runs diverged")
+        return unknown(note="too many runs diverged")
     best = int(losses[base].means.argmin())
     double = replace(base, batch=2.0)
     lr = float(2 ** losses[base].octaves[best])
     doubled = losses_of(family, "lr", {double: [lr]}, store, seeds)[double]
     if len(doubled.diverged):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="twice the batch diverges")
+        return unknown(note="twice the batch diverges")
 
     def share(grids: Sequence[LossGrid]) -> Array:
         at_base, at_longest, at_double = grids
@@ -110,7 +112,7 @@ def _regime(
 
     found = estimate(share, [losses[base], losses[longest], doubled])
     if not math.isfinite(found.value):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not lower the loss")
+        return unknown(note="more tokens do not lower the loss")
     if found.low is None or found.high is None:
         note = "one seed has no interval; give --seeds 3"
     elif found.high < CRITICAL:
