@@ -100,35 +100,6 @@ def test_a_folder_of_files_any_value_and_any_size(tmp_path: Path) -> None:
     assert document.settings["columns not used"] == ["host"]
 
 
-def test_values_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
-    """There are three runs at values near the best one, and one run at others. Seeds differ by ten times the noise.
-
-    The column seed has the seeds, a different name for each run, or nothing.
-    """
-    covered = 0
-    widths = dict.fromkeys(("shared", "own", "none"), 0.0)
-    for number in range(10):
-        random = np.random.default_rng(number)
-        of_seed = random.normal(0, 0.03, 3)
-        runs = rows({64: -6.3, 256: -6.3}, 0.003, random=random)
-        runs = [run for run in runs if int(run["seed"]) < (3 if -7 <= math.log2(float(run["lr"])) <= -5 else 1)]
-        for place, run in enumerate(runs):
-            run["loss"] = float(run["loss"]) + of_seed[int(run["seed"])]
-            run["own"] = f"run {place}"
-        for how in widths:
-            changed = [run | {"seed": {"shared": run["seed"], "own": run["own"], "none": ""}[how]} for run in runs]
-            document = transfer_of_runs(write(tmp_path / "a.csv", changed))
-            (row,) = document.rows
-            assert document.settings["seeds"] == "1 to 3"
-            assert row.passed is not False or row.undecided
-            low, high = row.parts["low"], row.parts["high"]
-            widths[how] += high - low  # type: ignore[operator]
-            covered += low <= 0 <= high  # type: ignore[operator]
-    assert covered >= 0.85 * 3 * 10
-    assert widths["shared"] < 0.3 * widths["none"]
-    assert widths["own"] == widths["none"]
-
-
 def without(column: str) -> Callable[[list[Row]], list[Row]]:
     return lambda runs: [{key: value for key, value in run.items() if key != column} for run in runs]
 

@@ -55,12 +55,8 @@ class LoggedRow:
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row")
         value = self.values[column]
         try:
-            if isinstance(value, bool):
-                raise ValueError
-            return float(value)
-        except OverflowError:  # an integer of JSON; in CSV, float() returns infinity for the same digits
-            return math.inf if value > 0 else -math.inf
-        except (TypeError, ValueError):
+            return float(str(value))  # float() of a large integer raises OverflowError, and that of its digits is inf
+        except ValueError:
             hint = "; the loss of a diverged run is nan" if column == "loss" else ""
             raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
@@ -79,11 +75,11 @@ class LoggedRow:
 
     def seed(self) -> float | str | None:
         """Return the seed, or None if the row has none. 0 and 0.0 are the same seed."""
-        value = self.values.get("seed")
+        value = str(self.values["seed"]) if self.has("seed") else "nan"
         try:
-            return None if value in (None, "") or math.isnan(float(value)) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            return str(value)
+            return None if math.isnan(float(value)) else float(value)
+        except ValueError:
+            return value
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:

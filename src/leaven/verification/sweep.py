@@ -304,30 +304,30 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
         "regret, high": dearest,
         "noise": target.noise,
     }
-    row = partial(row, slope=octaves.value, parts=parts)
-    beyond = max(abs(octaves.value) - limit, 0.0)
     # Outside the target's grid the regret is extrapolated, and runs may diverge there.
     inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
+    beyond = max(abs(octaves.value) - limit, 0.0)
     cost = f"the base's best value costs {regret.value:.2g} nats"
+    failure, doubt = "", ""  # why the row fails, and why it is undecided
     if target.edge and not base.edge and inside and octaves.low is not None and cheapest > REGRET_LIMIT:
         # If there is a better value beyond the edge, the regret is even larger.
-        note = f"{cost}, and the best {label} of {name} is at the edge of the grid or beyond"
-        return row(passed=False, note=note, beyond=beyond)
-    if no_optimum:
-        return row(passed=False, undecided=True, note=f"undecided: {no_optimum}")
-    if octaves.low is None:
-        note = f"undecided: one seed has no interval; give {swept.more_seeds} 3"
-        return row(passed=False, undecided=True, note=note)
-    if dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
-        where = f"give {swept.option} around {2 ** base.optimum():.3g}"
-        note = "" if inside else f"undecided: the base's best {label} is outside the grid of {name}; {where}"
-        return row(passed=inside, undecided=not inside, note=note)
-    if cheapest <= REGRET_LIMIT and low <= limit and high >= -limit:
+        failure = f"{cost}, and the best {label} of {name} is at the edge of the grid or beyond"
+    elif no_optimum:
+        doubt, beyond = no_optimum, 0.0
+    elif octaves.low is None:
+        doubt, beyond = f"one seed has no interval; give {swept.more_seeds} 3", 0.0
+    elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
+        beyond = 0.0
+        if not inside:
+            doubt = f"the base's best {label} is outside the grid of {name}; "
+            doubt += f"give {swept.option} around {2 ** base.optimum():.3g}"
+    elif cheapest <= REGRET_LIMIT and low <= limit and high >= -limit:
         seeds = max(len(runs) for grid in (base, target) for runs in grid.runs)
-        note = f"undecided: the difference is within the noise between seeds; give {swept.more_seeds} {2 * seeds}"
-        return row(passed=False, undecided=True, note=note, beyond=beyond)
-    note = f"the best {label} changes by a factor of {2**octaves.value:.2g}; {cost}"
-    return row(passed=False, note=note, beyond=beyond)
+        doubt = f"the difference is within the noise between seeds; give {swept.more_seeds} {2 * seeds}"
+    else:
+        failure = f"the best {label} changes by a factor of {2**octaves.value:.2g}; {cost}"
+    note = f"undecided: {doubt}" if doubt else failure
+    return row(slope=octaves.value, parts=parts, passed=not note, undecided=bool(doubt), note=note, beyond=beyond)
 
 
 def _no_optimum(swept: SweptValue, grids: Mapping[str, LossGrid]) -> str:
