@@ -66,8 +66,8 @@ class ActivationRecorder(TorchFunctionMode):
         self.containers: set[str] = set()  # labels of modules that computed a new output from those of their children
         self.trained: set[str] = set()  # labels of outputs that require a gradient
         self.head_sizes: dict[str, int] = {}  # by label, the head dimension of attention logits
-        # Labels of attention logits, of modules with a matrix, and of modules whose first argument is the output of a
-        # module with a matrix other than an embedding, for example a norm on queries.
+        # Labels of modules with a matrix, of attention logits, and of modules that read the output of a module with a
+        # matrix (but not of an embedding), such as a norm on queries.
         self.matrices = {name for module, name in self._labels.items() if _has_matrix(module)}
 
     def __enter__(self) -> "ActivationRecorder":

@@ -242,8 +242,8 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
     """Return bootstrap samples of the mean curve of each size: (draws, sizes, intervals).
 
     Seeds are drawn with replacement. For a single run, the noise within intervals is drawn (:func:`_blocks`), and the
-    result is None if it has too few points. Deviations are scaled up: those of n seeds from their mean are too small
-    by the factor sqrt((n - 1) / n), those of n blocks from a fitted line by sqrt((n - 2) / n).
+    result is None if it has too few points. Deviations of n seeds from their mean are too small by the factor
+    sqrt((n - 1) / n), those of n blocks from a fitted line by sqrt((n - 2) / n), so they are scaled up.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):

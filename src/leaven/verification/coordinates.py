@@ -25,7 +25,7 @@ check has (the slope was +0.1 after 40 steps), so the start is judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
 over all blocks would raise every slope by 0.15: the first block, whose input is still the embedding, is one half of
-the mean at depth 2, but one sixteenth at depth 16. docs/concepts/checks.md says what the check cannot detect.
+the mean at depth 2, but one sixteenth at depth 16.
 """
 
 import math
@@ -101,8 +101,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     read the stream between two branches would then change less at depth 2 than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
     """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
-    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches,
-    and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
+    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches. At
+    depth 2, three quarters of the branches come before the middle block's MLP; at depth 16, about one half."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         axes = super().axes()

@@ -4,12 +4,11 @@ The check sweeps the lr at several durations (run lengths in tokens), and fits t
 tokens. Control runs show what the rule gains: one group keeps the lr, the other keeps all hyperparameters.
 
 The rule is derived for gradients that are mostly noise. To test this, the check also trains with twice the batch on
-the same tokens, under the batch rule. According to McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11), the
-tokens needed to reach a given loss are proportional to 1 + x, where x is the batch divided by the critical batch. So
-a doubled batch needs (1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch,
-in octaves (doublings) of tokens: 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585 at
-the critical batch. The cost is measured as the rise of the loss from doubling the batch, divided by the drop of the
-loss per doubling of the tokens, from the shortest to the longest run.
+the same tokens, under the batch rule. The tokens needed to reach a given loss are proportional to 1 + x, where x is
+the batch / the critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So a doubled batch needs
+(1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch, in octaves of tokens: 0
+if gradients are only noise, 0.585 at the critical batch, and 1 if only the number of steps counts. It is measured as
+the rise of the loss from doubling the batch / the drop of the loss per doubling of the tokens.
 """
 
 import math

@@ -172,8 +172,8 @@ def estimate(
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
     The bootstrap draws residuals of losses, which ``_Runs`` scales up to the size of the noise. A few runs show the
-    noise only roughly, so residuals are also multiplied by the 97.5% quantile of Student's t, divided by that of the
-    normal distribution. Set ``paired`` if ``of`` depends only on differences of losses within each grid: then the
+    noise only roughly. So residuals are also multiplied by the ratio of the 97.5% quantiles of Student's t and of the
+    normal distribution. Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the
     effect of a seed, which is the same at all values, is not noise.
     """
     value = float(of(grids))

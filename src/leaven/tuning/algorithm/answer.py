@@ -3,18 +3,18 @@
 The noise is the standard deviation of the loss between seeds. A point is one setting of all searched values. The
 start is the point with which the search begins.
 
-1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
-   finalists) are run with fresh seeds, and the one with the lowest mean loss is chosen. Apart from the start, a point
-   that diverges with any seed cannot be chosen. Without final trials, a trust-region search compares predicted
-   losses, and other searches compare measured losses.
+1. The lowest of many noisy losses is partly luck. So a search ends with final trials: it runs the best few points
+   (the finalists) with fresh seeds, and chooses the one with the lowest mean loss. Apart from the start, a point that
+   diverges with any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and
+   other searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. A
    gain that is not above the noise does not count: the answer is then the start. Without the confirmation trials of
    item 3, the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
    confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise, and
-   their losses are reported. A single finalist needs no confirmation trials: if it has two trials and a predicted
-   gain above 1.5 times the noise, its measured gain must only be above the noise.
+   their losses are reported. A single finalist has none. If it has two trials and a predicted gain above 1.5 times
+   the noise, its measured gain must only be above the noise.
 
 Predicted losses come from the surrogate (``surrogate.py``). ``sensitivity.py`` computes how much each searched value
 contributes to the gain.

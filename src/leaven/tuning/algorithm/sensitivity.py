@@ -1,11 +1,11 @@
 """Compute how much each searched value contributes to the gain of the best point. Also estimate what a larger
 budget, or a search of only two values, would gain.
 
-The gain that is still possible is the loss at the best point minus the minimum within ``TRUST`` steps of it, as the
-median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is too
-high, because the prior has one typical curvature for all values. So it is then limited to what the second half of
-the search's trials gained. After n trials, the gain that is still possible is about proportional to 1 / n, so n
-further trials bring half of it. docs/concepts/search.md says how far off this estimate is.
+The gain that is still possible is the loss at the best point minus the minimum within ``TRUST`` steps of the point.
+It is a median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is
+too high, because the prior has one typical curvature for all values. So it is then limited to what the second half of
+the trials gained. After n trials, the possible gain is about proportional to 1 / n, so n further trials bring half of
+it. How far off this estimate is: docs/concepts/search.md.
 """
 
 import itertools
@@ -150,8 +150,8 @@ def further_gain(
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
     """Return (i, j, share): the indices of the two numbers that alone bring the largest share of the predicted gain.
 
-    Return None if the gain of the point ``best`` (D,) is at most ``noise``, if fewer than 3 values are numbers, or if
-    there are fewer than ``PER_VALUE`` trials for each value. The pair stays within the settings in ``points`` (n, D).
+    The pair stays within the settings in ``points`` (n, D). Return None if the gain of the point ``best`` (D,) is at
+    most ``noise``, or if there are fewer than 3 numbers, or fewer than ``PER_VALUE`` trials for each value.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

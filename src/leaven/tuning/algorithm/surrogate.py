@@ -31,9 +31,9 @@ used, so knowledge that the trials contradict is dropped. There are two kinds of
   two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
   prior.
 
-The divergence model is a logistic regression. The learning rate above which a run diverges depends on the module and
-on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382), so a box around the start cannot describe where runs
-diverge. Increases and decreases of a value have separate coefficients:
+The divergence model is a logistic regression. A box around the start cannot describe where runs diverge: the highest
+possible learning rate of a module depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). Increases
+and decreases of a value have separate coefficients:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
 

@@ -71,7 +71,7 @@ RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
 CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius per divergence before a trial has finished; smallest radius
-QUIET_ROUNDS = 3  # rounds without a gain above the noise after which a search stops
+QUIET_ROUNDS = 3  # rounds of max(10, D // 2) trials without a gain above the noise after which a search stops
 RESULTS = ("complete", "diverged", PRUNED)  # states of trials with a result
 
 Ran = TypeVar("Ran", bound=StudyTrial)
@@ -276,8 +276,8 @@ class Region:
         return self._within(self.lowest(mean, levels, self.incumbent) + self.radius * (there - here))
 
     def stalled(self) -> bool:
-        """Return whether the last ``QUIET_ROUNDS`` rounds of max(10, D // 2) trials found no new incumbent, and the
-        predicted gain over the incumbent is below the noise."""
+        """Return whether the search found no new incumbent for ``QUIET_ROUNDS`` rounds, and the predicted gain over
+        the incumbent is below the noise."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
