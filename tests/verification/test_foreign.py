@@ -186,26 +186,19 @@ def test_blocks_share_labels_and_the_modules_of_a_block_do_not(here: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("check", "rule", "options", "verdict"),
+    ("check", "verdict"),
     [
-        ("coordinates", "complete_d_p", ("--depths", "2,4,8"), "passed:"),
+        ("coordinates llama:complete_d_p --seeds 1 --depths 2,4,8", "passed:"),
         pytest.param(
-            "gradients",
-            "complete_d_p",
-            ("--depths", "2,4,8", "--seeds", "2", "--steps", "1"),
-            "passed:",
-            marks=pytest.mark.slow,
+            "gradients llama:complete_d_p --seeds 2 --depths 2,4,8 --steps 1", "passed:", marks=pytest.mark.slow
         ),
-        ("coordinates", "standard", ("--depths", "2"), "FAILED:"),
+        ("coordinates llama:standard --seeds 1 --depths 2", "FAILED:"),
     ],
 )
-def test_checks_of_the_llama_example(
-    check: str, rule: str, options: tuple[str, ...], verdict: str, monkeypatch: pytest.MonkeyPatch, leaven: Verb
-) -> None:
+def test_checks_of_the_llama_example(check: str, verdict: str, monkeypatch: pytest.MonkeyPatch, leaven: Verb) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(EXAMPLES)
-    sizes = ("--widths", "64,128,256", "--seeds", "1", "--source", "made-up", *options)  # the last --seeds counts
-    code, out, _ = leaven("check", check, f"llama:{rule}", *sizes)
+    code, out, _ = leaven("check", *check.split(), "--widths", "64,128,256", "--source", "made-up")
     assert (code, verdict in out) == (int(verdict == "FAILED:"), True), out
 
 
@@ -304,18 +297,13 @@ def test_a_run_equals_a_hand_written_loop(here: Path) -> None:
     plain = theirs("plain")
     first = trained(plain, RunSetting(SCALE, 1.0, 3))
     assert (first.loss, first.diverged, first.tokens) == (pytest.approx(expected_loss(3, 0.01, 2, 1024)), False, 1024)
-    # Values of lr are multiples of the factory's; the rule gets the ratio of the batch only if `ruled`.
+    # Values of lr are multiples of the factory's; the rule gets the ratios of batch and tokens only if `ruled`.
     assert trained(plain, RunSetting(SCALE, 2.0, 3)).loss == trained(theirs("eager"), RunSetting(SCALE, 1.0, 3)).loss
-    ruled, blind = (
-        trained(plain, RunSetting(replace(SCALE, batch=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
-    )
-    assert ruled == pytest.approx(expected_loss(3, 0.02, 8, 1024))
-    assert blind == pytest.approx(expected_loss(3, 0.01, 8, 1024))
-    longer, as_long = (
-        trained(plain, RunSetting(replace(SCALE, tokens=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
-    )
-    assert longer == pytest.approx(expected_loss(3, 0.005, 2, 4096))
-    assert as_long == pytest.approx(expected_loss(3, 0.01, 2, 4096))
+    larger, longer = (8, 1024), (2, 4096)  # sequences in a batch, tokens
+    for size, ratios, by_rule in ((larger, {"batch": 4.0}, 0.02), (longer, {"tokens": 4.0}, 0.005)):
+        for ruled, lr in ((True, by_rule), (False, 0.01)):
+            found = trained(plain, RunSetting(replace(SCALE, **ratios), 1.0, 3, ruled=ruled))
+            assert found.loss == pytest.approx(expected_loss(3, lr, *size))
     gone = trained(theirs("wild", 4096), RunSetting(SCALE, 1.0, 0))
     assert gone.loss == pytest.approx(math.log(64) + 1)
     assert gone.tokens < 4096
