@@ -206,7 +206,7 @@ def test_checks_of_the_llama_example(check: str, verdict: str, monkeypatch: pyte
     ("arguments", "message"),
     [
         (("no_such_module:factory", *SIZES), "no_such_module:factory: module no_such_module not found"),
-        (("their_model:factory", "--widths", "32", "--depths", "2"), "a slope needs at least two sizes"),
+        (("their_model:factory", "--widths", "32", "--depths", "2"), "slopes, which need at least two sizes"),
         (("their_model:unlike", *SIZES), "parts: the members of an nn.ModuleList"),
     ],
 )

@@ -29,7 +29,7 @@ undecided.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -135,22 +135,15 @@ def collapse(
             measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
     note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: 0 is the lowest possible"
     shares = (np.arange(count) + 0.5) / count
-    return document(
-        [
-            _judged(row[name], shares[-len(errors) :], errors, float(band), by_seed[index])
-            for index, (name, errors, band) in enumerate(zip(others, found, bands, strict=True), start=1)
-        ],
-        curves=[
-            *_normalised(runs, by_seed, float(fitted), shares),
-            *(
-                _curve(
-                    f"{base} -> {name}", "deviation", shares[-len(errors) :], (errors - band, errors, errors + band)
-                )
-                for name, errors, band in zip(others, found, bands, strict=True)
-            ),
-        ],
-        measured=[measured.row("irreducible loss, nats per token", note)],
-    )
+    compared = shares[-found.shape[-1] :]
+    rows, drawn = [], []
+    for name, several in zip(runs, by_seed, strict=True):
+        normalised = (several - fitted) / (several.mean(0)[-1] - fitted)
+        drawn.append(_curve(name, "normalised", shares, normalised.min(0), normalised.mean(0), normalised.max(0)))
+    for name, errors, band, several in zip(others, found, bands, by_seed[1:], strict=True):
+        rows.append(_judged(row[name], compared, errors, float(band), several))
+        drawn.append(_curve(f"{base} -> {name}", "deviation", compared, errors - band, errors, errors + band))
+    return document(rows, curves=drawn, measured=[measured.row("irreducible loss, nats per token", note)])
 
 
 def collapse_of_family(
@@ -308,16 +301,8 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
     return judged(passed=False, undecided=True, note=note)
 
 
-def _normalised(
-    runs: Mapping[str, Sequence[Points]], by_seed: Sequence[Array], level: float, shares: Array
-) -> Iterator[VerdictCurve]:
-    """Yield the normalised curve of each size, with the mean, the lowest and the highest value over seeds."""
-    for name, several in zip(runs, by_seed, strict=True):
-        each = (several - level) / (several.mean(0)[-1] - level)
-        yield _curve(name, "normalised", shares, (each.min(0), each.mean(0), each.max(0)))
-
-
-def _curve(name: str, quantity: str, shares: Array, values: tuple[Array, Array, Array]) -> VerdictCurve:
+def _curve(name: str, quantity: str, shares: Array, *values: Array) -> VerdictCurve:
+    """Return a curve over the ``shares`` of a run. ``values`` are the lower end, the middle and the upper end."""
     low, high = ([] if np.isnan(each).any() else each.tolist() for each in values[::2])
     y = [each if math.isfinite(each) else None for each in values[1].tolist()]
     return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

@@ -89,22 +89,16 @@ class SizeCheck(ABC, Generic[Measured]):
         """
         experts = not isinstance(subject, str) and subject.model.experts is not None
         wide, deep = widths or [WIDTH * times for times in TIMES], depths or (EXPERT_DEPTHS if experts else DEPTHS)
-        if all(len(set(axis)) < 2 for axis in (wide, deep)):
-            raise InputError(
-                "the check fits slopes, and a slope needs at least two sizes; give more --widths or --depths"
-            )
+        if len(set(wide)) == len(set(deep)) == 1:
+            raise InputError("the check fits slopes, which need at least two sizes; give more --widths or --depths")
         if isinstance(subject, str):
             if grow_heads:
-                raise InputError(
-                    f"{subject}: --grow-heads is only for recipes; leave it out and change the factory instead"
-                )
+                raise InputError(f"{subject}: --grow-heads is only for recipes; leave it out and change the factory")
             scale = RunScale(min(wide), min(deep))
             family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
             return cls(family, wide, deep, **options)
-        recipe = subject
-        changed: tuple[str, ...] = ()
+        recipe, changed = (subject, ()) if widths else small_recipe(subject)
         if not widths:
-            recipe, changed = small_recipe(recipe)
             wide = [recipe.model.d_model * times for times in TIMES]
         start = cls.start if recipe.model.norm_placement == "pre" else cls.start_normed
         recipe = calibrated(recipe, min(wide), min(deep), start)
