@@ -1,15 +1,8 @@
 """Define search spaces: the searched values of a recipe. ``bounds.py`` has their limits, ``point.py`` their units.
 
-The user gives a space by the name of a set or by the paths of values. The sets are:
-
-- ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
-  branches), weight_decay, beta1, beta2, eps, warm-up and batch. For a recipe with Muon, ``global`` and ``per-module``
-  also have Muon's momentum, and Muon's lr and weight_decay if the recipe sets them.
-- ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
-- ``per-module`` has 25 to 35 values: lr, init_std and residual of each module, two points of an lr profile over
-  depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025 (arXiv
-  2512.22382) tuned, lr, init_std and residual of each module mattered most.
-- ``per-module-full`` has every quantity by module and over depth, about 90 values.
+The user gives a space by the name of a set (``SETS``) or by the paths of values. docs/concepts/spaces.md lists the
+values of each set. ``per-module`` has those that mattered most to Mlodozeniec et al. 2025 (arXiv 2512.22382): lr,
+init_std and residual of each module.
 
 Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
 has an optimum of its own. So ``per-module`` leaves out values that other searched values can replace:

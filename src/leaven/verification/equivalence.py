@@ -23,8 +23,8 @@ from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
-"""The least number of steps of the run with the largest batch. With fewer steps, the loss depends mainly on the
-number of steps: with 64, runs at 1/4 of the batch differed by 1.8 nats although the rule was correct."""
+"""The least number of steps with the largest batch. With fewer, the loss depends mainly on the number of steps: with
+64, runs at 1/4 of the batch differed by 1.8 nats although the rule was correct."""
 
 TOLERANCE = 0.02
 """The difference of the loss that is always allowed, as a share of log(vocabulary) - loss. The rule is exact only in

@@ -79,12 +79,9 @@ Ran = TypeVar("Ran", bound=StudyTrial)
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched hyperparameters: the bounds, scale and start of each, by name.
+    """The searched hyperparameters: the bounds, scale and start of each, by name. A point has two forms:
 
-    A point (a setting of all D hyperparameters) has two forms; ``tuning/point.py`` converts a point to a recipe:
-
-    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier; for a beta,
-      log2 of its exponent; for a value such as dropout, its change in tenths; for a choice, the index of its level.
+    - ``params`` (Optuna's word), in stores and objectives: a dict by name. ``tuning/point.py`` explains the numbers.
     - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
       names. For a choice, it is the difference of the indices, modulo the number of levels.
     """
