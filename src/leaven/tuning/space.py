@@ -165,7 +165,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the value at ``path``, if searched, stays below ``limit``."""
+        """Return the space in which the recipe's value at ``path``, if searched, stays below ``limit``."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self

@@ -175,10 +175,10 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Return the trials with a result, and the trust region fitted to them. ``given`` is the user's noise.
 
-        The field ``floor`` is the noise. A noise that was measured with fewer than ``FEWEST_DEGREES`` degrees of
-        freedom may be far too small. So a second noise is fitted to the losses, if at most ``FITTED`` are finite and
-        not outliers. Then ``floor`` is the geometric mean of both noises, but at least the measured one. Without a
-        measured noise, it is the fitted one.
+        The field ``floor`` is the noise. A noise above 0 that was measured with fewer than ``FEWEST_DEGREES`` degrees
+        of freedom may be far too small. So a second noise is fitted to the losses, if at most ``FITTED`` are finite
+        and not outliers. Then ``floor`` is the geometric mean of both noises, but at least the measured one. Without
+        a measured noise, it is the fitted one.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -369,7 +369,8 @@ class _LossesByPurpose:
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation trials are complete and show a gain of at most ``noise``."""
+        """Return the points with a gain of at most ``noise`` in at least ``CONFIRMATIONS`` confirmation trials, all
+        with seeds that the start has, too."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -378,7 +379,8 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better."""
+        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better; None if
+        neither exists."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -391,7 +393,7 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` is more than ``least`` nats better than the start, if the start has a loss."""
+        """Return whether ``point`` is more than ``least`` nats better than the start, or the start has no loss."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:
