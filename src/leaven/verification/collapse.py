@@ -137,11 +137,11 @@ def collapse(
     shares = (np.arange(count) + 0.5) / count
     compared = shares[-found.shape[-1] :]
     rows, drawn = [], []
-    for name, several in zip(runs, by_seed, strict=True):
-        normalised = (several - fitted) / (several.mean(0)[-1] - fitted)
+    for name, of_seeds in zip(runs, by_seed, strict=True):
+        normalised = (of_seeds - fitted) / (of_seeds.mean(0)[-1] - fitted)
         drawn.append(_curve(name, "normalised", shares, normalised.min(0), normalised.mean(0), normalised.max(0)))
-    for name, errors, band, several in zip(others, found, bands, by_seed[1:], strict=True):
-        rows.append(_judged(row[name], compared, errors, float(band), several))
+    for name, errors, band, of_seeds in zip(others, found, bands, by_seed[1:], strict=True):
+        rows.append(_judged(row[name], compared, errors, float(band), of_seeds))
         drawn.append(_curve(f"{base} -> {name}", "deviation", compared, errors - band, errors, errors + band))
     return document(rows, curves=drawn, measured=[measured.row("irreducible loss, nats per token", note)])
 
