@@ -337,6 +337,10 @@ class CommandFile(Command):
     space: Annotated[dict[str, SearchedValue], AfterValidator(_names_of_values)]
     why: dict[str, str] = {}  # the reason for the start of each value
 
+    def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
+        """Return the searched values, by name, at the distances ``octaves`` from the start."""
+        return {name: self.space[name].moved(x) for name, x in octaves.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpace(SearchSpace):
@@ -356,7 +360,7 @@ class CommandSpace(SearchSpace):
         return self.file.seed
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        return {name: self.file.space[name].moved(x) for name, x in octaves.items()}
+        return self.file.values(octaves)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
         return self.values(octaves)
