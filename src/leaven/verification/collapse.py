@@ -104,9 +104,7 @@ def collapse(
     for name, several in runs.items():
         ends = sorted({points[-1][0] for points in several})
         if len(ends) > 1:
-            raise InputError(
-                f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give curves of one length"
-            )
+            raise InputError(f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give one length")
         if (start := max(points[0][0] for points in several)) > FROM * ends[0]:
             raise InputError(
                 f"{subject}: a curve of {name} starts at {start:g} and ends at {ends[0]:g}, so its first part is "

@@ -83,9 +83,7 @@ class ForeignFamily:
     def value(self, quantity: Quantity) -> float:
         """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for other quantities."""
         if quantity != "lr":
-            raise InputError(
-                f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
-            )
+            raise InputError(f"{self.name}: {quantity} is unknown for a factory; give a recipe file")
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
@@ -251,7 +249,7 @@ def foreign(
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise InputError(
-            f"{entry}: no torch.nn.Embedding, so the size of the vocabulary is unknown; return a batch function, too"
+            f"{entry}: no torch.nn.Embedding, whose size is the vocabulary; return a batch function, too"
         )
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:

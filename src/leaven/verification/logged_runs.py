@@ -143,10 +143,8 @@ def _data_files(path: Path) -> list[Path]:
     files = {file for file in every if file.suffix.lower() in SUFFIXES}
     files |= {file.parent for file in every if EVENTS in file.name}
     if not files:
-        raise InputError(
-            f"{path} has no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}; give a folder "
-            "with logged runs"
-        )
+        kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
+        raise InputError(f"{path} has {kinds}; give a folder with logged runs")
     return sorted(files)
 
 
@@ -174,10 +172,8 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
         if row.get(loss) is not None
     ]
     if not rows:
-        names = sorted({name for _, row in found for name in row})
-        raise InputError(
-            f"{place} has no column {loss}; it has {', '.join(names) or 'no columns'}; name the loss with --loss"
-        )
+        names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
+        raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss")
     return rows
 
 
@@ -317,10 +313,8 @@ def _runs_by_size(
         runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
         seed = row.place if (written := row.seed()) is None else written
         if seed in runs:
-            raise InputError(
-                f"{row.place} repeats the size, {value} and seed of an earlier row; remove one of them, or name "
-                "another swept column with --value"
-            )
+            twice = f"{row.place} repeats the size, {value} and seed of an earlier row"
+            raise InputError(f"{twice}; remove one of them, or name another swept column with --value")
         runs[seed] = row.loss()
     return found, axes, list(columns)
 
@@ -358,11 +352,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
         rows = [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
-            filled = [column for column in columns if any(row.has(column) for row in rows)]
-            raise InputError(
-                f"{file}: its columns with values are {', '.join(filled) or 'none'}; a loss curve needs "
-                f"{' or '.join(TIMES)}, and loss"
-            )
+            filled = ", ".join(column for column in columns if any(row.has(column) for row in rows)) or "none"
+            needs = f"a loss curve needs {' or '.join(TIMES)}, and loss"
+            raise InputError(f"{file}: its columns with values are {filled}; {needs}")
         axes = [axis for axis in ("width", "depth", "batch") if axis in columns]
         sized.setdefault(tuple(axes), file)
         first = (file.relative_to(path).parts or [path.name])[0] if path.is_dir() else file.name
