@@ -12,7 +12,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
-from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_family, deviations, grown
+from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_family, grown
 from leaven.verification.foreign import CheckTrial
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
@@ -85,10 +85,8 @@ def test_the_band_covers_the_noise(seeds: int) -> None:
             )
         )
         deviation = next(each for each in document.curves if each.quantity == "deviation")
-        covered += all(
-            low <= 0 <= high  # type: ignore[operator]
-            for low, high in zip(deviation.low, deviation.high, strict=True)
-        )
+        low, high = np.array([deviation.low, deviation.high], float)
+        covered += bool(((low <= 0) & (high >= 0)).all())
     assert covered >= 24
 
 
@@ -148,13 +146,6 @@ def test_curves_that_cannot_be_compared_are_refused(
     with pytest.raises(InputError) as refused:
         check(*sizes, irreducible=irreducible)
     assert message in str(refused.value)
-
-
-def test_deviations_are_those_of_the_definition() -> None:
-    curves = np.array([[5.0, 4.0, 3.5, 3.0], [4.5, 3.5, 3.2, 2.5]])
-    ratio = (2.5 - 1.0) / (3.0 - 1.0)
-    expected = [(y - 2.5 - ratio * (base - 3.0)) / 1.0 for base, y in zip(curves[0, 1:], curves[1, 1:], strict=True)]
-    assert deviations(curves, np.asarray(1.0))[0] == pytest.approx(expected)
 
 
 class KnownCurves(RunStore):

@@ -23,24 +23,14 @@ Row = dict[str, float | str]
 
 
 def rows(
-    best: dict[int, float],
-    noise: float = 0.0,
-    *,
-    seeds: int = 3,
-    curvature: float = 0.05,
-    random: np.random.Generator | None = None,
+    best: dict[int, float], noise: float = 0.0, *, seeds: int = 3, random: np.random.Generator | None = None
 ) -> list[Row]:
     """Return runs at each width whose loss is a parabola over log2 lr with its minimum at ``best[width]``."""
     random = random or np.random.default_rng(0)
     return [
-        {
-            "width": width,
-            "lr": 2.0**octave,
-            "seed": seed,
-            "loss": 3 + curvature * (octave - at) ** 2 + random.normal(0, noise),
-        }
+        {"width": width, "lr": 2.0**x, "seed": seed, "loss": 3 + 0.05 * (x - at) ** 2 + random.normal(0, noise)}
         for width, at in best.items()
-        for octave in OCTAVES
+        for x in OCTAVES
         for seed in range(seeds)
     ]
 
@@ -53,6 +43,12 @@ def write(path: Path, written: Iterable[Row]) -> Path:
     else:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def own_run(folder: Path, width: int = 64, lr: float = 0.004, seed: int = 0, floor: float = 2.0) -> None:
+    """Write a finished run of leaven, whose last loss is about ``floor``. ``lr`` is in base coordinates."""
+    recipe = proxy(**{"data.tokens": 81_920, "data.seed": seed, "hyperparameters.lr": lr})
+    write_run(folder, transfer(recipe, width=width) if width > 64 else recipe, floor, seed=seed)
 
 
 def test_the_intervals_and_verdicts_hold_on_parabolas_with_a_known_minimum(tmp_path: Path) -> None:
@@ -87,10 +83,9 @@ def test_the_exponent_and_the_base_are_those_of_the_sizes(tmp_path: Path) -> Non
 def test_a_folder_of_files_any_value_and_any_size(tmp_path: Path) -> None:
     for number, width in enumerate((64, 128)):
         (tmp_path / str(number)).mkdir()
-        runs = rows({width: -6.0}, 0.001)
-        named = [
-            {"tokens": 1e9 * run["width"], "beta": run["lr"], "loss": run["loss"], "host": "a"}  # type: ignore[operator]
-            for run in runs
+        named: list[Row] = [
+            {"tokens": 1e9 * width, "beta": run["lr"], "loss": run["loss"], "host": "a"}
+            for run in rows({width: -6.0}, 0.001)
         ]
         write(tmp_path / str(number) / "sweep.csv", named)
     document = transfer_of_runs(tmp_path, "beta")
@@ -98,59 +93,6 @@ def test_a_folder_of_files_any_value_and_any_size(tmp_path: Path) -> None:
     assert document.rows[0].axis == "tokens 64000000000 -> tokens 128000000000"
     assert document.rows[0].module == "best beta, octaves"
     assert document.settings["columns not used"] == ["host"]
-
-
-def test_a_value_with_a_diverged_run_ends_the_grid(tmp_path: Path) -> None:
-    runs = rows({64: -6.0, 128: -6.0}, 0.001)
-    for run in runs:
-        if run["lr"] == 2.0**-4 and run["width"] == 128 and run["seed"] == 0:
-            run["loss"] = "nan"
-    document = transfer_of_runs(write(tmp_path / "runs.csv", runs))
-    assert document.passed
-    assert document.settings["left out"] == ["width 128, lr 0.0625"]
-    for run in runs:
-        if float(run["lr"]) >= 2.0**-5 and run["width"] == 128:
-            run["loss"] = "inf"
-    (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
-    assert row.undecided  # the best lr is the last that did not diverge
-    # The suggested value is halfway to the one that diverged, and was not run yet.
-    assert row.note.endswith("width 128 is at the edge of the grid; give runs with lr around 0.0221")
-
-
-def test_values_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
-    """There are three runs at values near the best one, and one run at others. Seeds differ by ten times the noise.
-
-    The column seed has the seeds, a different name for each run, or nothing.
-    """
-    covered = 0
-    widths = dict.fromkeys(("shared", "own", "none"), 0.0)
-    for number in range(10):
-        random = np.random.default_rng(number)
-        of_seed = random.normal(0, 0.03, 3)
-        runs = rows({64: -6.3, 256: -6.3}, 0.003, random=random)
-        runs = [run for run in runs if int(run["seed"]) < (3 if -7 <= math.log2(float(run["lr"])) <= -5 else 1)]
-        for place, run in enumerate(runs):
-            run["loss"] = float(run["loss"]) + of_seed[int(run["seed"])]
-            run["own"] = f"run {place}"
-        for how in widths:
-            changed = [run | {"seed": {"shared": run["seed"], "own": run["own"], "none": ""}[how]} for run in runs]
-            document = transfer_of_runs(write(tmp_path / "a.csv", changed))
-            (row,) = document.rows
-            assert document.settings["seeds"] == "1 to 3"
-            assert row.passed is not False or row.undecided
-            low, high = row.parts["low"], row.parts["high"]
-            widths[how] += high - low  # type: ignore[operator]
-            covered += low <= 0 <= high  # type: ignore[operator]
-    assert covered >= 0.85 * 3 * 10
-    assert widths["shared"] < 0.3 * widths["none"]
-    assert widths["own"] == widths["none"]
-
-
-def test_a_size_with_one_run_a_value_is_undecided(tmp_path: Path) -> None:
-    runs = [run for run in rows({64: -6.0, 128: -6.0}) if run["width"] == 64 or run["seed"] == 0]
-    (row,) = transfer_of_runs(write(tmp_path / "runs.csv", runs)).rows
-    assert row.undecided
-    assert row.note == "undecided: one seed has no interval; give more runs for each value, e.g. 3"
 
 
 def without(column: str) -> Callable[[list[Row]], list[Row]]:
@@ -169,20 +111,22 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
     "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row"),
-    "lr 0": (changed(lr=0), "row 1: lr is 0; give a finite number above 0"),
-    "a huge lr": (changed(lr=1e300), "row 1: lr is 1e+300; give a number from 1e-100 to 1e+100"),
-    "a huge width": (changed(width="1" + "0" * 20), "row 1: width is 1e+20; give a number of at most 1,000,000,000,"),
-    "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a finite number above 0"),
+    "lr 0": (changed(lr=0), "row 1: lr is 0; give a number from 1e-100 to 1e+100"),
+    "a huge width": (
+        changed(width="1" + "0" * 20),
+        "row 1: width is 1e+20; give a whole number of at most 1,000,000",
+    ),
+    "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a number from 1e-100 to"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
     "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
-    "all diverged": (
-        lambda runs: [run | {"loss": "nan"} if run["width"] == 64 else run for run in runs],
-        "width 64 has 0 values of lr without a diverged run",
-    ),
-    "a huge loss": (  # has diverged
-        lambda runs: [run | {"loss": 1e308} if run["width"] == 64 else run for run in runs],
-        "width 64 has 0 values of lr without a diverged run",
-    ),
+    # A run with a loss above LARGEST_LOSS has diverged.
+    **{
+        f"all losses {bad}": (
+            lambda runs, bad=bad: [run | {"loss": bad} if run["width"] == 64 else run for run in runs],  # type: ignore[misc]
+            "width 64 has 0 values of lr without a diverged run",
+        )
+        for bad in ("nan", "inf", 1e308)
+    },
     "0 and 0.0": (lambda runs: [*runs, runs[0] | {"seed": "0.0"}], "row 37 repeats the size, lr and seed"),
     "two columns": (lambda runs: [run | {" LR": 1} for run in runs], "has two columns lr; rename or remove one"),
     "a cell too many": (changed(loss="3,1"), "row 1 has more cells than the header; quote cells"),
@@ -244,11 +188,8 @@ def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
     for name in ("100m/a.csv", "100m/b.csv", "20m/a.jsonl", "3m.csv"):
         (by_name / name).parent.mkdir(parents=True, exist_ok=True)
         write(by_name / name, curve())
-    assert [(name, len(curves)) for name, curves in curves_of(by_name).items()] == [
-        ("3m", 1),
-        ("20m", 1),
-        ("100m", 2),
-    ]
+    found = curves_of(by_name)
+    assert [(name, len(curves)) for name, curves in found.items()] == [("3m", 1), ("20m", 1), ("100m", 2)]
     theirs = tmp_path / "theirs"  # without a recipe
     theirs.mkdir()
     write(theirs / "metrics.jsonl", curve())
@@ -260,8 +201,7 @@ def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
 
 def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
     for width, seed in ((64, 0), (64, 1), (128, 0)):
-        recipe = transfer(proxy(**{"data.tokens": 81_920, "data.seed": seed}), width=width)
-        write_run(tmp_path / f"{width}-{seed}", recipe, 2.0, seed=seed)
+        own_run(tmp_path / f"{width}-{seed}", width, seed=seed)
     found = curves_of(tmp_path)
     assert {name: len(curves) for name, curves in found.items()} == {"width 64": 2, "width 128": 1}
     assert found["width 64"][0][-1][0] == 81_920
@@ -274,7 +214,7 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", ["metrics", "events"])
 def test_a_run_of_leaven_whose_lines_were_changed_is_refused(tmp_path: Path, changed: str) -> None:
     run = RunFolder(tmp_path / "run")
-    write_run(run.path, proxy(**{"data.tokens": 81_920}), 2.0)
+    own_run(run.path)
     *events, finish = run.lines_of(run.events_file)
     lines = {"metrics": run.lines_of(run.metrics_file), "events": events}
     digests = {name: {"lines": len(each), "blake2b": digest(each).hexdigest()} for name, each in lines.items()}
@@ -283,9 +223,7 @@ def test_a_run_of_leaven_whose_lines_were_changed_is_refused(tmp_path: Path, cha
     assert len(curves_of(tmp_path)) == 1
     lines[changed][0] = lines[changed][0].replace(b'"tokens": ', b'"tokens": 1')
     (run.path / f"{changed}.jsonl").write_bytes(b"".join(lines[changed]))
-    with pytest.raises(
-        InputError, match=f"{changed}.jsonl is not as it was when the run finished: .*; to leave the run out"
-    ):
+    with pytest.raises(InputError, match=f"{changed}.jsonl is not as it was when the run finished: "):
         curves_of(tmp_path)
 
 
@@ -304,7 +242,7 @@ def test_two_runs_in_one_curve_are_refused(steps: tuple[int, ...], row: str, tmp
         curves_of(file)
 
 
-def test_a_resumed_run_repeats_steps(tmp_path: Path) -> None:
+def test_rows_of_a_resumed_run_replace_those_of_the_same_steps(tmp_path: Path) -> None:
     written: list[Row] = [{"step": step, "loss": 10 - n} for n, step in enumerate((1, 2, 3, 2, 3, 4))]
     assert curves_of(write(tmp_path / "runs.csv", written)) == {"runs": [[(1, 10), (2, 7), (3, 6), (4, 5)]]}
 
@@ -368,16 +306,10 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
 
 
 def steep(width: int, lrs: Iterable[float], best: float, diverges_at: float = math.inf) -> list[Row]:
-    return [
-        {
-            "width": width,
-            "lr": lr,
-            "seed": seed,
-            "loss": 2 + 0.05 * math.log2(lr / best) ** 2 + seed / 1e4 if lr < diverges_at else math.nan,
-        }
-        for lr in lrs
-        for seed in (0, 1)
-    ]
+    def loss(lr: float, seed: int) -> float:
+        return 2 + 0.05 * math.log2(lr / best) ** 2 + seed / 1e4 if lr < diverges_at else math.nan
+
+    return [{"width": width, "lr": lr, "seed": seed, "loss": loss(lr, seed)} for lr in lrs for seed in (0, 1)]
 
 
 def test_the_check_fails_if_the_best_value_diverges_at_a_larger_size(tmp_path: Path) -> None:
@@ -399,22 +331,18 @@ def test_a_best_value_beyond_the_grid_of_a_larger_size_is_undecided(tmp_path: Pa
 
 def test_run_folders_are_rows_and_curves_of_a_size_differ_in_the_seed_alone(tmp_path: Path) -> None:
     for lr in (0.001, 0.002):
-        write_run(tmp_path / f"{lr}", proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr}), 2.0)
+        own_run(tmp_path / f"{lr}", lr=lr)
     with pytest.raises(InputError, match="one size only, width 64; a check of transfer compares two or more"):
         transfer_of_runs(tmp_path)
-    with pytest.raises(
-        InputError, match=r"hyperparameters\.lr is 0\.001 in .*0\.001 and 0\.002 in .*0\.002, but runs of"
-    ):
+    with pytest.raises(InputError, match=r"hyperparameters\.lr is 0\.001 in .*0\.001 and 0\.002 in .*0\.002, but"):
         curves_of(tmp_path)
 
 
 def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
     for text, width in (("a", 64), ("b", 128)):
-        base = proxy(**{"data.tokens": 81_920})
-        write_run(folder := tmp_path / text, transfer(base, width=width) if width > 64 else base, 2.0)
-        (folder / "events.jsonl").write_text(
-            json.dumps({"event": "start", "text": text}) + "\n" + (folder / "events.jsonl").read_text()
-        )
+        own_run(folder := tmp_path / text, width)
+        start = json.dumps({"event": "start", "text": text}) + "\n"
+        (folder / "events.jsonl").write_text(start + (folder / "events.jsonl").read_text())
     with pytest.raises(InputError, match="a and .*b were trained on different texts"):
         transfer_of_runs(tmp_path)
 
@@ -423,17 +351,9 @@ def test_runs_on_different_texts_are_not_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "why"),
     [
-        (
-            "recipe.toml",
-            lambda text: text.replace("residual = 0.7", "residual = 0.8"),
-            "residual was 0.7, is now 0.8",
-        ),
+        ("recipe.toml", lambda text: text.replace("residual = 0.7", "residual = 0.8"), "was 0.7, is now 0.8"),
         ("metrics.jsonl", lambda text: text[: text.index('{"step": 3')], "steps 3 to 40 are missing"),
-        (
-            "events.jsonl",
-            lambda text: text.replace('"loss": ', '"loss": 1', 1),
-            r"its first \d+ lines have been changed",
-        ),
+        ("events.jsonl", lambda text: text.replace('"loss": ', '"loss": 1', 1), r"first \d+ lines have been changed"),
     ],
 )
 def test_runs_of_leaven_whose_files_were_changed_are_not_compared(
@@ -443,11 +363,6 @@ def test_runs_of_leaven_whose_files_were_changed_are_not_compared(
     (folder / name).write_text(change((folder / name).read_text()))
     with pytest.raises(InputError, match=rf"run/{name} .*{why}.*; to leave the run out, move it to another folder"):
         read(tmp_path)
-
-
-def a_run(folder: Path, width: int, lr: float) -> None:
-    base = proxy(**{"data.tokens": 81_920, "hyperparameters.lr": lr})
-    write_run(folder, transfer(base, width=width) if width > 64 else base, 2 + abs(math.log2(lr * width)))
 
 
 def moved(run: Path) -> Path:
@@ -469,7 +384,7 @@ def test_empty_folders_and_links_to_nothing_are_refused_beside_runs_alone(tmp_pa
 
 def test_a_run_behind_a_link_is_read_once(tmp_path: Path) -> None:
     for width, lr in product((64, 128), (0.001, 0.002, 0.004)):
-        a_run(tmp_path / "runs" / f"{width}-{lr}", width, lr)
+        own_run(tmp_path / "runs" / f"{width}-{lr}", width, lr, floor=2 + abs(math.log2(lr * width)))
     expected = transfer_of_runs(tmp_path / "runs")
     away = moved(run := tmp_path / "runs" / "128-0.001")
     (run.parent / "latest").symlink_to("64-0.001")
@@ -509,10 +424,8 @@ def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> Non
     for width, best in ((64, 0.004), (128, 0.002)):
         for lr in (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016):
             for seed in (0, 1):
-                base = proxy(**{"data.tokens": 81_920, "data.seed": seed, "hyperparameters.lr": lr})
                 folder = tmp_path / "runs" / f"{width}" / f"{lr} {seed}"
-                floor = 2 + 0.05 * math.log2(lr / best) ** 2 + 0.001 * seed
-                write_run(folder, transfer(base, width=width) if width > 64 else base, floor, seed=seed)
+                own_run(folder, width, lr, seed, 2 + 0.05 * math.log2(lr / best) ** 2 + 0.001 * seed)
                 loss: float | str = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])["loss"]
                 if lr == 0.016:
                     (folder / "events.jsonl").write_text('{"event": "stop", "why": "loss inf at step 7"}\n')
@@ -523,12 +436,9 @@ def test_transfer_of_finished_and_diverged_runs_of_leaven(tmp_path: Path) -> Non
     assert document.rows[0].slope == pytest.approx(-1, abs=0.01)
     assert document.settings["left out"] == ["width 64, lr 0.016", "width 128, lr 0.016"]
     assert transfer_of_runs(tmp_path / "runs", "hyperparameters.lr").rows[0].slope == document.rows[0].slope
-    with pytest.raises(
-        InputError, match=r"hyperparameters\.lr is 0\.0005 in .* in hyperparameters\.init_std and data\.seed"
-    ):
-        transfer_of_runs(tmp_path / "runs", "init_std")
-    with pytest.raises(InputError, match=r"hyperparameters\.lr is .* only in beta and data\.seed; move"):
-        transfer_of_runs(tmp_path / "runs", "beta")
+    for value, path in (("init_std", r"hyperparameters\.init_std"), ("beta", "beta")):
+        with pytest.raises(InputError, match=rf"hyperparameters\.lr is .* only in {path} and data\.seed; move"):
+            transfer_of_runs(tmp_path / "runs", value)
     (folder / "events.jsonl").write_text('{"event": "stop", "why": "interrupted"}\n')
     with pytest.raises(InputError, match="has not finished; resume it"):
         transfer_of_runs(tmp_path / "runs")
@@ -556,9 +466,7 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "tb")
     with SummaryWriter(tmp_path / "tb" / "width64" / "lr=1_seed-1") as writer:
         writer.add_scalar("val/loss", 3.0, 10)
-    with pytest.raises(
-        InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove the shorter run, or if it"
-    ):
+    with pytest.raises(InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove the shorter"):
         transfer_of_runs(tmp_path / "tb", loss="val/loss")
     shutil.rmtree(tmp_path / "tb" / "width64" / "lr=1_seed-1")
     curves = curves_of(tmp_path / "tb", loss="val/loss")
@@ -582,7 +490,7 @@ def test_the_loss_may_have_another_name(tmp_path: Path) -> None:
     assert found.rows == transfer_of_runs(write(tmp_path / "b.csv", runs)).rows
     with pytest.raises(InputError, match=r"has no column val; its columns are width, lr, seed, loss, final"):
         transfer_of_runs(tmp_path / "a.csv", loss="val")
-    write_run(tmp_path / "own", proxy(**{"data.tokens": 81_920}), 2.0)
+    own_run(tmp_path / "own")
     for check in (transfer_of_runs, curves_of):
         with pytest.raises(InputError, match="which have one loss; remove --loss val"):
             check(tmp_path / "own", loss="val")
@@ -621,12 +529,10 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "many elements": (lambda: EVENT(shape=[3 * 10**9]), r"loss is 'a tensor of shape \[3000000000\]', which"),
     "negative": (lambda: EVENT(shape=[-5]), r"tfevents is damaged at byte 0: .* shape \[-5\]\); remove the file"),
     "resource": (lambda: EVENT(dtype=20), "tfevents is damaged at byte 0: .*a tensor of type 20"),
-    "type 99": (lambda: EVENT(dtype=99), "tfevents is damaged at byte 0: .*a tensor of type 99"),
     "no type": (lambda: EVENT(dtype=0), "tfevents is damaged at byte 0: .*a tensor of type 0"),
     "no text": (lambda: EVENT(dtype=7), "tfevents is damaged at byte 0: the record cannot be read"),
     "odd size": (lambda: EVENT(tensor_content=b"abc"), "tfevents is damaged at byte 0: the record cannot be read"),
     "odd bfloat16": (lambda: EVENT(dtype=14, tensor_content=b"abc"), "tfevents is damaged at byte 0: .*of type 14"),
-    "no bfloat16": (lambda: EVENT(dtype=14), "tfevents is damaged at byte 0: .*a tensor of type 14"),
     "no event": (lambda: tensorboard_record(b"\xff" * 9), "tfevents is damaged at byte 0: the record cannot be read"),
     "checksum": (lambda: EVENT() + EVENT()[:-1] + b"x", r"tfevents is damaged at byte \d+: a checksum is wrong"),
     "cut": (lambda: EVENT()[:-1], r"\(a.tfevents is cut within the record at byte 0\) has no column loss"),
@@ -650,15 +556,10 @@ def test_damaged_tensorboard_files_are_refused_in_one_line(name: str, tmp_path: 
 
 def test_a_tensor_with_one_element_is_a_loss(tmp_path: Path) -> None:
     (tmp_path / "64m").mkdir()
-    (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:-1])
-    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # the third may still be written
-    (tmp_path / "64m" / "a.tfevents").write_bytes(EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + bytes(100))
-    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}  # a crash lengthened the file with zeros
-    for part in (3, 11, 20):  # zeros from the middle of a record on
-        (tmp_path / "64m" / "a.tfevents").write_bytes(
-            EVENT() + EVENT(2, [1, 1], float_val=[2.0]) + EVENT(3)[:part] + bytes(100)
-        )
+    two = EVENT() + EVENT(2, [1, 1], float_val=[2.0])
+    bfloat16 = EVENT(1, dtype=14, half_val=[0x4040]) + EVENT(2, dtype=14, tensor_content=b"\0\x40")
+    # The third event may still be written; a crash lengthens the file with zeros, also within an event.
+    unfinished = (EVENT(3)[:-1], *(EVENT(3)[:part] + bytes(100) for part in (0, 3, 11, 20)))
+    for content in (*(two + end for end in unfinished), bfloat16):
+        (tmp_path / "64m" / "a.tfevents").write_bytes(content)
         assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}
-    bfloat16 = [EVENT(1, dtype=14, half_val=[0x4040]), EVENT(2, dtype=14, tensor_content=b"\0\x40")]
-    (tmp_path / "64m" / "a.tfevents").write_bytes(b"".join(bfloat16))
-    assert curves_of(tmp_path) == {"64m": [[(1, 3.0), (2, 2.0)]]}

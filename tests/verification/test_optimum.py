@@ -12,12 +12,8 @@ LRS = [2.0**octave for octave in range(-10, -3)]
 
 def parabola(best_octave: float, noise: float = 0.0, seed: int = 0) -> LossGrid:
     random = np.random.default_rng(seed)
-    return LossGrid.of(
-        {
-            lr: [3.0 + 0.05 * (np.log2(lr) - best_octave) ** 2 + random.normal(0, noise) for _ in range(3)]
-            for lr in LRS
-        }
-    )
+    means = {lr: 3.0 + 0.05 * (np.log2(lr) - best_octave) ** 2 for lr in LRS}
+    return LossGrid.of({lr: [mean + random.normal(0, noise) for _ in range(3)] for lr, mean in means.items()})
 
 
 def test_shift_and_regret_of_two_parabolas():
@@ -51,28 +47,26 @@ def test_the_exponent_of_half_an_octave_per_doubling():
     assert covered >= 17
 
 
-def test_intervals_of_few_runs_cover_the_truth(monkeypatch: pytest.MonkeyPatch):
-    """There are two runs at each value, or at one value only. Without Student's t, intervals covered 85% and 70%."""
+@pytest.mark.parametrize(("repeated", "least"), [(LRS, 90), (LRS[3:4], 95)], ids=["all values", "one value"])
+def test_intervals_of_few_runs_cover_the_truth(
+    repeated: list[float], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are two runs at the ``repeated`` values. Without Student's t, intervals covered 85% and 70%."""
     monkeypatch.setattr(optimum, "DRAWS", 300)
-    for repeated, least in ((LRS, 90), (LRS[3:4], 95)):
-        covered = 0
-        for number in range(100):
-            random = np.random.default_rng(number)
-            grids = [
-                LossGrid.of(
-                    {
-                        lr: [
-                            0.05 * (np.log2(lr) + 6.8) ** 2 + random.normal(0, 0.01)
-                            for _ in range(1 + (lr in repeated))
-                        ]
-                        for lr in LRS
-                    }
-                )
-                for _ in range(2)
-            ]
-            octaves, _ = shift(*grids)
-            covered += octaves.low <= 0 <= octaves.high
-        assert covered >= least, covered
+
+    def grid(random: np.random.Generator) -> LossGrid:
+        means = {lr: 0.05 * (np.log2(lr) + 6.8) ** 2 for lr in LRS}
+        noisy = {
+            lr: [mean + random.normal(0, 0.01) for _ in range(1 + (lr in repeated))] for lr, mean in means.items()
+        }
+        return LossGrid.of(noisy)
+
+    covered = 0
+    for number in range(100):
+        random = np.random.default_rng(number)
+        octaves, _ = shift(grid(random), grid(random))
+        covered += octaves.low <= 0 <= octaves.high
+    assert covered >= least, covered
 
 
 def test_means_of_unequal_runs_do_not_contain_the_effects_of_seeds():

@@ -43,25 +43,23 @@ WIDE: Sizes = (WIDTHS, (2,))
 DEEP: Sizes = ((64,), DEPTHS)
 PAIR = (64, 128)
 
-EXPERTS = tuple(f"model.experts.{value}" for value in ("number=4", "active=2", "d_expert=64"))
-SHARED = (*EXPERTS, "model.experts.number=8", "model.experts.shared=1")
+
+def model(*values: str) -> tuple[str, ...]:
+    return tuple(f"model.{value}" for value in values)
+
+
+EXPERTS = model("experts.number=4", "experts.active=2", "experts.d_expert=64")
+SHARED = (*EXPERTS, *model("experts.number=8", "experts.shared=1"))
 SPECTRAL = ("hyperparameters.optimizer=muon", "hyperparameters.muon.match=spectral", "hyperparameters.muon.lr=0.02")
 ADAMW_RMS = ("hyperparameters.optimizer=muon",)
-WINDOW = "model.window=8"
-OLMO = (WINDOW, "model.norm_placement=output", "model.qk_norm_whole=true", "model.global_every=4")
+OLMO = model("window=8", "norm_placement=output", "qk_norm_whole=true", "global_every=4")
 GEMMA = (
-    *(
-        WINDOW,
-        "model.norm_placement=sandwich",
-        "model.global_every=2",
-        "model.activation=geglu",
-        "model.qk_norm=false",
-    ),
-    *("model.attention_softcap=50.0", "model.logit_softcap=30.0"),
+    *model("window=8", "norm_placement=sandwich", "global_every=2", "activation=geglu", "qk_norm=false"),
+    *model("attention_softcap=50.0", "logit_softcap=30.0"),
 )
 GPT_J = (
-    *("model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.attention_bias=none"),
-    *("model.parallel_branches=true", "model.rotary_fraction=0.5", "model.qk_norm=false"),
+    *model("norm=layernorm", "activation=gelu", "bias=true", "attention_bias=none", "parallel_branches=true"),
+    *model("rotary_fraction=0.5", "qk_norm=false"),
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -184,84 +182,44 @@ UNSCALED_LR = fault(MATRICES, lr=times(lambda r: width(r) ** 0.5))
 HALF_LR = fault(MATRICES, lr=times(lambda r: width(r) ** -0.5))
 WIDTH_LR = fault(MATRICES, lr=times(lambda r: 1 / width(r)))
 DEPTH_LR = fault(MATRICES, lr=times(lambda r: depth(r) ** -0.5))
+MATRIX_LR = fault(MATRICES, lr=times(width))
+MATRIX_INIT = fault(MATRICES, init_std=times(lambda r: width(r) ** 0.5))
+EXPERT_BRANCH = fault("mlp.experts.out", multiplier=times(depth))
 ROUTER_EPS_FALLS = fault("mlp.router", eps=times(lambda r: 1 / width(r)))
 ROUTER_DECAY = fault("mlp.router", weight_decay=times(lambda r: 1 / width(r)))
 
 
-@pytest.mark.parametrize(
-    ("of", "overrides", "planted", "sizes", "found"),
-    [
-        pytest.param(coordinates, (), READOUT_LR, WIDE, {"unembedding"}, id="readout lr"),
-        pytest.param(coordinates, (), fault(multiplier=lambda *_: 1.0), DEEP, {"residual"}, id="residual left out"),
-        pytest.param(coordinates, (), DEPTH_IN_INIT, DEEP, {*ENDS}, id="depth in the init"),
-        pytest.param(coordinates, (), rule_twice, WIDE, {"attention.query", "mlp.in"}, id="rule twice"),
-        pytest.param(coordinates, (), HIDDEN_LR, DEEP, {*ENDS}, id="lr of another alpha"),
-        pytest.param(coordinates, ADAMW_RMS, UNSCALED_LR, WIDE, {"attention.query"}, id="muon: lr not scaled"),
-        pytest.param(
-            coordinates, ADAMW_RMS, HALF_LR, WIDE, {"attention.query"}, id="muon: lr of Adam's rule", marks=SLOW
-        ),
-        pytest.param(
-            coordinates, SPECTRAL, WIDTH_LR, WIDE, {"attention.query"}, id="muon: lr scaled twice", marks=SLOW
-        ),
-        pytest.param(coordinates, SPECTRAL, DEPTH_LR, DEEP, {"mlp.out"}, id="muon: lr of another alpha"),
-        pytest.param(coordinates, OLMO, READOUT_LR, WIDE, {"unembedding"}, id="output norm: readout lr", marks=SLOW),
-        pytest.param(
-            coordinates,
-            OLMO,
-            fault(MATRICES, lr=times(width)),
-            WIDE,
-            {*OUTPUTS, "mlp.out", "residual"},
-            id="output norm: lr of the matrices before it",
-        ),
-        pytest.param(
-            coordinates,
-            OLMO,
-            fault(MATRICES, init_std=times(lambda r: width(r) ** 0.5)),
-            WIDE,
-            {*OUTPUTS},
-            id="output norm: init of the matrices before it",
-            marks=SLOW,
-        ),
-        pytest.param(gradients, OLMO, fault(OUTPUTS, lr=times(depth)), DEEP, {*OUTPUTS}, id="output norm: lr"),
-        pytest.param(gradients, OLMO, fault(OUTPUTS, eps=times(width)), WIDE, {*OUTPUTS}, id="output norm: eps"),
-        pytest.param(
-            coordinates, EXPERTS, fault("mlp.router", lr=times(width)), WIDE, {"mlp.router"}, id="router lr"
-        ),
-        pytest.param(gradients, EXPERTS, ROUTER_EPS_FALLS, WIDE, {"mlp.router"}, id="router eps falls"),
-        pytest.param(
-            gradients,
-            EXPERTS,
-            fault("mlp.router", eps=times(width)),
-            WIDE,
-            {"mlp.router"},
-            id="router eps",
-            marks=SLOW,
-        ),
-        pytest.param(gradients, EXPERTS, ROUTER_DECAY, (PAIR, (2,)), {"mlp.router"}, id="router decay"),
-        pytest.param(
-            coordinates,
-            EXPERTS,
-            fault("mlp.experts", lr=times(width)),
-            (WIDTHS, (4,)),
-            {"mlp.experts"},
-            id="expert lr",
-        ),
-        pytest.param(
-            coordinates,
-            EXPERTS,
-            fault("mlp.experts.out", multiplier=times(depth)),
-            ((64,), EXPERT_DEPTHS),
-            {"residual"},
-            id="experts: branch",
-        ),
-        pytest.param(
-            gradients, EXPERTS, fault("mlp.experts", eps=times(width)), WIDE, {"mlp.experts.out"}, id="expert eps"
-        ),
-    ],
-)
-def test_a_planted_fault_is_found(
-    of: Check, overrides: tuple[str, ...], planted: Fault, sizes: Sizes, found: set[str]
-) -> None:
+# The check, the overrides, the fault, the sizes, and modules that must fail.
+FAULTS: dict[str, tuple[Check, tuple[str, ...], Fault, Sizes, set[str]]] = {
+    "readout lr": (coordinates, (), READOUT_LR, WIDE, {"unembedding"}),
+    "residual left out": (coordinates, (), fault(multiplier=lambda *_: 1.0), DEEP, {"residual"}),
+    "depth in the init": (coordinates, (), DEPTH_IN_INIT, DEEP, {*ENDS}),
+    "rule twice": (coordinates, (), rule_twice, WIDE, {"attention.query", "mlp.in"}),
+    "lr of another alpha": (coordinates, (), HIDDEN_LR, DEEP, {*ENDS}),
+    "muon: lr not scaled": (coordinates, ADAMW_RMS, UNSCALED_LR, WIDE, {"attention.query"}),
+    "muon: lr of Adam's rule": (coordinates, ADAMW_RMS, HALF_LR, WIDE, {"attention.query"}),
+    "muon: lr scaled twice": (coordinates, SPECTRAL, WIDTH_LR, WIDE, {"attention.query"}),
+    "muon: lr of another alpha": (coordinates, SPECTRAL, DEPTH_LR, DEEP, {"mlp.out"}),
+    "output norm: readout lr": (coordinates, OLMO, READOUT_LR, WIDE, {"unembedding"}),
+    "before output norm: lr": (coordinates, OLMO, MATRIX_LR, WIDE, {*OUTPUTS, "mlp.out", "residual"}),
+    "before output norm: init": (coordinates, OLMO, MATRIX_INIT, WIDE, {*OUTPUTS}),
+    "output norm: lr": (gradients, OLMO, fault(OUTPUTS, lr=times(depth)), DEEP, {*OUTPUTS}),
+    "output norm: eps": (gradients, OLMO, fault(OUTPUTS, eps=times(width)), WIDE, {*OUTPUTS}),
+    "router lr": (coordinates, EXPERTS, fault("mlp.router", lr=times(width)), WIDE, {"mlp.router"}),
+    "router eps falls": (gradients, EXPERTS, ROUTER_EPS_FALLS, WIDE, {"mlp.router"}),
+    "router eps": (gradients, EXPERTS, fault("mlp.router", eps=times(width)), WIDE, {"mlp.router"}),
+    "router decay": (gradients, EXPERTS, ROUTER_DECAY, (PAIR, (2,)), {"mlp.router"}),
+    "expert lr": (coordinates, EXPERTS, fault("mlp.experts", lr=times(width)), (WIDTHS, (4,)), {"mlp.experts"}),
+    "experts: branch": (coordinates, EXPERTS, EXPERT_BRANCH, ((64,), EXPERT_DEPTHS), {"residual"}),
+    "expert eps": (gradients, EXPERTS, fault("mlp.experts", eps=times(width)), WIDE, {"mlp.experts.out"}),
+}
+FAULTS_SLOW = {"muon: lr of Adam's rule", "muon: lr scaled twice", "output norm: readout lr", "router eps"}
+FAULTS_SLOW |= {"before output norm: init"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[SLOW] * (each in FAULTS_SLOW)) for each in FAULTS])
+def test_a_planted_fault_is_found(name: str) -> None:
+    of, overrides, planted, sizes, found = FAULTS[name]
     assert found <= {module for module, _ in failed(of(planted, *sizes, overrides=overrides))}
 
 

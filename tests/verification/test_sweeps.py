@@ -70,22 +70,18 @@ def test_a_right_exponent_passes_and_twice_the_batch_shows_what_limits_the_base(
     assert found.note.startswith(note)
 
 
-def test_what_limits_the_base_is_unknown_if_twice_the_batch_diverges(tiny: Recipe) -> None:
+@pytest.mark.parametrize("section", ["batch", "data"], ids=["twice the batch", "longer runs"])
+def test_runs_that_diverge_are_named(tiny: Recipe, section: str) -> None:
     def loss(recipe: Recipe) -> float:
-        return math.inf if recipe.batch.tokens > tiny.batch.tokens else losses(tiny, -0.5, 0.01)(recipe)
+        larger = getattr(recipe, section).tokens > getattr(tiny, section).tokens
+        return math.inf if larger else losses(tiny, -0.5, 0.01)(recipe)
 
     verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(loss))
-    found = value(verdict, "cost of twice the batch")
-    assert (found.value, found.note) == (None, "twice the batch diverges")
-
-
-def test_longer_runs_that_diverge_have_no_difference(tiny: Recipe) -> None:
-    def loss(recipe: Recipe) -> float:
-        return math.inf if recipe.data.tokens > tiny.data.tokens else losses(tiny, -0.5, 0.01)(recipe)
-
-    verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(loss))
-    assert value(verdict, "cost of twice the batch").note == "too many runs diverged"
-    assert {row.note for row in verdict.measured if row.name.startswith("tokens x2, ")} == {"a run diverged"}
+    cost = value(verdict, "cost of twice the batch")
+    assert cost.value is None
+    assert cost.note == ("twice the batch diverges" if section == "batch" else "too many runs diverged")
+    arms = {row.note for row in verdict.measured if row.name.startswith("tokens x2, ")}
+    assert (arms == {"a run diverged"}) == (section == "data")
 
 
 def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe) -> None:

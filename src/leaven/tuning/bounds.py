@@ -84,11 +84,8 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return (distance, reason) of an end of the search range: the lower end for ``side`` 0, the upper end for 1.
-
-    :mod:`leaven.tuning.point` explains distances. The reason is a text for the user, empty at a natural limit, such
-    as dropout 0.
-    """
+    """Return the distance and the reason of an end of the search range: the lower end for ``side`` 0, the upper end
+    for 1. The reason is a text for the user, empty at a natural limit such as dropout 0."""
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens
     value = point.value_at(recipe, path)

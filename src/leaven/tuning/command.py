@@ -183,18 +183,14 @@ class Command(Part):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that all processes of a study must share: keys of the command file, a hash of ``config``."""
+        """The settings that all processes of a study must share."""
         shared = self.model_dump(include={"command", "loss", "environment", "diverged"}, exclude_none=True)
         text = blake2b(self.template.encode(), digest_size=8).hexdigest()
         return shared | ({} if self.config is None else {"config": text})
 
     def check(self, space: SearchSpace) -> None:
-        """Check that the command fits the search space.
-
-        Raises:
-            InputError: if a placeholder has no value; if a searched value or ``config`` has no placeholder; or if all
-                trials would read their losses from the same path.
-        """
+        """Raise InputError if a placeholder has no value, if a searched value or ``config`` has no placeholder, or if
+        all trials would read their losses from the same path."""
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
         names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
@@ -224,11 +220,8 @@ class Command(Part):
                 )
 
     def filled(self, values: Mapping[str, Value]) -> str:
-        """Return the command with values in place of the placeholders.
-
-        Raises:
-            InputError: if a value needs quotes, and its placeholder is in quotes.
-        """
+        """Return the command with values in place of the placeholders. Raise InputError if a value needs quotes, and
+        its placeholder is in quotes."""
         quoted = {name: shlex.quote(text_of(value)) for name, value in values.items()}
         for name in sorted(_in_quotes(self.command)):
             if name in values and quoted[name] != (text := text_of(values[name])):
@@ -282,8 +275,8 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at the distance ``octaves`` (in ``unit``) from the start, rounded and within the limits.
-        For a choice, ``octaves`` is an index into ``choices``."""
+        """Return the value at a distance (in ``unit``) from the start, rounded and within the limits. For a choice,
+        ``octaves`` is an index into ``choices``."""
         if self.choices is not None:
             return self.choices[round(octaves)]
         start, low, high = self._range

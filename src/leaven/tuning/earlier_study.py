@@ -7,11 +7,10 @@ the new search: the distance of each value from its value in the new recipe.
 - If the new search varies a multiplier of a module but not the global hyperparameter, the multiplier's distance
   includes that of the global one. Example: twice the global lr is 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
-- No rule scales the batch size and the run's tokens, which are chosen for each model size. So they are compared by
-  their distance from the start of the earlier study. If a search chose the batch size (or tokens) of the new recipe,
-  they are compared by their distance from the best point of the earlier study.
+- No rule scales the batch size and the run's tokens. So they are compared by their distance from the start of the
+  earlier study, or from its best point if a search chose their values in the new recipe.
 
-If both studies run a command, values of the same name are compared. Only the user knows whether they mean the same.
+If both studies run a command, values of the same name are compared.
 """
 
 import json
@@ -40,8 +39,8 @@ EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an 
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
-    """Return (trials, noise): the completed trials of the study in ``folder`` as points of ``space``, and the
-    standard deviation of the loss between seeds. The noise is None if too few trials measured it.
+    """Return the completed trials of the study in ``folder`` as points of ``space``, and the standard deviation of
+    the loss between seeds, or None if too few trials measured it.
 
     Raises:
         InputError: if the study cannot be read or compared with ``space``, or has too few trials (``LEAST``).
@@ -75,8 +74,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function from a trial of the earlier study to its point. Raise InputError if the recipes of the two
-    studies differ in the base or the scaling rule."""
+    """Return a function from a trial of the earlier study to its point. Raise InputError if base or rule differ."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -116,8 +114,7 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial of an earlier study: its distances along ``space`` and, divided by their scales,
-    along the dimensions ``others``. A value of ``space`` that the trial does not have gets the distance 0."""
+    """Return the point of a trial. A value of ``space`` that the trial does not have gets the distance 0."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]
@@ -139,10 +136,9 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance at ``path`` from the recipe of ``space`` to the recipe ``there``.
+    """Return the distance at ``path`` from the recipe of ``space`` to the recipe ``there`` (top of this file).
 
-    Paths in ``since`` (``batch.tokens`` and ``data.tokens``) have their distance there. The distance of a module's
-    multiplier includes that of the global value, unless the global value is searched, too.
+    ``since`` has the distances of ``batch.tokens`` and ``data.tokens``.
     """
     here = space.recipe
     if path in since:

@@ -1,15 +1,14 @@
 """Convert points of a search space to recipes.
 
-A point is one setting of all searched values. It maps the path of each value to its distance from the value in the
-recipe. Example: ``{"hyperparameters.lr": 1.0}`` doubles the lr. The recipe itself is the start of the search: all
-distances are 0. The code calls distances ``octaves``, whatever their unit. Optuna and the store of a study call them
-``params``.
+A point maps the path of each searched value to its distance from the value in the recipe. Example:
+``{"hyperparameters.lr": 1.0}`` doubles the lr. The recipe is the start of the search: all distances are 0. The code
+calls distances ``octaves``, whatever their unit. Optuna and the store of a study call them ``params``.
 
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
 - ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the
-  half-life of the moment: 1 - beta about doubles, and beta stays within (0, 1). The multiplier of a module or depth
-  is an exponent of the global beta, and a distance of 1 doubles this exponent.
+  half-life of the moment. The multiplier of a module or depth is an exponent of the global beta, and a distance of 1
+  doubles this exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
   and their order stay the same, so a larger batch means fewer steps.
@@ -118,10 +117,8 @@ def _unit(path: str) -> str:
 
 
 def moved(unit: str, value: float, x: float) -> float:
-    """Return the number at the distance ``x`` from ``value``.
-
-    Examples for x = 1: octave 0.5 -> 1, tenth 0.5 -> 0.6, beta 0.9 -> 0.81 (half the half-life).
-    """
+    """Return the number at the distance ``x`` from ``value``. For x = 1: octave 0.5 -> 1, tenth 0.5 -> 0.6, beta 0.9
+    -> 0.81."""
     match unit:
         case "tenth":
             return value + x / 10
@@ -143,11 +140,8 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the values at the paths in ``octaves``, each at its distance from the recipe's value.
-
-    Raises:
-        ValueError: if a batch would be rounded to 0 sequences.
-    """
+    """Return the values at the paths in ``octaves``, each at its distance from the recipe's value. Raise ValueError
+    if a batch would be rounded to 0 sequences."""
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
 

@@ -1,16 +1,8 @@
 """Define search spaces: the searched values of a recipe. ``bounds.py`` has their limits, ``point.py`` their units.
 
-The user gives a space by the name of a set or by the paths of values. The sets are:
-
-- ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
-  branches), weight_decay, beta1, beta2, eps, warm-up and batch. For a recipe with Muon, ``global`` and ``per-module``
-  also have Muon's momentum, and Muon's lr and weight_decay if the recipe sets them.
-- ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
-- ``per-module`` has 25 to 35 values: lr, init_std and residual of each module, two points of an lr profile over
-  depth, and the global weight_decay, beta1, beta2 and eps. Among the values that Mlodozeniec et al. 2025 (arXiv
-  2512.22382) tuned, lr, init_std and residual of each module mattered most. The lr profile gained less.
-- ``per-module-full`` has every quantity by module and over depth, about 90 values. In the same paper, a separate lr
-  for each layer and module gained almost nothing.
+The user gives a space by the name of a set (``SETS``) or by the paths of values. docs/concepts/spaces.md lists the
+values of each set. ``per-module`` has those that mattered most to Mlodozeniec et al. 2025 (arXiv 2512.22382): lr,
+init_std and residual of each module.
 
 Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
 has an optimum of its own. So ``per-module`` leaves out values that other searched values can replace:
@@ -41,24 +33,7 @@ from leaven.tuning import point
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.bounds import FINEST, bounds_of, reach, why_fixed, why_invalid
-from leaven.tuning.point import (
-    BATCH,
-    CHOICES,
-    COOLDOWN,
-    FLOOR,
-    GLOBAL,
-    MUON,
-    OPTIMIZER,
-    OTHERS,
-    QUANTITIES,
-    TENTHS,
-    TOKENS,
-    WARM_UP,
-    WHOLE_RECIPE,
-    Value,
-    quantity_of,
-    recipe_at,
-)
+from leaven.tuning.point import Value
 from leaven.tuning.study_document import Dimension
 
 SETS = ("global", "global-full", "per-module", "per-module-full")
@@ -90,11 +65,8 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values that a command may use at a point, by the name of the placeholder.
-
-        Raises:
-            ValueError: if the values are invalid together.
-        """
+        """Return all values that a command may use at a point, by the name of the placeholder. Raise ValueError if
+        the values are invalid together."""
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
@@ -128,8 +100,8 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge. By path, ``expected`` has the distance of the optimum from the start
-        and the standard deviation of this distance, in octaves."""
+        """Return the space with prior knowledge. ``expected`` has the distance of the optimum from the start and its
+        standard deviation, in octaves, by path."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -163,7 +135,7 @@ class Space(SearchSpace):
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
         """Return the values of placeholders at a point: the recipe's numbers and texts, by path and by short path."""
-        recipe = recipe_at(self.recipe, octaves, seed)
+        recipe = point.recipe_at(self.recipe, octaves, seed)
         found = {
             path: value
             for path, value in flatten(recipe.model_dump(mode="json", exclude={"why"})).items()
@@ -177,17 +149,14 @@ class Space(SearchSpace):
         changes = (
             {"scaling.base": self.recipe.base.model_dump(), "why": {**self.recipe.why, **reasons}} if reasons else {}
         )
-        return render(recipe_at(self.recipe, octaves).replace(changes))
+        return render(point.recipe_at(self.recipe, octaves).replace(changes))
 
     def changes_since(self, path: Path) -> list[Difference]:
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``, if it has this value. ``reason`` tells the user why.
-
-        Raises:
-            InputError: if no value is left.
-        """
+        """Return the space without the value at ``path``, if it has this value. ``reason`` tells the user why. Raise
+        InputError if no value is left."""
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -196,8 +165,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the value at ``path`` stays below ``limit``, in the unit of the recipe. If this
-        value is not searched, return the space unchanged."""
+        """Return the space in which the recipe's value at ``path``, if searched, stays below ``limit``."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -209,16 +177,10 @@ class Space(SearchSpace):
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def with_laws(self) -> "Space":
-        """Return the space with the optima that scaling laws and published runs suggest as prior knowledge.
-
-        The standard deviation of each optimum is at least half of the value's scale, because published runs often
-        copied one another.
-
-        Raises:
-            InputError: if none of the searched values has such an optimum.
-        """
+        """Return the space with the optima that scaling laws and published runs suggest as prior knowledge. Raise
+        InputError if none of the searched values has such an optimum."""
         expected = expectations(Case(self.recipe, adamw_rows(self.recipe)))
-        known = {
+        known = {  # the deviation is at least half of the scale, because published runs often copied one another
             each.path: (min(max(found.octaves, each.low), each.high), max(found.deviation, each.scale / 2))
             for each in self.dimensions
             if (found := expected.get(each.path)) is not None
@@ -234,8 +196,7 @@ class Space(SearchSpace):
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    A set or pattern leaves out values that cannot be searched, such as values that the recipe does not have. A range
-    in ``[tuning.octaves]`` always applies, also to a value that ``which`` selects.
+    A set or pattern leaves out values that cannot be searched. A range in ``[tuning.octaves]`` always applies.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or
@@ -243,8 +204,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             ``[tuning]``.
 
     Raises:
-        InputError: if a path cannot be searched, a pattern matches no path, or no value is left to search; if
-            ``which`` is ``recipe``, but there is no ``[tuning]``; or if a bound in ``[tuning]`` is invalid.
+        InputError: if a path or ``[tuning]`` is invalid, a pattern matches no path, or no value is left to search.
     """
     tuning = recipe.tuning
     if which is None:
@@ -262,7 +222,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
         for pattern, both in (tuning.octaves if tuning else {}).items()
         for path in _paths(recipe, known, "[tuning.octaves]", pattern.replace('"', ""))
     }
-    if choice := next((path for path in tuning.octaves if path in CHOICES), None) if tuning else None:
+    if choice := next((path for path in tuning.octaves if path in point.CHOICES), None) if tuning else None:
         raise InputError(f"[tuning.octaves] {choice}: a choice has no octaves; move this path to [tuning] space")
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
@@ -292,21 +252,21 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
         points = [point.depth_points(recipe, quantity) for quantity in quantities]
         return [path for each in points for path in each if path != each[len(each) // 2]]
 
-    of_muon = [path for path in MUON if path in known]
+    of_muon = [path for path in point.MUON if path in known]
     match name:
         case "global":
-            return [*GLOBAL, *of_muon]
+            return [*point.GLOBAL, *of_muon]
         case "global-full":
-            return [*GLOBAL, *of_muon, *OTHERS]
+            return [*point.GLOBAL, *of_muon, *point.OTHERS]
         case "per-module":
             rest = [f"hyperparameters.{quantity}" for quantity in ("weight_decay", "beta1", "beta2", "eps")]
             others = _scaled_by_others(recipe.model)
             own = [path for path in by_module("init_std") if split_path(path)[2] not in others]
             return [*by_module("lr"), *own, *by_module("residual"), *over_depth("lr"), *rest, *of_muon]
         case "per-module-full":
-            return [*by_module(*QUANTITIES), *over_depth(*QUANTITIES)]
+            return [*by_module(*point.QUANTITIES), *over_depth(*point.QUANTITIES)]
     found = [path for path in known if fnmatchcase(path, name.replace("[", "[[]"))] if "*" in name else [name]
-    if not found or not set(found) <= {*known, *WHOLE_RECIPE}:
+    if not found or not set(found) <= {*known, *point.WHOLE_RECIPE}:
         raise InputError(f"{origin} {name}: {_refusal(recipe, known, name)}")
     return found
 
@@ -334,46 +294,46 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
     """Return the reason why a path is not a searchable value of a recipe."""
     keys = split_path(path)
-    of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES
+    of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in point.QUANTITIES
     if of_module and (reason := recipe.hyperparameters.refusal(recipe.model.roles, keys[2], keys[3])):
         return reason
     if close := get_close_matches(path, [*SETS, *known], 1, 0.8):
         return f"not a value to search; did you mean {close[0]}?"
+    values = ", ".join((point.WARM_UP, point.BATCH, *point.OTHERS, point.TOKENS))
     return (
-        f"not a value to search; the sets are {', '.join(SETS)}; the values are "
-        f"{', '.join((WARM_UP, BATCH, *OTHERS))}, {TOKENS}, hyperparameters.Q, "
-        f"hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] with Q one of {', '.join(QUANTITIES)} and M one "
-        f"of {', '.join(recipe.model.modules)}"
+        f"not a value to search; the sets are {', '.join(SETS)}; the values are {values}, hyperparameters.Q, "
+        "hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] "
+        f"with Q one of {', '.join(point.QUANTITIES)} and M one of {', '.join(recipe.model.modules)}"
     )
 
 
 def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     """Return the reason why the value at a path cannot be searched, or None if a search is possible."""
-    value, quantity, decay = point.value_at(recipe, path), quantity_of(path), recipe.schedule.decay
+    value, quantity, decay = point.value_at(recipe, path), point.quantity_of(path), recipe.schedule.decay
     reason = None
-    if path in MUON and value is None:
+    if path in point.MUON and value is None:
         reason = (
             f"the recipe does not set it, so it equals hyperparameters.{quantity}; set it in the recipe, or search "
             f"hyperparameters.{quantity}, which then changes both"
             if recipe.hyperparameters.optimizer == "muon"
             else 'there is no Muon; set hyperparameters.optimizer = "muon"'
         )
-    elif path == OPTIMIZER and value == "muon":
+    elif path == point.OPTIMIZER and value == "muon":
         reason = "Muon has values of its own; search a recipe with Muon and a recipe with AdamW separately"
     elif value is None:
         reason = (
             f'init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
             "hyperparameters.modules.MODULE.init_std, or write an init_std"
         )
-    elif path == COOLDOWN and decay != "wsd":
+    elif path == point.COOLDOWN and decay != "wsd":
         reason = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
-    elif path == FLOOR and decay == "constant":
+    elif path == point.FLOOR and decay == "constant":
         reason = 'decay = "constant" does not decay; set schedule.decay to another value'
-    elif value == 0 and path not in TENTHS:
+    elif value == 0 and path not in point.TENTHS:
         reason = "it is 0 in the recipe, and a search multiplies it by factors; set it above 0"
-    elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
+    elif path not in point.WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
         reason = f"hyperparameters.{quantity} is 0 in the recipe, and every multiple of 0 is 0; set it above 0"
-    elif path not in CHOICES:
+    elif path not in point.CHOICES:
         for end in (-FINEST, FINEST):
             if invalid := why_invalid(recipe, path, end):
                 reason = reason or f"the recipe becomes invalid when this value moves by {end:+g} octaves: {invalid}"
@@ -381,19 +341,15 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of the value at ``path``. A choice has all its levels.
+    """Return the dimension of the value at ``path``, with the range ``ends`` of ``[tuning.octaves]`` if given.
 
-    Args:
-        ends: the range in ``[tuning.octaves]``; None for the range that :func:`reach` gives.
-
-    Raises:
-        InputError: if the recipe is invalid at one of the ``ends``, or the value is the same at both.
+    Raise InputError if the recipe is invalid at one of the ``ends``, or the value is the same at both.
     """
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)
         return Dimension(path, value, 0.0, len(levels) - 1.0, unit="choice", levels=levels, ends=("", ""))
-    bounds, unit = bounds_of(path), "tenth" if path in TENTHS else "octave"
+    bounds, unit = bounds_of(path), "tenth" if path in point.TENTHS else "octave"
     assert value is not None
     if ends is None:
         (low, below), (high, above) = (reach(recipe, path, side) for side in (0, 1))
@@ -405,9 +361,10 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
             f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves the value stays {value:g}, "
-            f"because it changes by whole {'sequences' if path == BATCH else 'tokens'}; give it more octaves"
+            f"because it changes by whole {'sequences' if path == point.BATCH else 'tokens'}; give it more octaves"
         )
     low, high = ends
     if unit == "tenth":  # stay within the values that a recipe may have
-        low, high = max(low, point.distance(path, value, 0.0)), min(high, point.distance(path, value, TENTHS[path]))
+        low = max(low, point.distance(path, value, 0.0))
+        high = min(high, point.distance(path, value, point.TENTHS[path]))
     return Dimension(path, value, low, high, bounds.scale, unit, ends=("the limit of [tuning.octaves]",) * 2)

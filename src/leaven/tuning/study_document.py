@@ -80,8 +80,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial at ``x`` uses. It is ``x``, unless the value must be whole: then the value
-        at ``x`` is rounded, increased by ``more`` and limited to its range."""
+        """Return the distance that a trial at ``x`` uses. A value that must be whole is rounded, increased by
+        ``more`` and limited to its range."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -93,10 +93,7 @@ class Dimension:
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from distance ``origin`` to distance ``to`` as text.
-
-        Examples: ``x0.29`` (octave), ``+0.05`` (tenth), the name of the new level (choice).
-        """
+        """Return the change from ``origin`` to ``to`` as text: ``x0.29`` (octave), ``+0.05`` (tenth), or a level."""
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":
@@ -216,8 +213,7 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes, ``fewest_octaves``, if it was rerun and is not the best point. Otherwise
-        None."""
+        """The point with the fewest changes if it was rerun and is not the best point, otherwise None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
@@ -282,7 +278,7 @@ def signed(loss: float) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time that the ``spans`` (begin, end) cover. Time in which spans overlap counts once."""
+    """Return the total time that the ``spans`` (begin, end) cover; where spans overlap, it counts once."""
     total, until = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)
@@ -291,10 +287,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Return the Pareto front of loss and FLOPs, the cheapest first.
-
-    Each branch (compared duration) of a trial is a candidate. Trials that differ only in their seed are averaged.
-    """
+    """Return the Pareto front of loss and FLOPs, the cheapest first. Each branch (compared duration) of a trial is a
+    candidate. Trials that differ only in their seed are averaged."""
     of_point: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
         if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
@@ -321,7 +315,7 @@ def edited(answer: Path) -> bool:
 
 
 def _study_of(answer: Path) -> StudyDocument | None:
-    """Return the study in the folder of a file; None if there is none, or none that can be read."""
+    """Return the study in the folder of a file, or None if none can be read."""
     try:
         return StudyDocument.model_validate_json(storage.read(answer.parent / "study.json"))
     except (OSError, ValueError):
@@ -332,8 +326,7 @@ def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return the factors on the tokens of ``target`` that would lower its loss as much as the gain of a study.
 
     A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
-    if ``answer`` is not the best.toml of a study with a gain. It is also empty if the tokens of ``target`` are
-    outside ``WORTH_TOKENS``, where the scaling law is not used.
+    if ``answer`` is not the best.toml of a study with a gain, or if the tokens are outside ``WORTH_TOKENS``.
     """
     study = _study_of(answer) if answer.name == "best.toml" else None
     tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS

@@ -1,7 +1,7 @@
 """Checks of scaling rules, by training models, and of the memory that the planner predicts.
 
 A family makes the models of one recipe (recipe_family.py, small_models.py) or of a user's factory function
-(foreign.py) at any scale. Names of checks are on the left, and the calls that carry them out on the right::
+(foreign.py) at any scale. Each check is a series of calls::
 
     coordinates, gradients    SizeCheck.of(recipe, ...) -> family.build(scale, seed) -> record -> judge
     transfer, duration,       sweep(family, ...), equivalence(family, ...), collapse_of_family(family, ...)

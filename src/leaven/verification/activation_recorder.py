@@ -1,7 +1,7 @@
 """Record the outputs of modules in a forward pass, and the attention logits.
 
-A wrong power of the head dimension shows first in the attention logits. They are not the output of a module, so calls
-of ``torch.nn.functional.scaled_dot_product_attention`` are intercepted.
+No module returns the attention logits, so calls of ``torch.nn.functional.scaled_dot_product_attention`` are
+intercepted.
 """
 
 import math
@@ -20,9 +20,8 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The largest number of rows that are kept of an output. A row is a vector along the last dimension, such as that of
-one token. The RMS of the kept rows differs from that of all rows by a few percent. Of attention logits and
-probabilities, all rows of the first sequence are kept."""
+"""The largest number of rows, such as tokens, that are kept of an output. Their RMS differs from that of all rows by
+a few percent. Of attention logits and probabilities, all rows of the first sequence are kept."""
 
 LOGITS = "logits"
 
@@ -45,21 +44,11 @@ class ActivationRecorder(TorchFunctionMode):
 
     ``label`` maps the name of a module to the label of its output, or to None (not recorded). Outputs with the same
     label are stacked in the order in which they were computed. An output that a container returns unchanged is
-    recorded once.
-
-    Two kinds of outputs are left out:
+    recorded once. Two kinds of outputs are left out:
 
     - In a parametrized model, outputs of modules around the last matrix of a branch, such as ``layers.3.mlp``,
       because they already include the branch multiplier.
     - Outputs inside ``experts``. Their rows are the tokens that a router sends there, which change in training.
-
-    After a forward pass, the recorder has these attributes:
-
-    - ``containers``: labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: labels of attention logits, of modules with a matrix of their own, and of modules whose first
-      argument is the output of such a module other than an embedding, for example a norm on queries
-    - ``trained``: labels of outputs that require a gradient
-    - ``head_sizes``: the head dimension of attention logits, by label
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -73,13 +62,13 @@ class ActivationRecorder(TorchFunctionMode):
         self._seen: list[Tensor] = []
         self._of_matrices: list[Tensor] = []  # outputs of modules with a matrix that is no embedding
         self._found: dict[str, list[Tensor]] = {}
-        self.containers: set[str] = set()
-        self.trained: set[str] = set()
-        self.matrices = {
-            name for module, name in self._labels.items() if any(p.ndim > 1 for p in module.parameters(recurse=False))
-        }
-        self.head_sizes: dict[str, int] = {}
         self._hooks = ExitStack()
+        self.containers: set[str] = set()  # labels of modules that computed a new output from those of their children
+        self.trained: set[str] = set()  # labels of outputs that require a gradient
+        self.head_sizes: dict[str, int] = {}  # by label, the head dimension of attention logits
+        # Labels of modules with a matrix, of attention logits, and of modules that read the output of a module with a
+        # matrix (but not of an embedding), such as a norm on queries.
+        self.matrices = {name for module, name in self._labels.items() if _has_matrix(module)}
 
     def __enter__(self) -> "ActivationRecorder":
         for module in self._labels:
@@ -99,8 +88,7 @@ class ActivationRecorder(TorchFunctionMode):
     def take(self) -> dict[str, Tensor]:
         """Return the recorded outputs by label, of shape (calls, rows, features), and forget them.
 
-        Raises:
-            InputError: if outputs with the same label have different shapes.
+        Raise InputError if outputs with the same label have different shapes.
         """
         found, self._found, self._seen, self._of_matrices = self._found, {}, [], []
         for name, samples in found.items():
@@ -131,8 +119,7 @@ class ActivationRecorder(TorchFunctionMode):
             self.containers.add(name)
         if tensor.requires_grad:
             self.trained.add(name)
-        matrix = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        if matrix and not isinstance(module, nn.Embedding):  # what reads the embedding reads the residual stream
+        if _has_matrix(module) and not isinstance(module, nn.Embedding):  # the embedding begins the residual stream
             self._of_matrices.append(tensor)
         self._seen.append(tensor)
         # Attention probabilities depend on the position. With another number of heads, a sample of their rows would
@@ -150,19 +137,22 @@ class ActivationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in {F.scaled_dot_product_attention, causal_attention} and self._running:
             query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
-            name = self._labels[self._running[-1][0]]
-            if name is not None:
-                logits = _attention_logits(query, key, kwargs.get("scale"))
-                self._found.setdefault(f"{name}.{LOGITS}", []).append(logits)
-                self.matrices.add(f"{name}.{LOGITS}")
+            if (name := self._labels[self._running[-1][0]]) is not None:
+                label = f"{name}.{LOGITS}"
+                self._found.setdefault(label, []).append(_attention_logits(query, key, kwargs.get("scale")))
+                self.matrices.add(label)
+                self.head_sizes[label] = query.shape[-1]
                 if query.requires_grad or key.requires_grad:
-                    self.trained.add(f"{name}.{LOGITS}")
-                self.head_sizes[f"{name}.{LOGITS}"] = query.shape[-1]
+                    self.trained.add(label)
         return function(*args, **kwargs)
 
 
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+
+
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules in a block that contain the last matrix of a residual branch, such as ``layers.3.mlp``."""
+    """Return the modules in blocks that contain the last matrix of a residual branch, such as ``layers.3.mlp``."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

@@ -38,9 +38,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Only parameters and tensors of the class ``of`` are recorded. :meth:`within` sets the part of new tensors, and
     :meth:`mark` the part of existing ones. Gathered weights, gradients that FSDP exchanges and some buffers are
-    recognised by the operations on them. All other tensors count as activations.
-
-    A fake tensor has no data, so its ``item()`` is 1.
+    recognised by the operations on them. All other tensors count as activations. ``item()`` of a fake tensor is 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -78,12 +76,12 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._allocation(tensor).part = part
 
     def begin(self) -> None:
-        """Start a new measurement: :meth:`peak` refers to the time from here on."""
+        """Start the time to which :meth:`peak` refers."""
         self._start = [(entry, entry.size) for entry in self._allocations.values()]
         self._moves = []
 
     def now(self) -> BytesByPart:
-        """Return the bytes of each part that are allocated now."""
+        """Return the bytes that each part has now."""
         return _sum((entry, entry.size) for entry in self._allocations.values())
 
     def peak(self) -> BytesByPart:

@@ -1,8 +1,4 @@
-"""Make the batches for checks. Each batch is identified by a seed and a step.
-
-The batches of one seed form one stream of sequences. The seed `HELD_OUT` is reserved for the validation loss: no
-model is trained on its batches.
-"""
+"""Make the batches for checks. The batches of one seed form one stream of sequences."""
 
 from collections.abc import Callable
 
@@ -21,12 +17,11 @@ Batches = Callable[[int, int], TokenBatch]
 Prepare = Callable[[Data, int], TokenSet]
 """A function from (data, vocabulary size) to the tokenised data, such as :func:`leaven.data.tokens.prepare`."""
 
-HELD_OUT = 1_000_000
+HELD_OUT = 1_000_000  # the seed of the batches for the validation loss; no model is trained on them
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return a function (seed, step) -> batch of ``count`` sequences of the training split; of the validation split
-    for the seed `HELD_OUT`."""
+    """Return batches of ``count`` sequences of the training split, or of validation for the seed `HELD_OUT`."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -39,7 +34,7 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     """Return batches of made-up token ids, ``count`` sequences each.
 
-    70% of the ids follow from the id before, by a fixed permutation. The others are drawn by Zipf's law.
+    A fixed permutation gives 70% of the ids from the id before. The others are drawn by Zipf's law.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)

@@ -17,8 +17,7 @@ The deviation at x is the left side minus the right side, divided by L(:data:`FR
 after the first quarter of the run. The check judges the largest deviation after this quarter. Unless the user gives
 L0, the check takes the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al.
 fit L0 to the final losses of many sizes; two or three do not determine it.) On three of four families of their
-curves, this L0 is within 2% of theirs (docs/log.md). If runs are not compute-optimal in length, curves may be equal
-although the fitted L0 is not the irreducible loss.
+curves, this L0 is within 2% of theirs (docs/log.md).
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
 band that contains the true deviations at all x with 95% probability. If a size has only one run, the bootstrap draws
@@ -30,7 +29,7 @@ undecided.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,13 +46,10 @@ from leaven.verification.runs import RunStore
 from leaven.verification.sweep import labels
 from leaven.verification.verdict import difference, verdict
 
-FROM = 0.25
-"""Curves are compared after this share of a run. Earlier parts depend on the warm-up and the initial values."""
-
+FROM = 0.25  # share of a run after which curves are compared; before, they depend on warm-up and initial values
+# Limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate by
+# 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md).
 LIMIT = 0.05
-"""The limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate
-by 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md)."""
-
 # Number of intervals into which every curve is divided, or the number of points of the shortest curve if smaller.
 INTERVALS = 16
 LEAST_POINTS = 8  # a curve with fewer points is refused
@@ -70,8 +66,8 @@ def collapse(
     """Check whether the loss curves of all sizes are equal after normalisation.
 
     Args:
-        runs: the loss curves of all seeds, by size; the first size is the base. A loss that is not finite means that
-            the run diverged.
+        runs: the loss curves of all seeds, by size; the first size is the base. In a run that diverged, a loss is not
+            finite.
         irreducible: L0 in nats per token; None to fit it.
         settings: more settings for the document.
 
@@ -108,9 +104,7 @@ def collapse(
     for name, several in runs.items():
         ends = sorted({points[-1][0] for points in several})
         if len(ends) > 1:
-            raise InputError(
-                f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give curves of one length"
-            )
+            raise InputError(f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give one length")
         if (start := max(points[0][0] for points in several)) > FROM * ends[0]:
             raise InputError(
                 f"{subject}: a curve of {name} starts at {start:g} and ends at {ends[0]:g}, so its first part is "
@@ -139,22 +133,15 @@ def collapse(
             measured = Estimate(float(fitted), *map(float, np.percentile(levels, [2.5, 97.5])))
     note = "given" if irreducible is not None else "fitted" if fitted > 0 else "fitted: 0 is the lowest possible"
     shares = (np.arange(count) + 0.5) / count
-    return document(
-        [
-            _judged(row[name], shares[-len(errors) :], errors, float(band), by_seed[index])
-            for index, (name, errors, band) in enumerate(zip(others, found, bands, strict=True), start=1)
-        ],
-        curves=[
-            *_normalised(runs, by_seed, float(fitted), shares),
-            *(
-                _curve(
-                    f"{base} -> {name}", "deviation", shares[-len(errors) :], (errors - band, errors, errors + band)
-                )
-                for name, errors, band in zip(others, found, bands, strict=True)
-            ),
-        ],
-        measured=[measured.row("irreducible loss, nats per token", note)],
-    )
+    compared = shares[-found.shape[-1] :]
+    rows, drawn = [], []
+    for name, of_seeds in zip(runs, by_seed, strict=True):
+        normalised = (of_seeds - fitted) / (of_seeds.mean(0)[-1] - fitted)
+        drawn.append(_curve(name, "normalised", shares, normalised.min(0), normalised.mean(0), normalised.max(0)))
+    for name, errors, band, of_seeds in zip(others, found, bands, by_seed[1:], strict=True):
+        rows.append(_judged(row[name], compared, errors, float(band), of_seeds))
+        drawn.append(_curve(f"{base} -> {name}", "deviation", compared, errors - band, errors, errors + band))
+    return document(rows, curves=drawn, measured=[measured.row("irreducible loss, nats per token", note)])
 
 
 def collapse_of_family(
@@ -171,7 +158,7 @@ def collapse_of_family(
 
     Raises:
         InputError: if there are fewer than two sizes, a size or the folder cannot be used, or a curve is too short.
-        ChecksStopped: if the runs were stopped; finished runs are saved.
+        ChecksStopped: if the runs were stopped.
     """
     sizes = list(dict.fromkeys(sizes))
     names = labels(sizes)
@@ -202,10 +189,9 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return how far the curves of all sizes but the first deviate from that of the first (top of this file).
+    """Return how far curves (..., sizes, intervals) deviate from that of the first size (top of this file).
 
-    ``curves`` has the shape (..., sizes, intervals), ``irreducible`` (...), and the result (..., sizes - 1, intervals
-    after :data:`FROM`).
+    ``irreducible`` has the shape (...), and the result (..., sizes - 1, intervals after :data:`FROM`).
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -216,11 +202,8 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss L0 for which the sum of squared :func:`deviations` is least, on a grid from 0 to
-    the lowest final loss.
-
-    ``curves`` has the shape (..., sizes, intervals), and the result (...).
-    """
+    """Return the irreducible loss L0 (...) with the least sum of squared :func:`deviations`, for curves (..., sizes,
+    intervals)."""
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:
@@ -249,11 +232,9 @@ def _interval_means(points: Points, count: int) -> Array:
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
     """Return bootstrap samples of the mean curve of each size: (draws, sizes, intervals).
 
-    Seeds are drawn with replacement. For a single run, the noise within intervals is drawn (:func:`_blocks`). The
-    result is None if a single run has too few points for this.
-
-    Deviations are scaled up. Those of n seeds from their mean are too small by the factor sqrt((n - 1) / n), those of
-    n blocks from a fitted line by sqrt((n - 2) / n).
+    Seeds are drawn with replacement. For a single run, the noise within intervals is drawn (:func:`_blocks`), and the
+    result is None if it has too few points. Deviations of n seeds from their mean are too small by the factor
+    sqrt((n - 1) / n), those of n blocks from a fitted line by sqrt((n - 2) / n), so they are scaled up.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -274,7 +255,7 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 def _blocks(points: Points, count: int) -> Array | None:
     """Return the mean deviation of the losses in each block from a line fitted to its interval: (count, BLOCKS).
 
-    Each of ``count`` intervals has ``BLOCKS`` blocks. Return None if an interval has fewer than 2 x BLOCKS points.
+    Return None if one of the ``count`` intervals has fewer than 2 x BLOCKS points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
@@ -318,16 +299,8 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
     return judged(passed=False, undecided=True, note=note)
 
 
-def _normalised(
-    runs: Mapping[str, Sequence[Points]], by_seed: Sequence[Array], level: float, shares: Array
-) -> Iterator[VerdictCurve]:
-    """Yield the normalised curve of each size, with the mean, the lowest and the highest value over seeds."""
-    for name, several in zip(runs, by_seed, strict=True):
-        each = (several - level) / (several.mean(0)[-1] - level)
-        yield _curve(name, "normalised", shares, (each.min(0), each.mean(0), each.max(0)))
-
-
-def _curve(name: str, quantity: str, shares: Array, values: tuple[Array, Array, Array]) -> VerdictCurve:
+def _curve(name: str, quantity: str, shares: Array, *values: Array) -> VerdictCurve:
+    """Return a curve over the ``shares`` of a run. ``values`` are the lower end, the middle and the upper end."""
     low, high = ([] if np.isnan(each).any() else each.tolist() for each in values[::2])
     y = [each if math.isfinite(each) else None for each in values[1].tolist()]
     return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

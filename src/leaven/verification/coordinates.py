@@ -1,10 +1,9 @@
 """The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
-Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
-widths for a few steps on one batch. They record the RMS, or a similar mean, of every module's output, which should
-not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges
-the *change* of the output since the first step. A wrong lr shows in the change at once, but only later in the output,
-because at first most of the output does not come from training.
+Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) train models of several widths for a few steps on
+one batch. The RMS of every module's output should not depend on the width. Dey et al. 2025 (CompleteP, arXiv
+2505.01618) do the same over depth. This check also judges the *change* of the output since the first step, in which a
+wrong lr shows first.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
 each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
@@ -20,16 +19,13 @@ each residual branch by L^-alpha. Under a correct rule, only these outputs may f
   branch must not fall, because this norm passes on what the stream has learnt.
 
 If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
-query . key by sqrt(d), as is usual, instead of d. The logits of such a model have the same size at every d before
-training, and grow as sqrt(d) only after training has aligned queries and keys. This growth takes more steps than a
+query . key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model have the same size at
+every d. Training aligns queries and keys, and the logits then grow as sqrt(d). This growth takes more steps than a
 check has (the slope was +0.1 after 40 steps), so the start is judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
 over all blocks would raise every slope by 0.15: the first block, whose input is still the embedding, is one half of
 the mean at depth 2, but one sixteenth at depth 16.
-
-The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
-detect an unembedding that learns too slowly, or any error that shows only after many steps.
 """
 
 import math
@@ -75,8 +71,7 @@ matrices, and slopes over depth from -0.24 to 0.07. The limit on falling slopes 
 error of -1/2 in an exponent gives slopes of only -0.17 to -0.24.
 """
 
-INDEPENDENT = -0.5
-"""The slope of log RMS over log n for a mean of n terms with independent signs, whose RMS falls as n^-1/2."""
+INDEPENDENT = -0.5  # the exponent of n in the RMS of a mean of n terms with independent signs
 
 
 @dataclass(frozen=True)
@@ -94,8 +89,6 @@ class ActivationRecord:
 
 @dataclass(frozen=True)
 class CoordinateCheck(SizeCheck[ActivationRecord]):
-    """The coordinate check, which the top of this file explains."""
-
     steps: int = STEPS
 
     name = "coordinates"
@@ -108,18 +101,14 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     read the stream between two branches would then change less at depth 2 than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
     """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
-    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches,
-    and of these, three quarters come before the middle block's MLP at depth 2, but about one half at depth 16."""
+    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches. At
+    depth 2, three quarters of the branches come before the middle block's MLP; at depth 16, about one half."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes that every size check has and, if these are two, a third: the smallest and the largest
-        width at the largest depth.
-
-        Some errors of a rule show only if width and depth both grow.
-        """
         axes = super().axes()
         if len(axes) < 2:
             return axes
+        # Some errors of a rule show only if width and depth both grow.
         far = tuple(RunScale(width, max(self.depths)) for width in (min(self.widths), max(self.widths)))
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
@@ -153,11 +142,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output, or of its change.
-
-        Over width, the RMS is over all layers. Over depth, a container such as a block is measured in the last layer,
-        and any other module in the middle layer.
-        """
+        """Return the RMS of a module's output, or of its change: over width of all layers, over depth of one."""
         values = measured.squares[part]
         if axis.name == "depth":
             values = (values[-1 if measured.container else len(values) // 2],)
@@ -227,7 +212,7 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the usual cause of a slope beyond its limit. ``foreign``: whether the model is a user's."""
+    """Return the usual cause of a slope beyond its limit. ``foreign`` means that the model is a user's."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

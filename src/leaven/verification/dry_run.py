@@ -42,8 +42,7 @@ class StepMemory:
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     """Return the memory that one rank needs in a training step on ``device``, "cuda" or "cpu".
 
-    The second step is measured, because the optimizer creates its state in the first. Call this function only once in
-    a process, and only in a process without a process group.
+    Call this function only once in a process, and only in a process without a process group.
     """
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:
@@ -77,7 +76,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
 
 
 def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[], object]) -> StepMemory:
-    """Run two training steps by calling ``step``, and return the memory of the second one."""
+    """Return the memory of the second of two training steps. The first one creates the optimizer's state."""
     tracker.mark(training.sharded.local_parameters, "weights")
     for stage in training.sharded.stages:
         stage.loss = _within(tracker, "logits", stage.loss)

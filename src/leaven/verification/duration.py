@@ -4,17 +4,17 @@ The check sweeps the lr at several durations (run lengths in tokens), and fits t
 tokens. Control runs show what the rule gains: one group keeps the lr, the other keeps all hyperparameters.
 
 The rule is derived for gradients that are mostly noise. To test this, the check also trains with twice the batch on
-the same tokens, under the batch rule. According to McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11), the
-tokens needed to reach a given loss are proportional to 1 + x, where x is the batch divided by the critical batch. So
-a doubled batch needs (1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch,
-in octaves (doublings) of tokens: 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585 at
-the critical batch. The cost is measured as the rise of the loss from doubling the batch, divided by the drop of the
-loss per doubling of the tokens, from the shortest to the longest run.
+the same tokens, under the batch rule. The tokens needed to reach a given loss are proportional to 1 + x, where x is
+the batch / the critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So a doubled batch needs
+(1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch, in octaves of tokens: 0
+if gradients are only noise, 0.585 at the critical batch, and 1 if only the number of steps counts. It is measured as
+the rise of the loss from doubling the batch / the drop of the loss per doubling of the tokens.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ def duration(
 
     Raises:
         InputError: if there is no ratio other than 1, or if ``sweep`` raises it.
-        ChecksStopped: if the runs were stopped; finished runs are saved.
+        ChecksStopped: if the runs were stopped.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -68,8 +68,8 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return the token exponent that a check measured, its interval and the reason, by path in a recipe.
 
-    The exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. The result is None if the check
-    measured no t with an interval, or if a best lr is at the edge of its grid. The reason names the folder ``run``.
+    The exponent is the t of a best lr that falls as tokens^-t, limited to 0 to 1. The result is None without an
+    interval, or if a best lr is at the edge of its grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -88,18 +88,19 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the row that says how many more tokens a doubled batch needs for the same loss, in octaves. Its value is
-    None if runs diverged, or if more tokens do not lower the loss."""
+    """Return the row with the cost of doubling the batch (top of this file), which is None if runs diverged, or if
+    more tokens do not lower the loss."""
     name = "cost of twice the batch, octaves of tokens"
+    unknown = partial(MeasuredRow, name=name, value=None, low=None, high=None)
     longest = max(losses, key=lambda scale: scale.tokens)
     if not (losses[base].has_optimum and losses[longest].has_optimum):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="too many runs diverged")
+        return unknown(note="too many runs diverged")
     best = int(losses[base].means.argmin())
     double = replace(base, batch=2.0)
     lr = float(2 ** losses[base].octaves[best])
     doubled = losses_of(family, "lr", {double: [lr]}, store, seeds)[double]
     if len(doubled.diverged):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="twice the batch diverges")
+        return unknown(note="twice the batch diverges")
 
     def share(grids: Sequence[LossGrid]) -> Array:
         at_base, at_longest, at_double = grids
@@ -110,7 +111,7 @@ def _regime(
 
     found = estimate(share, [losses[base], losses[longest], doubled])
     if not math.isfinite(found.value):
-        return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not lower the loss")
+        return unknown(note="more tokens do not lower the loss")
     if found.low is None or found.high is None:
         note = "one seed has no interval; give --seeds 3"
     elif found.high < CRITICAL:
@@ -128,9 +129,8 @@ def _regime(
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
     """Return, for each scale in ``longer``, the losses of two control runs minus the loss under the rule.
 
-    The run "nothing moved" has the hyperparameters of the family at its own batch and tokens. In the run "lr left
-    alone", the rule changes all hyperparameters but the lr; without an exponent of the lr there is no such run. If a
-    run diverged, the difference is None.
+    The run "nothing moved" keeps all hyperparameters. The run "lr left alone" keeps the lr, if the rule changes the
+    lr. If a run diverged, the difference is None.
     """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}

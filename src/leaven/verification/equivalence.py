@@ -23,16 +23,13 @@ from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
-"""The least number of steps of the run with the largest batch. With fewer steps, the loss depends mainly on the
-number of steps: with 64, runs at 1/4 of the batch differed by 1.8 nats although the rule was correct."""
+"""The least number of steps with the largest batch. With fewer, the loss depends mainly on the number of steps: with
+64, runs at 1/4 of the batch differed by 1.8 nats although the rule was correct."""
 
 TOLERANCE = 0.02
-"""The difference of the loss that is always allowed, as a share of log(vocabulary) - loss.
-
-The stochastic differential equation (top of this file) holds only in the limit of small lrs, so the difference need
-not be 0. In a toy model with 1/4 to 8 times the batch, the excess loss changes by at most 5% with the rule, and by
-50% without the rule.
-"""
+"""The difference of the loss that is always allowed, as a share of log(vocabulary) - loss. The rule is exact only in
+the limit of small lrs. In a toy model with 1/4 to 8 times the batch, the excess loss changes by at most 5% with the
+rule, and by 50% without the rule."""
 
 FACTORY_TOKENS = 524_288
 """The default number of tokens in a run of a user's factory: 256 steps at 4 times the default batch."""
@@ -47,7 +44,7 @@ def equivalence(
 
     Raises:
         InputError: if there are too few ratios or steps, or if a batch or the folder cannot be used.
-        ChecksStopped: if the runs were stopped; finished runs are saved.
+        ChecksStopped: if the runs were stopped.
     """
     kappas = sorted({1.0, *ratios})
     if len(kappas) < 2:
@@ -86,10 +83,7 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """Return the allowed difference of the mean loss, in nats per token.
-
-    ``losses`` are those of all seeds at the unchanged batch, so an error in the rule cannot widen the limit.
-    """
+    """Return the allowed difference of the mean loss in nats per token, from the losses at the unchanged batch."""
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:
         return TOLERANCE * learnt

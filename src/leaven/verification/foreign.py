@@ -6,10 +6,9 @@
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
 The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
-step) -> (inputs, targets)``. docs/concepts/checks.md describes the parameters, the returned values, and how a model
-is trained. The result of a training run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if
-its training was ended early (:class:`leaven.training.early_stopping.DivergenceMonitor`), or if the result is at least
-1 nat above the loss of a uniform guess.
+step) -> (inputs, targets)``. docs/concepts/checks.md describes them, and how a model is trained. The result of a
+training run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if the ``DivergenceMonitor``
+ended it, or if the result is at least 1 nat above the loss of a uniform guess.
 """
 
 import importlib
@@ -48,9 +47,7 @@ from leaven.verification.model_instance import (
 )
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 
-MADE_UP = "made-up"
-"""The source of synthetic text: token ids drawn from a Markov chain, without end and without a tokenizer."""
-
+MADE_UP = "made-up"  # the source of synthetic token ids
 SOURCE = "python-stdlib"
 LEAST_VOCABULARY = 257  # 256 bytes and end-of-text
 SEQ_LEN = 64
@@ -70,10 +67,10 @@ class ForeignFamily:
     seq_len: int  # number of tokens in a sequence
     tokens: int  # number of tokens in a training run
     alpha: float = 1.0  # the model's rule multiplies residual branches by depth^-alpha
-    rule: None = field(default=None, init=False)
-    unit: str = field(default="multiple of the factory's", init=False)
     # by scale, a hash of the model that the factory makes there
     _states: dict[RunScale, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    rule = None
+    unit = "multiple of the factory's"
 
     @property
     def batch_tokens(self) -> int:
@@ -86,9 +83,7 @@ class ForeignFamily:
     def value(self, quantity: Quantity) -> float:
         """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for other quantities."""
         if quantity != "lr":
-            raise InputError(
-                f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
-            )
+            raise InputError(f"{self.name}: {quantity} is unknown for a factory; give a recipe file")
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
@@ -104,12 +99,9 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting.
+        """Return the training run of a setting. Its key depends on what the factory makes, see :meth:`_state`.
 
-        The key of the run depends on the initial model, so a changed factory gives another key.
-
-        Raises:
-            InputError: if the batch is not a whole number of sequences, or the factory cannot make the model.
+        Raise InputError if the batch is not a whole number of sequences, or the factory cannot make the model.
         """
         scale = setting.scale
         sequences = scale.batch * self.sequences
@@ -121,14 +113,8 @@ class ForeignFamily:
         at = setting.ruled_scale
         if at not in self._states:
             self._states[at] = self._state(at)
-        # Keys must not change between versions of leaven, so this is the text of a RunSetting of an older version.
-        text = (
-            f"({self!r}, {self._states[at]!r}, RunSetting(width={scale.width}, depth={scale.depth}, "
-            f"value={setting.value!r}, seed={setting.seed}, batch={scale.batch!r}, tokens={scale.tokens!r}, "
-            f"ruled={setting.ruled}, quantity={setting.quantity!r}))"
-        )
+        key = blake2b(repr((self, self._states[at], setting)).encode(), digest_size=12).hexdigest()
         # The trial is sent to another process, so its family is a copy without the cached text.
-        key = blake2b(text.encode(), digest_size=12).hexdigest()
         return ForeignTrial(replace(self), setting, key, self._fingerprint)
 
     @cached_property
@@ -147,11 +133,7 @@ class ForeignFamily:
         return corpus(self._tokens, self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale) -> str:
-        """Return a hash of the optimizer, initial values, first loss and first gradient of the model at a scale.
-
-        If the optimizer is the user's, or there is no text, the hash also has two updates and the loss after them:
-        the user's code may change. Otherwise it has neither, so that older results can still be used.
-        """
+        """Return a hash of the model at a scale: initial values, optimizer, first loss and gradient, two updates."""
         instance = self.build(scale, 0)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -164,9 +146,7 @@ class ForeignFamily:
                 found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
-        known = type(instance.optimizer).__module__.startswith(("torch.optim.", "leaven."))
-        if self.source is None or not known:
-            found.append("{:.3g} {:.4g}".format(*_two_steps(instance)))
+        found.append("{:.3g} {:.4g}".format(*_two_steps(instance)))
         return blake2b(" ".join(found).encode(), digest_size=12).hexdigest()
 
 
@@ -186,12 +166,8 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train a new model and return the outcome. A diverged run has the highest loss: 1 nat above that of a
-        uniform guess.
-
-        Raises:
-            InputError: if the text has changed.
-        """
+        """Train a new model. The loss of a diverged run is 1 nat above that of a uniform guess. Raise InputError if
+        the text has changed."""
         family, setting, scale = self.family, self.setting, self.setting.scale
         if self.text is not None and family._fingerprint != self.text:
             raise InputError(f"the text of {family.source} has changed since this command began; run it again")
@@ -233,11 +209,9 @@ ModelFamily = RecipeFamily | ForeignFamily
 """The models of a recipe or a factory at any scale."""
 
 CheckTrial = RecipeTrial | ForeignTrial
-"""A training run of a family. ``run()`` trains, in any process, and returns the outcome.
-
-Two trials with the same ``key`` have the same loss, if the text is the same. ``cost`` is the expected duration
-relative to other trials. The loss of a diverged run is finite, so that charts can show it.
-"""
+"""A training run of a family. ``run()`` trains in any process. On the same text, trials with the same ``key`` have
+the same loss. ``cost`` is the expected duration relative to other trials. The loss of a diverged run is finite, so
+that charts can show it."""
 
 
 def foreign(
@@ -255,9 +229,8 @@ def foreign(
     Args:
         entry: ``module:factory``; the module is imported from the working directory, as with ``python -m``.
         scale: the scale at which one model is built, to read the size of the vocabulary from it.
-        prepare: tokenises the text of ``source``.
-        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`; None for :data:`SOURCE`.
-            Must be None, like ``batch_tokens``, if the factory returns batches.
+        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`; None for :data:`SOURCE`. Must be None if
+            the factory returns batches, and so must ``batch_tokens``.
 
     Raises:
         InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
@@ -276,7 +249,7 @@ def foreign(
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise InputError(
-            f"{entry}: no torch.nn.Embedding, so the size of the vocabulary is unknown; return a batch function, too"
+            f"{entry}: no torch.nn.Embedding, whose size is the vocabulary; return a batch function, too"
         )
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:
@@ -290,8 +263,7 @@ def foreign(
 
 
 def _two_steps(instance: ModelInstance) -> tuple[float, float]:
-    """Take two optimizer steps. Return the sum of the norms by which parameters change, and the loss on held-out
-    text."""
+    """Take two optimizer steps. Return the sum of the norms of all changes, and the loss on held-out text."""
     before = [parameter.detach().clone() for parameter in instance.model.parameters()]
     for step in range(2):
         instance.optimizer.zero_grad(set_to_none=True)

@@ -3,9 +3,8 @@
 The exponent of a quantity is the slope of its log2 over log2 of the width or depth. For example, a gradient that
 halves when the width doubles has the exponent -1 over width. Three properties of a scaling rule are judged:
 
-- AdamW divides by ``sqrt(v) + eps``, so the exponent of each gradient's RMS must equal that of eps. In large models
-  the gradients are smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv
-  2407.05872).
+- AdamW divides by ``sqrt(v) + eps``, so the exponent of each gradient's RMS must equal that of eps (Everett et al.
+  2024, arXiv 2407.05872).
 - AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x weight_decay must be 0.
   If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. This error shows in
   activations only after many steps.
@@ -21,9 +20,8 @@ Two kinds of parameters are exceptions over width:
   signs at the start. After about 150 steps the signs agree, and the exponent of the gradient is 0, like that of eps.
   So only the gradient at the end is judged, and only after 150 steps or more.
 - Routers: matrices inside blocks whose number of outputs does not grow with the width. The gradient of an output is a
-  sum over the width. The exponent is -1/2 while the terms of the sum have independent signs. The exponent rises to 0,
-  that of eps, if the outputs of the experts align with the gradient. So it may be up to 1/2 lower than that of
-  eps. (In a Mixtral of widths 64 to 256: -0.48 at the start, -0.07 after 10 steps, -0.41 after 160 steps.)
+  sum over the width. The exponent is -1/2 while the terms of the sum have independent signs. It rises to 0, that of
+  eps, if the outputs of the experts align with the gradient. docs/concepts/checks.md has measurements.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
 fall with the depth by up to L^(alpha-1):
@@ -73,7 +71,7 @@ class GradientRecord:
     """The measurements of one run for all parameters that have the same label, such as ``mlp.out``."""
 
     start: float  # RMS of the gradient at the first step
-    end: float  # RMS of the gradient over the last quarter of the steps and one more batch
+    end: float  # RMS of the gradient over the last quarter of the steps and one more batch: one batch is noisy
     moved: float  # RMS of the change of the parameter in the training
     eps: float
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
@@ -84,8 +82,6 @@ class GradientRecord:
 
 @dataclass(frozen=True)
 class GradientCheck(SizeCheck[GradientRecord]):
-    """The gradient check, which the top of this file explains."""
-
     steps: int = 20
     lr_factor: float = 0.125
     """At the full lr, without a schedule, the exponents of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of
@@ -98,17 +94,13 @@ class GradientCheck(SizeCheck[GradientRecord]):
     start = CheckStart(hidden=0.5, residual=1.0)
     """With these hidden weights, the outputs of branches are small compared with the embedding even at depth 2, as in
     deep models. So gradients inside blocks have the right exponent from depth 2 on."""
-    start_normed = CheckStart(hidden=0.5, residual=0.125)
-    """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here."""
+    start_normed = CheckStart(hidden=0.5, residual=0.125)  # the output of a branch that ends in a norm has RMS 1
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters by label.
-
-        The gradient at the end is an RMS over several batches, because a gain's gradient on one batch is noisy.
-        """
+        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters."""
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -192,7 +184,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS over all tensors of each label. ``values``: by parameter name, tensors or None."""
+    """Return the RMS over all tensors of each label, from the tensors by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)

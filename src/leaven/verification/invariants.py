@@ -1,25 +1,22 @@
 """Check without training how a scaling rule changes the optimizer settings with the scale of a run.
 
 The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the settings
-of each module at two scales, and combines them as listed below. A combination changes from scale to scale with an
-exponent: if lr x eps falls to a quarter at twice the width, the exponent is -2. The check compares the exponent with
-that of a correct rule. Nothing is trained, so the result is exact.
+of each module at two scales, and combines them as listed below. If a combination falls to a quarter at twice the
+width, its exponent is -2. The check compares the exponent with that of a correct rule:
 
 - ``lr x eps x entries`` is constant, where entries is the number of weights (inside blocks, of all layers together).
   A step of Adam changes the loss by lr x the sum of absolute gradients, which a correct rule keeps constant. And a
   correct rule makes eps proportional to the gradients, which the gradient check tests.
-- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
-  multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1) or slower.
+- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If the rule multiplies residual
+  branches by L^-alpha at depth L, with alpha below 1, this share may fall as L^(alpha - 1) or slower.
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
 - ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287), and falls with the
   tokens of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the
   exponent of the lr depends on the parametrization and is not judged.
 
-The products of lr with eps and with decay do not depend on how a parametrization is written: multiplier x c, init /
-c, lr / c, eps x c and decay x c together train in the same way, and leave the products as they are.
-
-Two scales that differ in both width and depth (the axis ``both``) are compared, too, because a rule can be right over
-width and over depth, but wrong if both grow.
+A parametrization can be written in several ways: multiplier x c, init / c, lr / c, eps x c and decay x c together
+train in the same way. The products of lr with eps and with decay are the same for all of them. A rule can be right
+over width and over depth, but wrong if both grow, so a scale that is larger in both is compared, too.
 """
 
 import math
@@ -35,12 +32,10 @@ from leaven.verification.small_models import SmallModels
 from leaven.verification.verdict import Exponent
 
 AXIS = "bookkeeping"
-LIMIT = 0.01
-"""How far an exponent may be outside its allowed range, because of rounding errors."""
+LIMIT = 0.01  # how far an exponent may be outside its allowed range, because of rounding errors
+FACTOR = 4.0  # larger batch / the family's batch, and longer run / the family's run
 
-FACTOR = 4.0
-"""The larger batch is this many times the family's batch, and the longer run has this many times its tokens."""
-
+# The usual cause of a wrong exponent, by combination.
 _REASONS = {
     "lr x eps x entries": "lr or eps changed without the other?",
     "lr x decay x steps": "lr or decay changed without the other?",
@@ -48,17 +43,13 @@ _REASONS = {
     "beta2": "its half-life is not the same fraction of the run",
     "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
-"""The usual cause of a wrong exponent, by combination."""
-
 Combinations = dict[str, list[dict[str, float]]]
 """By module label, a list with the combinations of settings in each layer, from the first layer to the last."""
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return, by label, combinations such as lr x decay x steps for each parameter that AdamW or Muon trains.
-
-    ``steps`` is the number of steps divided by that at the smallest scale.
-    """
+    """Return the combinations for each parameter that AdamW or Muon trains. ``steps`` is the number of steps, divided
+    by that at the smallest scale."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
     for name, parameter in instance.model.named_parameters():
@@ -102,10 +93,7 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return one row for each module label, which judges how the module's optimizer settings change with scale.
-
-    If the rule can adapt to batch and tokens, there is also a row for each of these two that changes nothing.
-    """
+    """Return the row of each module label, and a row for batch and tokens if the rule ignores them."""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -155,7 +143,7 @@ def _exponents(
 ) -> list[float]:
     """Return the exponent of the combination ``column`` in each layer, or in the first and last if the depths differ.
 
-    Layers where the combination is 0 at both scales are left out. If it is 0 at one scale, the exponent is infinite.
+    If the combination is 0 at one scale, the exponent is infinite. Layers where it is 0 at both are left out.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
@@ -170,8 +158,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and the highest exponent of the combination ``column`` along ``axis``, under a correct
-    rule."""
+    """Return the lowest and the highest exponent of a combination along ``axis`` under a correct rule."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

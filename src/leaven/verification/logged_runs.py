@@ -1,9 +1,8 @@
 """Read the results of runs that any program has trained, for the checks transfer and collapse.
 
-In a CSV or JSON lines file, a row is one run (for transfer) or one point of a loss curve (for collapse). The columns
-width, depth, batch and, for transfer, tokens give the size of the run. A folder with TensorBoard event files is one
-run, and so is a .wandb file of an offline W&B run. The size, hyperparameters and seed of such a run are read from its
-path, such as width256-lr0.004. Run folders of leaven are read, too.
+In a CSV or JSON lines file, a row is one run (for transfer) or one point of a loss curve (for collapse). Its columns
+give the size: width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is a .wandb
+file. The path of such a run, such as width256-lr0.004, gives its columns. Run folders of leaven are read, too.
 """
 
 import csv
@@ -56,20 +55,14 @@ class LoggedRow:
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row")
         value = self.values[column]
         try:
-            if isinstance(value, bool):
-                raise ValueError
-            return float(value)
-        except OverflowError:  # an integer of JSON; in CSV, float() returns infinity for the same digits
-            return math.inf if value > 0 else -math.inf
-        except (TypeError, ValueError):
+            return float(str(value))  # float() of a large integer raises OverflowError, and that of its digits is inf
+        except ValueError:
             hint = "; the loss of a diverged run is nan" if column == "loss" else ""
             raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
         """Return the number in a column. Raise InputError unless it is from 1 / LARGEST_NUMBER to LARGEST_NUMBER."""
         value = self.number(column)
-        if not 0 < value < math.inf:
-            raise InputError(f"{self.place}: {column} is {value:g}; give a finite number above 0")
         if not 1 / LARGEST_NUMBER <= value <= LARGEST_NUMBER:
             limits = f"{1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
             raise InputError(f"{self.place}: {column} is {value:g}; give a number from {limits}")
@@ -82,21 +75,18 @@ class LoggedRow:
 
     def seed(self) -> float | str | None:
         """Return the seed, or None if the row has none. 0 and 0.0 are the same seed."""
-        value = self.values.get("seed")
+        value = str(self.values["seed"]) if self.has("seed") else "nan"
         try:
-            return None if value in (None, "") or math.isnan(float(value)) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            return str(value)
+            return None if math.isnan(float(value)) else float(value)
+        except ValueError:
+            return value
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder below a folder once, with the names of its files. Hidden names are left out.
+    """Yield each folder below a folder once, with the names of its files that are not hidden.
 
-    Links to folders are followed, except in the folder of a run.
-
-    Raises:
-        InputError: if a folder cannot be read, or if a run may be missing: beside the folders of runs is an empty
-            folder, or a link to nothing.
+    Links to folders are followed, except in the folder of a run. Raise InputError if a folder cannot be read. Also
+    raise it if a run may be missing: beside the folders of runs is an empty folder, or a link to nothing.
     """
 
     def refuse(error: OSError) -> None:
@@ -142,13 +132,9 @@ def _is_own_run(folder: Path, names: Collection[str]) -> bool:
     return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
 
 
-def data_files(path: Path) -> list[Path]:
-    """Return ``path`` if it is a file. Otherwise return the files in the folder that end in ``SUFFIXES``, and the
-    folders with TensorBoard files, at any depth.
-
-    Raises:
-        InputError: if the path does not exist, or a folder has no such files.
-    """
+def _data_files(path: Path) -> list[Path]:
+    """Return ``path`` if it is a file; otherwise the files below that end in ``SUFFIXES`` and the folders below that
+    have TensorBoard files."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if not path.is_dir():
@@ -157,22 +143,19 @@ def data_files(path: Path) -> list[Path]:
     files = {file for file in every if file.suffix.lower() in SUFFIXES}
     files |= {file.parent for file in every if EVENTS in file.name}
     if not files:
-        raise InputError(
-            f"{path} has no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}; give a folder "
-            "with logged runs"
-        )
+        kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
+        raise InputError(f"{path} has {kinds}; give a folder with logged runs")
     return sorted(files)
 
 
 def _is_one_run(path: Path) -> bool:
-    """Return whether a path has the form of one logged run: a folder (TensorBoard) or a .wandb file (W&B)."""
-    return path.is_dir() or path.suffix.lower() == ".wandb"
+    return path.is_dir() or path.suffix.lower() == ".wandb"  # a folder is a run of TensorBoard
 
 
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a run that was logged by TensorBoard or W&B, with the columns step and loss.
+    """Return the points of a TensorBoard or W&B run, with the columns step and loss. ``loss`` names the loss.
 
-    The path below ``root`` gives the other ``columns``: ``width64/lr0.01`` has width and lr. ``loss`` names the loss.
+    The path below ``root`` gives the other ``columns``: ``width64/lr0.01`` has width and lr.
     """
     cut: list[str] = []
     if path.is_dir():
@@ -189,10 +172,8 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
         if row.get(loss) is not None
     ]
     if not rows:
-        names = sorted({name for _, row in found for name in row})
-        raise InputError(
-            f"{place} has no column {loss}; it has {', '.join(names) or 'no columns'}; name the loss with --loss"
-        )
+        names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
+        raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss")
     return rows
 
 
@@ -212,9 +193,7 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
 def read_rows(path: Path) -> list[LoggedRow]:
     """Return the rows of a CSV or JSON lines file, with column names in lower case.
 
-    Raises:
-        InputError: if the file cannot be read, is not text, is cut off, has no rows, or has two columns of one name,
-            or if a row has the wrong form.
+    Raise InputError if the file cannot be read, is cut off, or has no rows, or if a column or row is malformed.
     """
     try:
         if path.suffix.lower() == ".jsonl":
@@ -254,37 +233,32 @@ def read_rows(path: Path) -> list[LoggedRow]:
     return rows
 
 
-def scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
+def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
     """Return the size in a row. Batch and tokens are the row's numbers, not ratios. Sizes not in ``axes`` are 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
-        if values[axis] % 1:
-            raise InputError(f"{row.place}: {axis} is {values[axis]:g}; give a whole number")
-        if values[axis] > LARGEST_WIDTH:
-            raise InputError(f"{row.place}: {axis} is {values[axis]:g}; give a number of at most {LARGEST_WIDTH:,}")
+        if values[axis] % 1 or values[axis] > LARGEST_WIDTH:
+            limit = f"{LARGEST_WIDTH:,}"
+            raise InputError(f"{row.place}: {axis} is {values[axis]:g}; give a whole number of at most {limit}")
         values[axis] = int(values[axis])
     return RunScale(**{"width": 1, "depth": 1} | values)  # type: ignore[arg-type]
 
 
-def scale_name(scale: RunScale, axes: Iterable[str]) -> str:
-    """Return a name such as ``width 64 depth 4``."""
-    return " ".join(f"{axis} {getattr(scale, axis):.15g}" for axis in axes)
+def _scale_name(scale: RunScale, axes: Iterable[str]) -> str:
+    return " ".join(f"{axis} {getattr(scale, axis):.15g}" for axis in axes)  # e.g. width 64 depth 4
 
 
 def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> CheckDocument:
-    """Return a check of whether the best value of a hyperparameter is the same at all sizes of logged runs.
+    """Check whether the best value of a hyperparameter is the same at all sizes of logged runs.
 
     ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
-    the recipe. docs/concepts/checks.md describes the files.
-
-    Raises:
-        InputError: if the runs cannot be used or compared, or if there are too few sizes or values.
+    the recipe. docs/concepts/checks.md describes the files. Raise InputError if the runs cannot be compared.
     """
     value = value.strip()
     folders = _own_runs(path, loss)
     found, axes, columns = _runs_by_size(path, folders, value if folders else value.lower(), loss)
     scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
-    names = {scale: scale_name(scale, axes) for scale in scales}
+    names = {scale: _scale_name(scale, axes) for scale in scales}
     if len(scales) < 2:
         raise InputError(f"{path} has one size only, {names[scales[0]]}; a check of transfer compares two or more")
     grids = {scale: LossGrid.of(found[scale]) for scale in scales}
@@ -320,7 +294,7 @@ def _runs_by_size(
         rows = _rows_of_own_runs(folders, value)
     else:
         rows, logged = [], []
-        for file in data_files(path):
+        for file in _data_files(path):
             found_here = _rows(file, path, loss, {*AXES, value, "seed"})
             if _is_one_run(file):
                 found_here = [_last(found_here)]
@@ -336,24 +310,21 @@ def _runs_by_size(
         raise InputError(f"{path} has no column {' or '.join(AXES)}; add the size of the runs, e.g. width")
     found: dict[RunScale, dict[float, dict[Hashable, float]]] = {}
     for row in rows:
-        runs = found.setdefault(scale_of(row, axes), {}).setdefault(row.above_0(value), {})
+        runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
         seed = row.place if (written := row.seed()) is None else written
         if seed in runs:
-            raise InputError(
-                f"{row.place} repeats the size, {value} and seed of an earlier row; remove one of them, or name "
-                "another swept column with --value"
-            )
+            twice = f"{row.place} repeats the size, {value} and seed of an earlier row"
+            raise InputError(f"{twice}; remove one of them, or name another swept column with --value")
         runs[seed] = row.loss()
     return found, axes, list(columns)
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
+    """Raise InputError if a run that has not diverged ends before another run of the same size.
 
-    ``ends`` are the last points of the runs. Nothing is checked if the swept ``value`` is a size such as the batch,
-    because then the numbers of steps may differ.
+    ``ends`` are the last points of the runs.
     """
-    if value in AXES:
+    if value in AXES:  # with another batch, a run has another number of steps
         return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
     for end in sorted(ends, key=lambda row: -row.number("step")):
@@ -369,25 +340,21 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     """Return the loss curves of all runs in a folder or file by size, the smallest first.
 
     ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the files.
-
-    Raises:
-        InputError: if the runs cannot be used, or if the size of a curve is not clear.
+    Raise InputError if the runs cannot be used, or if the size of a curve is not clear.
     """
     if folders := _own_runs(path, loss):
         return _curves_of_own_runs(folders)
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
-    for file in data_files(path):
+    for file in _data_files(path):
         rows = _rows(file, path, loss, {"width", "depth", "batch", "seed"})
         columns = dict.fromkeys(column for row in rows for column in row.values)
         rows = [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
-            filled = [column for column in columns if any(row.has(column) for row in rows)]
-            raise InputError(
-                f"{file}: its columns with values are {', '.join(filled) or 'none'}; a loss curve needs "
-                f"{' or '.join(TIMES)}, and loss"
-            )
+            filled = ", ".join(column for column in columns if any(row.has(column) for row in rows)) or "none"
+            needs = f"a loss curve needs {' or '.join(TIMES)}, and loss"
+            raise InputError(f"{file}: its columns with values are {filled}; {needs}")
         axes = [axis for axis in ("width", "depth", "batch") if axis in columns]
         sized.setdefault(tuple(axes), file)
         first = (file.relative_to(path).parts or [path.name])[0] if path.is_dir() else file.name
@@ -395,7 +362,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
         runs: dict[tuple[str, float | str | None], list[LoggedRow]] = {}
         for row in rows:
             if row.has("loss"):
-                runs.setdefault((scale_name(scale_of(row, axes), axes) or own_name, row.seed()), []).append(row)
+                runs.setdefault((_scale_name(_scale_of(row, axes), axes) or own_name, row.seed()), []).append(row)
         for (name, _), run in runs.items():
             found.setdefault(name, []).append(_points(run, time))
     if not found:
@@ -414,9 +381,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. Raise InputError if its rows seem to be those of two runs.
+    """Return the points of a run. Rows of steps that a resumed run repeats replace the earlier rows.
 
-    If a resumed run repeats steps, its rows replace the earlier rows of these and later steps.
+    Raise InputError if the rows seem to be those of two runs.
     """
     run: dict[float, float] = {}
     furthest = -1.0
@@ -451,7 +418,7 @@ def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
 
 
 def _by_numbers(name: str) -> list[str | float]:
-    """Return a sort key that compares numbers in names by their values: 900k is before 1b."""
+    """Return a sort key that compares the numbers in names: 900k is before 1b."""
     texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmbt])(?![a-z]))?", name.lower())
     numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
@@ -469,9 +436,8 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
     """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens, not ratios.
 
-    Raises:
-        InputError: if a file of a run was changed, is missing or is of another run; if the recipes of two runs of the
-            same size differ in a key that is not in ``free``; or if the runs were trained on different texts.
+    Raise InputError if the files of a run were changed or lost, or if the texts of the runs differ. Also raise it if
+    recipes of one size differ in a key that is not in ``free``.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}
@@ -532,6 +498,6 @@ def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
     scales = sorted(found, key=astuple)
     varied = [axis for axis in AXES if len({getattr(scale, axis) for scale in scales}) > 1]
     axes: Sequence[str] = [axis for axis in varied if axis in ("width", "depth")]
-    if len({scale_name(scale, axes) for scale in scales}) < len(scales):
+    if len({_scale_name(scale, axes) for scale in scales}) < len(scales):
         axes = varied
-    return {scale_name(scale, axes or ["width"]): found[scale] for scale in scales}
+    return {_scale_name(scale, axes or ["width"]): found[scale] for scale in scales}

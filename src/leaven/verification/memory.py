@@ -23,15 +23,12 @@ from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.trial import WorkerPool
 from leaven.verification.dry_run import StepMemory, dry_run
 
-LIMITS = {"between steps": 0.02, "peak": 0.05}
-"""The allowed error of the planner, as a share of the dry run's memory."""
-
+LIMITS = {"between steps": 0.02, "peak": 0.05}  # the allowed error of the planner / the dry run's memory
 PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "buffers")
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """Return the recipe with the layout of a text such as ``tp=8,dp=4``. Keys of the layout that the text lacks get
-    defaults. Without ``mbs``, the recipe's micro-batch stays."""
+    """Return the recipe with the layout of a text such as ``tp=8,dp=4``. Without ``mbs``, the micro-batch stays."""
     layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
@@ -40,18 +37,14 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 def rehearsal(recipe: Recipe) -> Recipe:
     """Return a recipe for a dry run: its steps need as much memory as those of ``recipe``, but are shorter.
 
-    A step has at most twice as many micro-batches as the pipeline has ranks. With the schedule "gpipe", all
-    micro-batches are in memory at once, so their number stays.
-
-    Raises:
-        InputError: if the recipe cannot be trained in its layout.
+    Raise InputError if the recipe cannot be trained in its layout.
     """
     require_trainable(recipe, recipe.layout.ranks)
     layout, seq_len = recipe.layout, recipe.model.seq_len
     each = -(-recipe.batch.tokens // seq_len // layout.dp)
     size = even(each, rule_of_thumb(recipe, "cuda"))
     count = -(-each // size)
-    if layout.schedule != "gpipe":
+    if layout.schedule != "gpipe":  # which has all micro-batches in memory at once
         count = min(count, 2 * layout.pp)
     return recipe.replace(
         {
@@ -73,12 +66,9 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return ``ranks``, or by default the first rank of several pipeline stages.
+    """Return ``ranks``, or by default the first rank of the first, second and last pipeline stage, or of all stages.
 
-    These stages are the first, the second and the last, or with ``all_stages`` all of them.
-
-    Raises:
-        InputError: if one of the ``ranks`` is not in the layout.
+    Raise InputError if one of the ``ranks`` is not in the layout.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -92,8 +82,7 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Return a comparison of the planner's memory with a dry run of each rank in ``ranks``. ``recipe`` is a result of
-    :func:`rehearsal`."""
+    """Compare the planner's memory with a dry run of each rank in ``ranks``, for a recipe from :func:`rehearsal`."""
     how = arrangement(recipe)
     began = time.perf_counter()
     rows: dict[int, list[MemoryCheckRow]] = {}
@@ -130,8 +119,7 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    The parts of the peak are not judged: the planner gives the largest size of a part in the step, and the dry run
-    the size of the part at the peak.
+    Parts are not judged: the planner gives the largest size of a part, and the dry run its size at the peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

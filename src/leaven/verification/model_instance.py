@@ -1,8 +1,4 @@
-"""One model that a check trains, and the settings of one training run.
-
-A check gets its models from a family. A family makes models of any width and depth from a recipe (recipe_family.py,
-small_models.py) or with a user's factory function (foreign.py).
-"""
+"""One model that a check trains, and the settings of one training run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,9 +78,8 @@ class ModelInstance:
 def block_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps the name of a module or parameter to its label, which all blocks share.
 
-    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. Blocks are the members of an
-    ``nn.ModuleList``, or of an ``nn.Sequential`` whose members have one type and submodules. The label of the whole
-    model is ``output``.
+    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label ``output``.
+    Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of one type of modules with submodules.
     """
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -112,8 +107,7 @@ def _lists_blocks(module: nn.Module) -> bool:
 def own_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps names in leaven's own transformer to labels, such as ``mlp.in``.
 
-    A block has the label "residual", because it returns the residual stream. The whole model has the label
-    "unembedding", because it returns the logits.
+    A block returns the residual stream and has the label ``residual``. The model has the label ``unembedding``.
     """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 

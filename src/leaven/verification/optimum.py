@@ -17,9 +17,8 @@ from leaven.verification.verdict import difference
 Array = NDArray[np.float64]
 
 POINTS = 3
-"""A parabola is fitted to this number of points around the lowest loss. More points are worse, because loss curves
-are steeper on one side than on the other. With five points an octave apart, the vertex moved by half an octave, but
-the lowest point did not (docs/log.md)."""
+"""Number of points around the lowest loss to which a parabola is fitted. Loss curves are steeper on one side than on
+the other: with five points an octave apart, the vertex was half an octave from the lowest point (docs/log.md)."""
 
 DRAWS = 1000  # bootstrap samples
 
@@ -35,9 +34,9 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid of losses by value and seed. A list has the seeds 0, 1, 2 and so on.
+        """Return the grid of losses by value and seed; a list has the seeds 0, 1, 2 and so on.
 
-        The loss of a diverged run must be NaN or infinite. A value with such a run is only in ``diverged``.
+        The loss of a diverged run must be NaN or infinite.
         """
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
@@ -71,10 +70,7 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value to try one grid step beyond the `edge` of the grid.
-
-        If values beyond the edge have diverged, the result is halfway, in octaves, to the nearest of them.
-        """
+        """The value one grid step beyond the `edge`, or halfway, in octaves, to the nearest value that diverged."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -82,14 +78,12 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The predicted loss at the best value: (...) for ``means`` of shape (..., values)."""
+        """The predicted loss (...) at the best value."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value, of shape (...): the vertex of a parabola around the lowest mean loss.
-
-        The vertex is clipped to the grid. Without a minimum, the result is the grid value with the lowest mean loss.
-        """
+        """Return log2 of the best value, (...): the vertex of a parabola around the lowest mean loss, clipped to the
+        grid. If the parabola has no minimum, return the grid value with the lowest mean loss."""
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -98,8 +92,7 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss at ``octave``, on a parabola around the nearest grid value. Argument and result have the
-        shape (...)."""
+        """Return the loss (...) at ``octave`` (...), on a parabola around the nearest grid value."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
@@ -167,8 +160,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return the residuals to draw from for each value: those of the value or, if it has fewer than two, those of
-        all values."""
+        """Return the residuals to draw from for each value: its own or, if these are fewer than two, all."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -179,14 +171,10 @@ def estimate(
 ) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    The bootstrap draws deviations of losses from their means. They are scaled up for two reasons:
-
-    - With n seeds they are too small by the factor sqrt((n - 1) / n).
-    - A few runs show the noise only roughly. So the deviations are multiplied by the 97.5% quantile of Student's t,
-      divided by that of the normal distribution.
-
-    Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of a
-    seed, which is the same at all values, is not noise.
+    The bootstrap draws residuals of losses, which ``_Runs`` scales up to the size of the noise. A few runs show the
+    noise only roughly. So residuals are also multiplied by the ratio of the 97.5% quantiles of Student's t and of the
+    normal distribution. Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the
+    effect of a seed, which is the same at all values, is not noise.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]
@@ -209,7 +197,7 @@ def estimate(
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return the shift of the best value in octaves, and the nats that the base's best value costs at the target."""
+    """Return the shift of the best value in octaves, and its regret in nats (sweep.py)."""
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()

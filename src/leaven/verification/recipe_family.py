@@ -72,9 +72,9 @@ class RecipeFamily:
         return value
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return the exponent with which the rule scales a hyperparameter over the batch or the tokens.
+        """Return the exponent with which the rule scales a hyperparameter along an axis.
 
-        Over width and depth, where the rule scales each tensor differently, the result is 0.
+        Over width and depth, the rule has an exponent for each tensor, and the result is 0.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -84,11 +84,7 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, scaling)), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
-        """Return the training run of a setting.
-
-        Raises:
-            InputError: if the recipe cannot be transferred to the scale, or the value is not valid.
-        """
+        """Return the training run of a setting. Raise InputError if the scale or the value is not valid."""
         recipe, scale = self.recipe, setting.scale
         batch_tokens, tokens = round(self.batch_tokens * scale.batch), round(self.tokens * scale.tokens)
         moved = transfer(recipe, width=scale.width, depth=scale.depth, batch_tokens=batch_tokens, tokens=tokens)
@@ -134,11 +130,7 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Tokenise the text of a recipe, and return the family of its training runs.
-
-    Raises:
-        InputError: if the recipe cannot be trained on its text.
-    """
+    """Return the training runs of a recipe on its text. Raise InputError if the recipe cannot be trained on it."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     check_trainable(recipe, tokens)
     return RecipeFamily(recipe, text=tokens.fingerprint)

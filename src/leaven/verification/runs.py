@@ -1,7 +1,7 @@
 """Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
-A result is saved under the ``key`` of its trial: a hash of what determines the loss. (The hash of a recipe does not
-cover the text.) So checks can share a folder, and a check that was stopped or killed resumes with the missing runs.
+A result is saved under the ``key`` of its trial: a hash of what determines the loss, except the text. So checks can
+share a folder, and a check that was stopped or killed resumes with the missing runs.
 """
 
 import json
@@ -31,7 +31,7 @@ from leaven.verification.model_instance import RunSetting
 
 LINES, RESULT = "runs.jsonl", "check.json"
 DIGEST = "blake2b"  # key of the digest of a line; lines of benchmarks/lr_transfer.py have no digest
-TEXT = "text"  # key of the fingerprint of the text; lines without text, and older ones of factories, have none
+TEXT = "text"  # key of the fingerprint of the text, if there is a text
 COUNT = "earlier_runs"  # key of the number of runs before a line; lines of benchmarks/lr_transfer.py have no number
 OTHERS = ("events.jsonl", "metrics.jsonl", "study.json", "centre.toml")  # files of a run or a study
 _KEY = re.compile(rb'\{"key": "(\w+)"')
@@ -58,10 +58,9 @@ class RunStore:
         """Create the store without starting workers.
 
         Args:
-            on_run: called by :meth:`run` with (number of its finished trials, number of its trials).
+            on_run: called by :meth:`run` with the number of its finished trials and of all its trials.
             stop: called repeatedly; the runs stop once it returns true.
-            note: called with a sentence if results in the folder were lost or changed, all belong to other trials,
-                or cannot be written.
+            note: called with a message for the user.
             finished: the least number of results that the folder should have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
@@ -85,7 +84,7 @@ class RunStore:
 
         Raises:
             InputError: if the folder cannot be used or has runs on another text, or if a run's process dies twice.
-            ChecksStopped: if ``stop`` returned True before all runs had ended.
+            ChecksStopped: if ``stop`` returned true before all runs had ended.
         """
         wanted = {trial.key: trial for trial in trials}
         first, pool = self._pool is None, self._open()
@@ -137,7 +136,6 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def _note_unused(self, all_of_others: bool) -> None:
-        """Tell the user how many results in the folder are lost, or else that all are of other models or settings."""
         file = self.folder / LINES
         if self._lost:
             lost = "one finished run is" if self._lost == 1 else f"{self._lost} finished runs are"
@@ -147,10 +145,7 @@ class RunStore:
             self._note(f"no result in {file} is of this model, its settings and this version; every run is trained")
 
     def _save(self) -> bool:
-        """Write the lines of finished runs, and return whether all are written.
-
-        If a line cannot be written, this line and the following are kept for the next call.
-        """
+        """Write the lines of finished runs. Return whether all are written; the others are kept for the next call."""
         while self._unsaved:
             self._locked.require()
             try:
@@ -230,7 +225,7 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return how many results the folder should have at least."""
+        """Return the least number of results that the folder should have."""
         document = {}
         with suppress(OSError):
             document = storage.json_object(storage.read(self.folder / RESULT)) or {}

@@ -1,8 +1,4 @@
-"""Size checks: train small models of several widths and depths for a few steps, and compare what is measured in them.
-
-For example, the check ``coordinates`` measures the RMS of every module's output. A module passes if the RMS does not
-change with the width and depth, apart from the exceptions that coordinates.py lists.
-"""
+"""Train small models of several widths and depths for a few steps, and compare what is measured in them."""
 
 import math
 from abc import ABC, abstractmethod
@@ -31,15 +27,9 @@ from leaven.verification.verdict import curve, geometric_mean, slope, verdict
 WHY_NO_CHANGE = "  <- an lr of 0, or no gradient within these steps?"
 NOT_FINITE = "not finite: lower the lr?"
 
-Measured = TypeVar("Measured")
-"""The type of the measurements that a check makes of one module or parameter in one run."""
-
-Means = Mapping[str, Sequence[float]]
-"""By the name of a measured number: its geometric means over seeds, one for each size."""
-
-Slopes = Mapping[str, float | None]
-"""By the name of a measured number: the slope of log2 of its mean over log2 of the size; None if a mean is 0 or not
-finite."""
+Measured = TypeVar("Measured")  # the measurements that a check makes of one module or parameter in one run
+Means = Mapping[str, Sequence[float]]  # by name of a number: its geometric mean over seeds at each size
+Slopes = Mapping[str, float | None]  # by name: slope of log2 mean over log2 size; None if a mean is 0 or not finite
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class SizeAxis:
 
 @dataclass(frozen=True)
 class SizeCheck(ABC, Generic[Measured]):
-    """A check over model sizes. Subclasses define what is measured in a model, and when a module passes."""
+    """A check over model sizes. Subclasses say what is measured in a model, and when a module passes."""
 
     family: SmallModels | ForeignFamily  # makes the models
     widths: Sequence[int]
@@ -94,30 +84,21 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        The arguments are the options of ``leaven check coordinates``. By default, the check uses four widths that fit
-        the recipe, from about 64 to about 512.
-
-        Raises:
-            InputError: if there are fewer than two sizes, or a size or option does not fit the recipe or factory.
+        The arguments are the options of ``leaven check coordinates``. Raise InputError if there are fewer than two
+        sizes, or a size or option does not fit the recipe or factory.
         """
         experts = not isinstance(subject, str) and subject.model.experts is not None
         wide, deep = widths or [WIDTH * times for times in TIMES], depths or (EXPERT_DEPTHS if experts else DEPTHS)
-        if all(len(set(axis)) < 2 for axis in (wide, deep)):
-            raise InputError(
-                "the check fits slopes, and a slope needs at least two sizes; give more --widths or --depths"
-            )
+        if len(set(wide)) == len(set(deep)) == 1:
+            raise InputError("the check fits slopes, which need at least two sizes; give more --widths or --depths")
         if isinstance(subject, str):
             if grow_heads:
-                raise InputError(
-                    f"{subject}: --grow-heads is only for recipes; leave it out and change the factory instead"
-                )
+                raise InputError(f"{subject}: --grow-heads is only for recipes; leave it out and change the factory")
             scale = RunScale(min(wide), min(deep))
             family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
             return cls(family, wide, deep, **options)
-        recipe = subject
-        changed: tuple[str, ...] = ()
+        recipe, changed = (subject, ()) if widths else small_recipe(subject)
         if not widths:
-            recipe, changed = small_recipe(recipe)
             wide = [recipe.model.d_model * times for times in TIMES]
         start = cls.start if recipe.model.norm_placement == "pre" else cls.start_normed
         recipe = calibrated(recipe, min(wide), min(deep), start)
@@ -149,14 +130,12 @@ class SizeCheck(ABC, Generic[Measured]):
         return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
 
     def exact_rows(self) -> Sequence[VerdictRow]:
-        """Return rows that are computed without training. A check has none by default."""
+        """Return rows that are computed without training."""
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train a model and return its measurements.
-
-        The first model fills ``labels``. A later model that lacks one of them raises InputError.
-        """
+        """Train a model and return its measurements. Raise InputError if it lacks one of ``labels``, which the first
+        model fills."""
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:
@@ -172,8 +151,7 @@ class SizeCheck(ABC, Generic[Measured]):
     def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:
         """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
 
-        Raises:
-            InputError: if a model cannot be built, or lacks a parameter of the smallest model.
+        Raise InputError if a model cannot be built, or lacks a parameter of the smallest model.
         """
         axes = self.axes()
         curves: list[VerdictCurve] = []

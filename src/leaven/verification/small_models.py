@@ -1,8 +1,8 @@
 """Make small models from a recipe of any size, with initial values for checks of a few steps.
 
-The exponents of a scaling rule do not depend on the sizes at which they are measured, as long as the model keeps its
-proportions. So a check without --widths trains models of widths 64 to 512. If the recipe does not fit these widths,
-heads become smaller or fewer, and d_ff and the widths are rounded. Vocabulary and sequence length are limited.
+The exponents of a scaling rule are the same at all sizes, as long as the model keeps its proportions. So a check
+without --widths trains models of widths 64 to 512. If the recipe does not fit these widths, heads become smaller or
+fewer, and d_ff and the widths are rounded.
 """
 
 from dataclasses import dataclass, replace
@@ -29,11 +29,8 @@ EXPERT_DEPTHS = (4, 8, 16)
 branches come before the MLP of this block; in deep models, one half. Experts change more in a step than a dense MLP,
 so from depth 2 to 8, the change of the MLP's input falls with the depth (a slope of -0.22)."""
 
-VOCABULARY, SEQ_LEN = 4096, 256
-"""The largest vocabulary (if leaven makes the tokenizer) and sequence length. Scaling rules do not depend on them."""
-
-LARGEST_GROUP = 8
-"""The largest number of query heads per kv head if the recipe does not fit width 64: eight heads of dimension 8."""
+VOCABULARY, SEQ_LEN = 4096, 256  # the largest vocabulary of leaven's own tokenizers, and the largest sequence length
+LARGEST_GROUP = 8  # the most query heads per kv head if the recipe does not fit width 64: eight heads of dimension 8
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
@@ -113,20 +110,18 @@ class CheckStart:
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
     """Return the recipe with the initial values of ``start``, and with ``width`` and ``depth`` as its base.
 
-    The lr of the embedding is multiplied by ``start.embedding_lr``. With these initial values, small models change
-    with size as large models do:
+    With these initial values, small models change with size as large models do:
 
     - The embedding starts at RMS 1. With a smaller RMS, the residual stream of a model with two layers would be
       mostly the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the gradients inside
       blocks would have wrong exponents.
     - The unembedding starts at RMS 1/width. With a larger RMS, the first gradient of the final norm's gain would fall
-      as 1/width^2 instead of 1/width. Also, the logits would stay close to their initial values for longer. For tied
-      embeddings, see :meth:`SmallModels.table`.
+      as 1/width^2 instead of 1/width, and the logits would change later. For tied embeddings, see
+      :meth:`SmallModels.table`.
     - Routers start at RMS 1/width. With a larger RMS, their logits would fall towards 0 as the width grows, and the
       weights in the sum of the experts' outputs would depend on the width.
 
-    Raises:
-        InputError: if the model cannot have this width and depth.
+    Raise InputError if the model cannot have this width and depth.
     """
     try:
         recipe.model.scaled(width, depth)

@@ -1,10 +1,9 @@
 """Sweeps: is the best value of a hyperparameter at one scale also the best at other scales?
 
-The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. A sweep trains models on a
-grid of values of one hyperparameter, with several seeds for each value, at two or more scales. The first scale is the
-base, with which the others are compared. The grid has values for the base. At another scale, the scaling rule
-converts each value of the grid before training. So if the rule is right, the same value of the grid is the best at
-all scales. Runs that somebody else has trained are compared in the same way (logged_runs.py).
+The checks transfer, duration, batch, decay and init use sweeps. A sweep trains models at two or more scales, on a
+grid of values of one hyperparameter, with several seeds for each value. The first scale is the base. The grid has
+values for the base, and the scaling rule converts them to other scales. So if the rule is right, the same value of
+the grid is the best at all scales. Runs of other programs are compared in the same way (logged_runs.py).
 
 For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
@@ -43,9 +42,7 @@ from leaven.verification.optimum import Estimate, LossGrid, estimate, exponent, 
 from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
-EXTENSIONS = 3
-"""The largest number of times that a grid is extended."""
-
+EXTENSIONS = 3  # the largest number of times that a grid is extended
 AXES: tuple[ScaleAxis, ...] = get_args(ScaleAxis)
 
 
@@ -86,14 +83,13 @@ def sweep(
     """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
     Args:
-        scales: the first is the base. If the best value of the base is not inside the grid, the other scales are not
-            trained.
-        grid: the values to try, before the rule scales them. For a user's factory, the values are factors on the
-            factory's own value. None: the default grid.
+        scales: the first is the base.
+        grid: the values at the base. For a user's factory, they are factors on the factory's own value. None: the
+            default grid.
 
     Raises:
         InputError: if there are fewer than two scales or three values, or a scale or the folder cannot be used.
-        ChecksStopped: if the runs were stopped; finished runs are saved.
+        ChecksStopped: if the runs were stopped.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
@@ -129,8 +125,7 @@ def compare(
 ) -> CheckDocument:
     """Return the document that compares the best values of all other scales with that of the base.
 
-    The base is the first scale in ``names``. ``ruled`` are the exponents with which the rule scales the value.
-    ``settings`` must contain rule and unit.
+    The base is the first scale in ``names``. ``ruled`` has the rule's exponents. ``settings`` has rule and unit.
     """
     base, *others = names
     return verdict(
@@ -152,7 +147,7 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a short name of each scale, such as ``64x4`` or ``tokens x2``: what differs between the scales."""
+    """Return a name of each scale with what differs between the scales, such as ``64x4`` or ``tokens x2``."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -227,11 +222,10 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return one row for each axis with two or more sizes, all with a best value: the measured exponent of the best
-    value.
+    """Return the measured exponent of the best value along each axis with two or more sizes, all with a best value.
 
-    The grids have values from before the rule scales them. So an exponent that is fitted to them is the error of the
-    rule, and is added to the rule's exponent: 0.1 and -0.5 give -0.4.
+    The grids have values at the base. So an exponent that is fitted to them is the error of the rule, and is added to
+    the rule's exponent: 0.1 and -0.5 give -0.4.
     """
     found = []
     for axis in AXES:
@@ -255,11 +249,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves of a sweep.
-
-    For each scale: the loss over the swept value and, if the grid has an optimum, its lowest point. For each axis
-    with two or more such scales: the best value over the size.
-    """
+    """Yield the loss over the swept value at each scale, its lowest point, and the best value along each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]
@@ -314,37 +304,34 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
         "regret, high": dearest,
         "noise": target.noise,
     }
-    seeds = max(len(runs) for grid in (base, target) for runs in grid.runs)
     # Outside the target's grid the regret is extrapolated, and runs may diverge there.
     inside = bool(target.octaves[0] <= base.optimum() <= target.octaves[-1])
-    passed, undecided, note, beyond = False, True, "", 0.0
+    beyond = max(abs(octaves.value) - limit, 0.0)
+    cost = f"the base's best value costs {regret.value:.2g} nats"
+    failure, doubt = "", ""  # why the row fails, and why it is undecided
     if target.edge and not base.edge and inside and octaves.low is not None and cheapest > REGRET_LIMIT:
         # If there is a better value beyond the edge, the regret is even larger.
-        undecided, beyond = False, max(abs(octaves.value) - limit, 0.0)
-        note = f"the base's best value costs {regret.value:.2g} nats, and the best {label} of {name} is at the edge "
-        note += "of the grid or beyond"
+        failure = f"{cost}, and the best {label} of {name} is at the edge of the grid or beyond"
     elif no_optimum:
-        note = f"undecided: {no_optimum}"
+        doubt, beyond = no_optimum, 0.0
     elif octaves.low is None:
-        note = f"undecided: one seed has no interval; give {swept.more_seeds} 3"
+        doubt, beyond = f"one seed has no interval; give {swept.more_seeds} 3", 0.0
     elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
-        passed, undecided = inside, not inside
+        beyond = 0.0
         if not inside:
-            note = f"undecided: the base's best {label} is outside the grid of {name}; "
-            note += f"give {swept.option} around {2 ** base.optimum():.3g}"
+            doubt = f"the base's best {label} is outside the grid of {name}; "
+            doubt += f"give {swept.option} around {2 ** base.optimum():.3g}"
+    elif cheapest <= REGRET_LIMIT and low <= limit and high >= -limit:
+        seeds = max(len(runs) for grid in (base, target) for runs in grid.runs)
+        doubt = f"the difference is within the noise between seeds; give {swept.more_seeds} {2 * seeds}"
     else:
-        beyond = max(abs(octaves.value) - limit, 0.0)
-        undecided = cheapest <= REGRET_LIMIT and low <= limit and high >= -limit
-        if undecided:
-            note = f"undecided: the difference is within the noise between seeds; give {swept.more_seeds} {2 * seeds}"
-        else:
-            note = f"the best {label} changes by a factor of {2**octaves.value:.2g}; "
-            note += f"the base's best value costs {regret.value:.2g} nats"
-    return row(slope=octaves.value, parts=parts, passed=passed, undecided=undecided, note=note, beyond=beyond)
+        failure = f"the best {label} changes by a factor of {2**octaves.value:.2g}; {cost}"
+    note = f"undecided: {doubt}" if doubt else failure
+    return row(slope=octaves.value, parts=parts, passed=not note, undecided=bool(doubt), note=note, beyond=beyond)
 
 
 def _no_optimum(swept: SweptValue, grids: Mapping[str, LossGrid]) -> str:
-    """Return why the best value of a scale is unknown, and what to type. Return "" if all best values are known."""
+    """Return why the best value of a scale is unknown, and what to type; "" if all best values are known."""
     for name, grid in grids.items():
         if not grid.has_optimum:
             count, lowest = len(grid.octaves), 2 ** min([*grid.octaves, *grid.diverged])

@@ -35,8 +35,7 @@ class Exponent:
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
     """Return the document of a check, which passes if at least one row passed and no row failed or is undecided.
 
-    The field ``fault`` names the module of the worst failed row, or of the worst undecided row if none failed.
-    ``more`` are the document's other fields.
+    ``fault`` is the module of the worst failed row, or else of the worst undecided row. ``more`` are other fields.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(

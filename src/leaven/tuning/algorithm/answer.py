@@ -3,21 +3,21 @@
 The noise is the standard deviation of the loss between seeds. A point is one setting of all searched values. The
 start is the point with which the search begins.
 
-1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
-   finalists) are run with fresh seeds. The finalist with the lowest mean loss in these trials is chosen. Apart from
-   the start, a point that diverges with any seed cannot be chosen. Without final trials, a trust-region search
-   compares predicted losses, and other searches compare measured losses.
+1. The lowest of many noisy losses is partly luck. So a search ends with final trials: it runs the best few points
+   (the finalists) with fresh seeds, and chooses the one with the lowest mean loss. Apart from the start, a point that
+   diverges with any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and
+   other searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. A
    gain that is not above the noise does not count: the answer is then the start. Without the confirmation trials of
    item 3, the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
    confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise, and
-   their losses are reported. A single finalist needs no confirmation trials: if it has two trials and a predicted
-   gain above 1.5 times the noise, its measured gain must only be above the noise.
+   their losses are reported. A single finalist has none. If it has two trials and a predicted gain above 1.5 times
+   the noise, its measured gain must only be above the noise.
 
-Predicted losses come from a surrogate (a quadratic regression) fitted to the trials with a finite loss.
-``sensitivity.py`` computes how much each searched value contributes to the gain.
+Predicted losses come from the surrogate (``surrogate.py``). ``sensitivity.py`` computes how much each searched value
+contributes to the gain.
 """
 
 import math
@@ -74,11 +74,10 @@ def answer(
     """Return the answer of a search from its ``trials``.
 
     Args:
-        noise: standard deviation of the loss between trials of one point; by default measured from the trials.
+        noise: standard deviation of the loss between seeds; by default measured from the trials.
         over: whether the search has ended. Before the end, there is a best point only if final trials have ended.
         by_surrogate: whether predicted losses, rather than measured ones, rank points without fresh seeds.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
-            They are unreliable with about as many values as trials (docs/concepts/search.md).
         earlier: trials of an earlier search, used as prior knowledge.
     """
     axes = Axes.of(dimensions, earlier)
@@ -134,11 +133,10 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return (best, point) for the candidate with the fewest changes from the start. The point is an array (D,).
+    """Return the candidate with the fewest changes from the start, and its point (D,).
 
     Candidates are ``point``, and points with at least ``RERUNS`` fresh trials whose predicted and measured losses are
-    at most ``seen.floor`` above those of ``point``. All trials of the start are fresh, because the start was not
-    chosen by its losses.
+    at most ``seen.floor`` above those of ``point``. All trials of the start count as fresh.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -175,17 +173,12 @@ class FittedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
-        """Return the trials with a result, and the trust region fitted to them. ``given`` is the user's noise, or
-        None.
+        """Return the trials with a result, and the trust region fitted to them. ``given`` is the user's noise.
 
-        The field ``floor`` is the noise if it is given, or measured with at least ``FEWEST_DEGREES`` degrees of
-        freedom. With fewer, the noise may be far too small. So a second noise is fitted to the losses, if at most
-        ``FITTED`` are finite and not outliers:
-
-        - With a measured noise above 0, ``floor`` is the larger of this noise and the geometric mean of both noises.
-        - Without a measured noise, ``floor`` is the fitted noise.
-
-        If none is fitted, ``floor`` is the measured noise, or 0 without one.
+        The field ``floor`` is the noise. A noise above 0 that was measured with fewer than ``FEWEST_DEGREES`` degrees
+        of freedom may be far too small. So a second noise is fitted to the losses, if at most ``FITTED`` are finite
+        and not outliers. Then ``floor`` is the geometric mean of both noises, but at least the measured one. Without
+        a measured noise, it is the fitted one.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -202,9 +195,9 @@ class FittedTrials:
     def predicted(self) -> dict[Point, float]:
         """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
-        It is the surrogate's prediction plus a share of the mean difference between the point's losses and this
-        prediction. The rest of the difference is taken to be noise. If no noise is known, the share is 1. If the
-        surrogate assumes the noise s, the share is 1 - (floor / s)^2, but at least 0.
+        It is the surrogate's prediction plus a share of the mean difference between the point's losses and the
+        prediction. The share is 1 if no noise is known. If the surrogate assumes the noise s, the share is
+        1 - (floor / s)^2, but at least 0.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -217,8 +210,7 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, or None if no trial finished. With
-        ``by_surrogate``, points without fresh seeds are compared by their predicted losses, not by measured ones."""
+        """Return the best point of a search that has ended, or None if no trial finished."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -235,9 +227,9 @@ class FittedTrials:
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
-        """Return the candidates for final trials, the best first. The list is empty if no trial has a finite loss.
+        """Return the candidates for final trials, the best first; none if no trial has a finite loss.
 
-        A trust-region search has these candidates, in this order:
+        A trust-region search has these candidates:
 
         1. the point with the lowest predicted loss among the points that were run, without the start;
         2. the surrogate's minimum, with as few changes from the start as possible (:func:`fewest_changes`);
@@ -245,7 +237,7 @@ class FittedTrials:
         4. the other points that were run, without the start, the lowest predicted loss first;
         5. the outliers, to which the surrogate was not fitted.
 
-        Points 2 and 3 may be new, or the start. Other searches rank their points by measured loss.
+        Other searches rank their points by measured loss.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -314,8 +306,7 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials. Return None if there is no best point, or if it is the
-    start or the only finalist."""
+    """Return the best point if it needs confirmation trials: neither the start nor an only finalist needs them."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -373,14 +364,13 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is the only finalist, has at least ``RERUNS`` trials with fresh seeds, and has a
-        predicted gain above ``least``."""
+        """Return whether ``point`` is the only finalist, with ``RERUNS`` trials and a predicted gain > ``least``."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation trials show a gain of at most ``noise``. Left out are points
-        with fewer than ``CONFIRMATIONS`` of these trials, or with a seed that the start does not have."""
+        """Return the points with a gain of at most ``noise`` in at least ``CONFIRMATIONS`` confirmation trials, all
+        with seeds that the start has, too."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -389,8 +379,8 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better. Return
-        None if there is no such candidate and the start has no loss."""
+        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better; None if
+        neither exists."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -403,8 +393,7 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` is more than ``least`` nats better than the start. If the start has no loss, every
-        other point counts as better."""
+        """Return whether ``point`` is more than ``least`` nats better than the start, or the start has no loss."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:
@@ -430,8 +419,8 @@ def advice_when_all_diverged(
 ) -> str:
     """Return one line of advice for a search whose trials all diverged, such as to start from a lower learning rate.
 
-    The advice may name a second value, whose changes best explain why some trials diverged early. ``elsewhere`` is
-    the advice if no learning rate is searched.
+    ``elsewhere`` is the advice if no learning rate is searched. A second value is named if its changes explain why
+    some trials diverged early.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

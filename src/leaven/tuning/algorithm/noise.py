@@ -39,8 +39,7 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     this part of their noise. So with several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
     Of three or more repeated points, one whose standard deviation is above ``WILD`` times the median is left out: it
-    lies at the divergence boundary. The point with the most trials (usually the start) always counts if it has at
-    least three.
+    lies at the divergence boundary. A point with the most trials, if at least three, always counts.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -58,8 +57,7 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
 def noise_between_seeds(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """Return the noise between seeds and its degrees of freedom: ``given`` if the user gave it, otherwise that of the
-    trials (:func:`pooled_noise`).
+    """Return the noise between seeds (``given``, or else pooled over the trials) and its degrees of freedom.
 
     Trials of the search count only if they are at the start. Other points are run again only if their loss in the
     search was low, so this loss would bias the noise.

@@ -1,17 +1,11 @@
 """Compute how much each searched value contributes to the gain of the best point. Also estimate what a larger
 budget, or a search of only two values, would gain.
 
-A point is *within the noise* of another if its predicted loss is at most the noise floor higher. To be sure, one
-standard deviation of this difference is added (two in :func:`fewest_changes`, where several values move).
-
-The gain that is still possible is the loss at the best point minus the minimum within ``TRUST`` steps of it, as the
-median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is too
-high, because the prior has one typical curvature for all values. So it is then limited to what the second half of
-the search's trials gained.
-
-After n trials, the gain that is still possible is about proportional to 1 / n, so n further trials bring half of it.
-On test functions, this estimate is on average within a factor of two for 9 and 25 values, and several times too high
-for 2 to 4 values. For a single search it is a guess (docs/concepts/search.md).
+The gain that is still possible is the loss at the best point minus the minimum within ``TRUST`` steps of the point.
+It is a median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is
+too high, because the prior has one typical curvature for all values. So it is then limited to what the second half of
+the trials gained. After n trials, the possible gain is about proportional to 1 / n, so n further trials bring half of
+it. How far off this estimate is: docs/concepts/search.md.
 """
 
 import itertools
@@ -20,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, TRUST, Array, Axes, Region, region
+from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, Array, Axes, Region, region
 from leaven.tuning.study_document import Coordinate, Dimension, SlicePoint
 
 SURE = 1.0  # standard deviations that are added to a predicted difference of losses, if one value moves
@@ -43,10 +37,9 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 
 
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
-    """Return the point ``best`` with as many values as possible reset to the start.
+    """Return the point ``best`` with as many values as possible reset to the start, the cheapest first.
 
-    Values are reset in turn, those with the smallest cost first. A reset is undone if all resets so far may together
-    cost more than ``floor`` nats, or make a divergence likely.
+    A reset is undone if all resets so far may cost more than ``floor`` nats, or make a divergence likely.
     """
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -70,9 +63,8 @@ def coordinates(
 ) -> tuple[Coordinate, ...]:
     """Return one :class:`Coordinate` for each searched value, the most important first.
 
-    To compute the importance of a value, only this value of the best point is replaced by its setting in each trial.
-    The importance is the standard deviation of the predicted losses, divided by the sum of these deviations over all
-    values.
+    For the importance of a value, only this value of the best point is replaced by its setting in each trial. The
+    importance is the standard deviation of the predicted losses; all importances are scaled to the sum 1.
 
     Args:
         points: (n, D), the points of the trials, with ``losses`` (n,).
@@ -129,8 +121,8 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats expected from twice as many trials. Return None if the search proposed too few trials,
-    or if the first half of these all diverged.
+    """Return the gain in nats expected from twice as many trials (top of this file). Return None if the search
+    proposed too few trials, or if the first half of these all diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
@@ -142,12 +134,9 @@ def further_gain(
     if 2 * len(first) < LEAST or not np.isfinite(losses[first]).any():
         return None
     here, rng, left = now.features.of(best), np.random.default_rng(len(points)), []
-    number = now.features.level == 0
-    low = np.where(number, np.maximum(here - TRUST, now.features.of(now.low)), here)
-    high = np.where(number, np.minimum(here + TRUST, now.features.of(now.high)), here)
     for _ in range(DRAWS):
         drawn = now.surrogate.draw(rng)
-        there = now.divergence.shorten(drawn.minimum(here, low, high), here, RISK)
+        there = now.divergence.shorten(now.lowest(drawn, best, best), here, RISK)
         at_best, at_minimum = drawn(np.array([here, there]))
         left.append(at_best - at_minimum)
     most = float(np.median(left))
@@ -159,16 +148,10 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the indices of the two values that alone bring the largest share of the predicted gain
-    of all values. Choices, such as of an activation, are left out.
+    """Return (i, j, share): the indices of the two numbers that alone bring the largest share of the predicted gain.
 
-    Return None if the gain of all values is at most ``noise``. Also return None if fewer than 3 values are not
-    choices, or if there are fewer than ``PER_VALUE`` trials for each searched value.
-
-    Args:
-        points: (n, D), the points of the trials. The pair stays within the settings that were tried.
-        best: the best point (D,).
-        noise: standard deviation of the loss between seeds, estimated or given.
+    The pair stays within the settings in ``points`` (n, D). Return None if the gain of the point ``best`` (D,) is at
+    most ``noise``, or if there are fewer than 3 numbers, or fewer than ``PER_VALUE`` trials for each value.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

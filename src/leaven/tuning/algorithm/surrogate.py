@@ -12,9 +12,8 @@ where y is the loss of a trial, h the typical curvature, noise the standard devi
 lowest the lowest loss. A number has one column x_i: its distance from the start point in steps (a step is the typical
 distance of an optimum). A choice, such as the optimizer, has one column x_i for each level but the start's: 0 or 1.
 This prior expects the optimum about one step from the start point along each column. In directions in which no trial
-has moved, the minimum stays at the start point. With more than ``MOST_WITH_INTERACTIONS`` columns, there are too many
-pairs for the trials of a search, so the interactions h_ij are 0. r is 8 / D^2 for D columns, but at most 1/2. It
-falls with D because each pair then has fewer trials.
+has moved, the minimum stays at the start point. r is 8 / D^2 for D columns, but at most 1/2. With more than
+``MOST_WITH_INTERACTIONS`` columns, there are too many pairs for the trials of a search, so the h_ij are 0.
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
 Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
@@ -32,9 +31,9 @@ used, so knowledge that the trials contradict is dropped. There are two kinds of
   two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
   prior.
 
-The divergence model is a logistic regression. The learning rate above which a run diverges differs by orders of
-magnitude between modules, and depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). So a box
-around the start cannot describe where runs diverge. Increases and decreases of a value have separate coefficients:
+The divergence model is a logistic regression. A box around the start cannot describe where runs diverge: the highest
+possible learning rate of a module depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). Increases
+and decreases of a value have separate coefficients:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
 
@@ -90,8 +89,7 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return for each column the change of the function when the column goes from 0 to 1 and the others stay at
-        ``x``, (D,)."""
+        """Return the changes (D,) of the function when one column goes from 0 to 1 and the others stay at ``x``."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
@@ -105,12 +103,9 @@ class Prior:
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior for ``d`` searched columns without earlier knowledge.
-
-        The mean of the ``d`` curvatures h_ii is 1, so the optimum is expected about one step from the start.
-        """
+        """Return the prior for ``d`` searched columns without earlier knowledge."""
         size = _size(d)
-        return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
+        return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))  # 1 for the curvatures h_ii
 
 
 @dataclass(frozen=True)
@@ -128,22 +123,20 @@ class Surrogate:
     _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
     _left: Array  # (at most n,): ratio of the posterior to the prior standard deviation along each direction
-    _interactions: bool  # whether the quadratic has the terms h_ij x_i x_j of pairs of columns
+    _columns: int  # D
 
     def value(self, x: Array) -> Array:
         """Return the posterior mean (m,) of the loss at points (m, D), minus the loss at x = 0."""
-        return np.asarray(self._features(x) @ self._mean)
+        return np.asarray(_features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to the points ``x``
-        (m, D)."""
-        apart = (self._features(x) - self._features(base[None])) @ self._root
+        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to ``x`` (m, D)."""
+        apart = (_features(x) - _features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))
 
     @property
     def mean(self) -> Quadratic:
-        """The posterior mean of the quadratic."""
         return self._quadratic(self._mean)
 
     def draw(self, rng: np.random.Generator) -> Quadratic:
@@ -157,15 +150,10 @@ class Surrogate:
         known = np.eye(len(self._mean)) - (self._directions * (1 - self._left)) @ self._directions.T
         return Prior(self._mean / self.curvature, self._root @ known)
 
-    def _features(self, x: Array) -> Array:
-        return _features(x, self._interactions)
-
     def _quadratic(self, coefficients: Array) -> Quadratic:
-        d = len(coefficients) // 2
-        if self._interactions:
-            d = round((np.sqrt(9 + 8 * len(coefficients)) - 3) / 2)
+        d = self._columns
         hessian = np.diag(coefficients[d : 2 * d])
-        if self._interactions:
+        if len(coefficients) > 2 * d:
             i, j = np.triu_indices(d, 1)
             hessian[i, j] = hessian[j, i] = interaction(d) * coefficients[2 * d :]
         return Quadratic(coefficients[:d], hessian, FLATTEST * self.curvature)
@@ -181,22 +169,21 @@ def interaction(d: int) -> float:
     return min(0.5, 8 / d**2)
 
 
-def _features(x: Array, interactions: bool) -> Array:
-    """Return the P terms of the quadratic at points ``x`` (m, D), as (m, P). They are scaled so that all coefficients
-    have the same prior standard deviation, h."""
-    terms = [x, x**2 / 2]
-    if interactions:
-        i, j = np.triu_indices(x.shape[1], 1)
-        terms.append(interaction(x.shape[1]) * x[:, i] * x[:, j])
+def _features(x: Array) -> Array:
+    """Return the P terms of the quadratic at points ``x`` (m, D), as (m, P), scaled so that all coefficients have the
+    prior standard deviation h."""
+    terms, d = [x, x**2 / 2], x.shape[1]
+    if d <= MOST_WITH_INTERACTIONS:
+        i, j = np.triu_indices(d, 1)
+        terms.append(interaction(d) * x[:, i] * x[:, j])
     return np.hstack(terms)
 
 
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
     """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
 
-    Args:
-        noise: the standard deviation of the loss between seeds, 0 if it is unknown.
-        knowledge: further priors; the prior with the highest evidence is used, which may be :meth:`Prior.plain`.
+    ``noise`` is 0 if it is unknown. Of :meth:`Prior.plain` and the priors in ``knowledge``, the one with the highest
+    evidence is used.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
@@ -206,13 +193,11 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Return ``values`` with each trial's row divided by the standard deviation of its error, and the constant
-        term ``a`` projected out."""
+        """Divide each trial's row by the standard deviation of its error, and project the constant ``a`` out."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
-    interactions = d <= MOST_WITH_INTERACTIONS
-    features = whitened(_features(points, interactions))
+    features = whitened(_features(points))
     # Steps of one octave change the loss by about h sqrt(D).
     curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)
     found: list[tuple[float, Surrogate]] = []
@@ -228,7 +213,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
         h, left = float(curvatures[i]), 1 / np.sqrt(scales[i])
         mean = h * prior.mean + h**2 * prior.root @ directions.T @ (roots * along[i] / scales[i])
         informed = len(found) < len(knowledge)
-        surrogate = Surrogate(h, noise, informed, mean, prior.root, directions.T, left, interactions)
+        surrogate = Surrogate(h, noise, informed, mean, prior.root, directions.T, left, d)
         found.append((float(evidence[i]), surrogate))
     return max(found, key=lambda pair: pair[0])[1]  # of equal ones the first, which has knowledge
 
@@ -237,13 +222,13 @@ def fitted_noise(points: Array, losses: Array) -> float:
     """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
     Losses far above the minimum may not follow a quadratic, so the spread of the lower half of the losses limits the
-    result. The fit takes about 100 n^3 operations: use it for at most a few dozen trials.
+    result. The fit takes about 100 n^3 operations.
     """
     n, d = points.shape
     spread = float(np.std(losses))
     if spread == 0:
         return 0.0
-    features = _features(points, d <= MOST_WITH_INTERACTIONS)
+    features = _features(points)
     gram, half, ones = features @ features.T, np.sum(points**2, 1) / 2, np.ones(n)
     best, found = -np.inf, spread
     for noise in spread * 2.0 ** np.arange(-10, 0.1):
@@ -261,13 +246,10 @@ def fitted_noise(points: Array, losses: Array) -> float:
 
 @dataclass(frozen=True, eq=False)
 class EarlierTrials:
-    """The finished trials of an earlier search, as distances from the start of the new search.
+    """The finished trials of an earlier search, as distances from the start of the new search."""
 
-    The first D columns are the values of the new search, in octaves. The last E columns are values that only the
-    earlier search varied, in steps (octaves divided by the typical distance of an optimum).
-    """
-
-    points: Array  # (n, D + E)
+    # (n, D + E): the D values of the new search in octaves, then in steps the E values of the earlier search only
+    points: Array
     losses: Array  # (n,), finite
     noise: float | None  # standard deviation of the loss between seeds; None if unknown
 
@@ -287,13 +269,11 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return one prior for each of ``DIFFERENCES``, the assumed differences between the two searches. The priors are
-    made from the trials of an earlier search.
+    """Return a prior for each of ``DIFFERENCES`` from the trials of an earlier search.
 
-    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns. If
-    ``noise`` is None, it is fitted to the lowest losses, because a noise of 0 would make the priors far too narrow.
+    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns.
     """
-    if noise is None:
+    if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]
         noise = fitted_noise(columns[lowest], losses[lowest])
     posterior = fit_surrogate(columns, losses, noise).as_prior()
@@ -326,10 +306,8 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _squares(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) with its risky values moved towards ``safe`` (D,) until the risk is at most ``most``.
-
-        They move at most 95% of the way, so the risk may stay above ``most``.
-        """
+        """Return ``x`` (D,) with its risky values moved towards ``safe`` (D,), at most 95% of the way, until the risk
+        is at most ``most``."""
         d = len(x)
         parts = (_squares(x) - _squares(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0

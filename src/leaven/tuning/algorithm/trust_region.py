@@ -6,7 +6,7 @@ arXiv 2512.22382).
 
 A point assigns a number or a level to every searched hyperparameter. Hyperparameters with levels, such as the
 optimizer, are called choices. Distances are in octaves: one octave doubles a multiplier. One step of a hyperparameter
-is ``scale`` octaves, the typical distance of an optimum from the start. The search works as follows:
+is ``scale`` octaves, the typical distance of an optimum from the start.
 
 1. A surrogate (a quadratic regression of the loss) is fitted to the trials with a finite loss, and a model of the
    divergence boundary to these and the diverged trials (``surrogate.py``). A loss far above the median (``OUTLIER``)
@@ -30,10 +30,9 @@ is ``scale`` octaves, the typical distance of an optimum from the start. The sea
 Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, up
 to the bounds of the space. So the box grows while the best point lies at its edge.
 
-The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, and with it the
-init and the data order, so their losses vary by less than the noise. But an improvement that holds for one seed only
-is useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
-predicted gain is above the noise.
+The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, so their losses
+vary by less than the noise. But an improvement that holds for one seed only is useless. So the surrogate assumes at
+least the noise between seeds, and a trial replaces the incumbent only if its predicted gain is above the noise.
 """
 
 import math
@@ -72,7 +71,7 @@ RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
 CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius per divergence before a trial has finished; smallest radius
-QUIET_ROUNDS = 3  # rounds without a gain above the noise after which a search stops
+QUIET_ROUNDS = 3  # rounds of max(10, D // 2) trials without a gain above the noise after which a search stops
 RESULTS = ("complete", "diverged", PRUNED)  # states of trials with a result
 
 Ran = TypeVar("Ran", bound=StudyTrial)
@@ -80,12 +79,9 @@ Ran = TypeVar("Ran", bound=StudyTrial)
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched hyperparameters: the bounds, scale and start of each, by name.
+    """The searched hyperparameters: the bounds, scale and start of each, by name. A point has two forms:
 
-    A point (a setting of all D hyperparameters) has two forms; ``tuning/point.py`` converts a point to a recipe:
-
-    - ``params`` (Optuna's word), in stores and objectives: a dict by name. An entry is a log2 multiplier; for a beta,
-      log2 of its exponent; for a value such as dropout, its change in tenths; for a choice, the index of its level.
+    - ``params`` (Optuna's word), in stores and objectives: a dict by name. ``tuning/point.py`` explains the numbers.
     - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
       names. For a choice, it is the difference of the indices, modulo the number of levels.
     """
@@ -179,9 +175,8 @@ class Axes:
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
         """Return the points nearest to ``params`` that are not in ``tried``; an empty list if all have been tried.
 
-        The distance of two points is the number of changes between them: a whole number changes by 1, a choice to any
-        other level. This is for spaces of whole numbers and choices, with at least one whole number. In other spaces,
-        the result is ``[params]``.
+        The distance is the number of changes: a whole number changes by 1, a choice to any other level. In a space
+        with other numbers, or without whole numbers, the result is ``[params]``.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -224,8 +219,7 @@ class Features:
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
-        """Return the columns (..., F) of points (..., D): the steps from ``origin`` of numbers, and 0 or 1 for each
-        level."""
+        """Return the columns (..., F) of points (..., D)."""
         owner, level = self.owner, self.level
         steps = (x[..., owner] - self.origin[owner]) / self.scale[owner]
         return np.where(level > 0, x[..., owner] == level, steps)
@@ -258,13 +252,11 @@ class Region:
     @property
     def predicted(self) -> Array:
         """The surrogate's minimum in the trust region, moved away from likely divergences, (D,)."""
-        return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
+        mean = self.surrogate.mean
+        return self._within(self.lowest(mean, self._levels(mean), self.incumbent))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). With ``last``, this is the predicted best point.
-
-        Items 3 and 4 in the docstring of this file explain the other points.
-        """
+        """Return a point to try next, (D,). With ``last``, this is the predicted best point."""
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -277,15 +269,12 @@ class Region:
         mean, drawn = self.surrogate.mean, self.surrogate.draw(rng)
         explored = (rng.random(d) < EXPLORED) | (np.arange(d) == rng.integers(d))
         levels = np.where(explored, self._levels(drawn, unseen_first=True), self._levels(mean))
-        steps = self._lowest(drawn, levels, FARTHEST) - self._lowest(mean, levels, FARTHEST)
-        return self._within(self._lowest(mean, levels) + self.radius * steps)
+        there, here = (self.lowest(each, levels, self.incumbent, FARTHEST) for each in (drawn, mean))
+        return self._within(self.lowest(mean, levels, self.incumbent) + self.radius * (there - here))
 
     def stalled(self) -> bool:
-        """Return whether the search no longer improves. Two conditions must hold:
-
-        - The last ``QUIET_ROUNDS`` rounds found no new incumbent. A round has max(10, D // 2) trials.
-        - The predicted gain over the incumbent is below the noise.
-        """
+        """Return whether the search found no new incumbent for ``QUIET_ROUNDS`` rounds, and the predicted gain over
+        the incumbent is below the noise."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
@@ -303,25 +292,21 @@ class Region:
 
         Element (i, j) of both arrays (D, m) is for ``base`` with its value i set to ``x[i, j]``.
         """
-        d, m = x.shape
-        points = np.repeat(np.tile(base, (d, 1))[:, None], m, 1)  # (D, m, D)
-        points[np.arange(d), :, np.arange(d)] = x
-        there = points.reshape(d * m, d)
+        there = _replaced(base, x).reshape(-1, len(base))
         mean = self.belief(there) - self.belief(base[None])
-        return mean.reshape(d, m), self.deviation(there, base).reshape(d, m)
+        return mean.reshape(x.shape), self.deviation(there, base).reshape(x.shape)
 
     def risk(self, x: Array) -> Array:
         """Return the probability that a trial at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return probabilities of divergence, (D, m). Entry [i, j] is for ``base`` with ``x[i, j]`` as value i."""
-        d = len(base)
-        return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
+        """Return probabilities of divergence, (D, m). Element (i, j) is for the same point as in :meth:`along`."""
+        return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice by ``quadratic``, (D,); 0 for values that are not choices. With
-        ``unseen_first``, levels that no trial has run come before all others."""
+        """Return the best level of each choice by ``quadratic``, and 0 for each number, (D,). With ``unseen_first``,
+        levels that no trial has run come before all others."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -332,11 +317,11 @@ class Region:
                 found[owner], lowest[owner] = level, effect
         return found
 
-    def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) of the minimum of ``quadratic`` in the box, within ``reach`` steps of the
-        incumbent. Choices have the given ``levels``."""
+    def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
+        """Return the columns (F,) of the minimum of ``quadratic`` in the box, within ``reach`` steps of the point
+        ``around`` (D,) and with the given ``levels`` (D,) of choices."""
         number = self.features.level == 0
-        here, fixed = self.features.of(self.incumbent), self.features.of(levels)
+        here, fixed = self.features.of(around), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
         high = np.where(number, np.minimum(here + reach, self.features.of(self.high)), fixed)
         return quadratic.minimum(here, low, high)
@@ -352,6 +337,12 @@ class Region:
         keeps = np.isin(self.features.owner, self.features.owner[refused])
         found = self.features.point(np.where(keeps, here, safe))
         return np.asarray(np.clip(found, self.low, self.high))
+
+
+def _replaced(base: Array, x: Array) -> Array:
+    """Return points (D, m, D): ``base`` (D,) with its value i set to ``x[i, j]``, for ``x`` of shape (D, m)."""
+    own = np.eye(len(base), dtype=bool)[:, None]
+    return np.where(own, x[..., None], base)
 
 
 def region(
@@ -398,7 +389,7 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the trust region after ``tried`` trials that all diverged. See item 5 in the docstring of this file."""
+    """Return the trust region after ``tried`` trials that all diverged."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -409,10 +400,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def radius_of(axes: Axes, losses: Array) -> float:
-    """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,).
-
-    While no trial has a finite loss, each trial makes the moves smaller if a learning rate is searched, else larger.
-    """
+    """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,)."""
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
     tried, closer = len(losses), learning_rates(list(axes.limits)).any()
@@ -449,10 +437,8 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,).
-
-    A global learning rate is lowered alone, because it multiplies those of modules and depths.
-    """
+    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,): the global one or, if it
+    is not searched, those of modules and depths."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])
