@@ -263,17 +263,6 @@ def test_digests_of_unusual_numbers_and_choices_match(tmp_path: Path, url: str) 
         assert len(found.trials) == trials
 
 
-def test_a_study_of_an_older_version_has_no_digests_and_resumes(tmp_path: Path) -> None:
-    file = tmp_path / "study.log"
-    search(bowl, SPACE, trials=6, storage=file)
-    older = re.sub(r'\{[^\n]*"user_attr":\{"digest"[^\n]*\n', "", file.read_text())
-    older = re.sub(r'(\{"leaven:about":.*?),"digest":"\w+"', r"\1", older).replace(',"checked":true', "")
-    assert "digest" not in older
-    file.write_text(older)
-    assert len(search(bowl, SPACE, trials=8, storage=file).trials) == 8
-    assert file.read_text().count("digest") == 2
-
-
 def test_trials_of_an_older_command_need_no_digest(tmp_path: Path) -> None:
     """One login node still has a version from before digests."""
     file = tmp_path / "study.log"
@@ -334,7 +323,7 @@ def test_trials_that_have_not_changed_are_not_checked_again(monkeypatch: pytest.
     """A search reads all trials several times for each of its trials."""
     stored, checked = stored_trials(5), list[int]()
     assert len(stored.trials) == 5
-    monkeypatch.setattr(stored_study, "_change_of", lambda trial, digests: checked.append(trial.number) or "")
+    monkeypatch.setattr(stored_study, "_change_of", lambda trial: checked.append(trial.number) or "")
     assert [trial.number for trial in stored.trials] == list(range(5))
     stored.create(TrialRequest("search", "search:5", point={"lr": 1.0}), "x", None)
     assert len(stored.trials) == stored.read().started == 6
