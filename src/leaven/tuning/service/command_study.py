@@ -8,9 +8,9 @@ With ``resume = true``, all attempts at a trial share the folder of the first on
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended. If the
   values are invalid together, such as a warm-up longer than the run, it is not even started.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: two attempts failed, or two more after it was given back (``search_loop.py``). In a failed attempt, the
-  command ends with another exit code, reports no readable loss, or takes longer than ``timeout_seconds``, or leaven
-  itself dies.
+- Failed: two attempts failed, or two more after it was given back (``search_loop.py``). An attempt fails if the
+  command ends with another exit code, reports no readable loss, or takes longer than ``timeout_seconds``, or if
+  leaven itself dies.
 
 An attempt that ends while the disk is full, or while leaven stops, does not count. If the start point fails before
 any trial has a result, the command itself is probably wrong, so the search ends.
@@ -73,10 +73,9 @@ class CommandTrainer:
         folder: the folder that contains a folder for each attempt.
         devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         works: whether a trial of the study already has a result, so that the command is known to work.
-        stop: a function that returns whether to stop. Running trials then count as not run, and are run again later.
+        stop: a function that returns whether to stop. Running trials are then run again later.
         note: a function that shows a line to the user.
-        one_folder: whether every ``leaven tune`` of this study uses ``folder``. With a database, each machine may
-            have its own.
+        one_folder: whether all commands of this study use ``folder``. With a database, each machine may have its own.
     """
 
     def __init__(
@@ -128,14 +127,9 @@ class CommandTrainer:
         for path, text in inputs_of(command, self._space, proposal, values).items():
             make_folder(path.parent)
             write_text(path, text)
-        # Without this, a command in Python would keep its output, and so its losses, in a buffer.
-        environment = {"PYTHONUNBUFFERED": "1"}
-        if (device := self._devices[proposal.worker]) is not None:
-            environment[VISIBLE] = device
-        environment |= {name: fill(text, values) for name, text in command.environment.items()}
         output = self._open_output(folder / OUTPUT)
         try:
-            outcome = self._run(proposal, values, environment, folder, output)
+            outcome = self._run(proposal, values, folder, output)
         except InputError:  # this ends the search, so end the other commands, too
             self._leaving.set()
             raise
@@ -154,23 +148,14 @@ class CommandTrainer:
         self._works = True
         return outcome
 
-    def _run(
-        self,
-        proposal: Proposal,
-        values: Mapping[str, Value],
-        environment: Mapping[str, str],
-        folder: Path,
-        output: BinaryIO,
-    ) -> Outcome | str:
-        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure.
-
-        Raises:
-            WorkerDied: if the machine cannot start another process.
-            TrialReleased: if the search stops.
-            InputError: if losses or output cannot be read, or another program has replaced the output file.
-            StoreGone: if the disk with the losses stays away.
-        """
+    def _run(self, proposal: Proposal, values: Mapping[str, Value], folder: Path, output: BinaryIO) -> Outcome | str:
+        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
         command = self._command
+        # Without this, a command in Python would keep its output, and so its losses, in a buffer.
+        environment = {"PYTHONUNBUFFERED": "1"}
+        if (device := self._devices[proposal.worker]) is not None:
+            environment[VISIBLE] = device
+        environment |= {name: fill(text, values) for name, text in command.environment.items()}
         where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
         earlier = written_losses(command.loss, where) if command.resume else []
         try:
@@ -198,11 +183,8 @@ class CommandTrainer:
         """Check the folder of a trial before the trial begins.
 
         If the folder of a new trial exists already, it is that of a trial that the store has lost: move it aside. If
-        the folder of a retry is missing, tell the user.
-
-        Raises:
-            InputError: if the folder of a retry is missing, as are the folders of all other trials: their disk is
-                probably not mounted. This is not an error if each machine may have its own folders.
+        the folder of a retry is missing, tell the user. If all others are missing as well, their disk is probably not
+        mounted: raise InputError, unless each machine may have its own folders.
         """
         made_before = self._folder.exists()
         make_folder(self._folder)
@@ -220,8 +202,7 @@ class CommandTrainer:
             self._note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return whether a trial may begin: False while a disk is full, because output would be lost. Tell the user
-        once."""
+        """Return whether a trial may begin. None may while a disk is full, because output would be lost."""
         if is_full(self._folder if self._folder.exists() else self._folder.parent):
             self._full = f"the disk of {self._folder}"
         elif time.monotonic() >= self._full_until:
@@ -232,9 +213,8 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether the output of a failed command says that a disk was full (``NO_ROOM``). Then the failure
-        does not count, and no trial begins for ``FULL_SECONDS``. After ``MOST_REPEATS`` such failures of a trial,
-        return False."""
+        """Return whether a failed command says that a disk was full (``NO_ROOM``), so its failure does not count.
+        Then no trial begins for ``FULL_SECONDS``. Return False after ``MOST_REPEATS`` such failures of a trial."""
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -259,13 +239,9 @@ class CommandTrainer:
         return output
 
     def _lock_when_free(self, output: BinaryIO) -> None:
-        """Lock the file ``output``, once the command of an earlier attempt has ended. Do nothing if the file system
-        does not support locks.
+        """Lock the file ``output`` once the command of an earlier attempt, which has inherited the lock, has ended.
 
-        A command inherits the lock: if leaven is killed, the file stays locked until the command ends.
-
-        Raises:
-            TrialReleased: if the search stops before the file is free.
+        Do nothing if the file system does not support locks. Raise TrialReleased if the search stops before.
         """
         import fcntl  # not available on Windows
 
@@ -324,12 +300,8 @@ class CommandTrainer:
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
         """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
-        If the files cannot be read while the command runs, return no losses and "". If the command has ended
-        (``complete``), wait until the files can be read.
-
-        Raises:
-            StoreGone: if the disk is away for more than ``AWAY_SECONDS``.
-            TrialReleased: if the study stops while this method waits.
+        Both are empty if the files cannot be read while the command runs. If it has ended (``complete``), wait until
+        they can be read, at most ``AWAY_SECONDS``.
         """
         command, began, warned = self._command, time.monotonic(), False
         while True:
@@ -364,10 +336,8 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if ``path`` is another file than the open file ``output``. A missing file is no error.
-
-    Another file may have the losses of another command, or only some of the losses.
-    """
+    """Raise InputError if ``path`` is now another file than the open file ``output``: it may have other losses. A
+    missing file is no error."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
@@ -392,10 +362,7 @@ def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
     """Return the values of all placeholders, by name, for a trial in ``folder`` whose seed is ``space.seed + seed``.
-
-    Raises:
-        ValueError: if the values are invalid together.
-    """
+    Raise ValueError if the values are invalid together."""
     folder, seed = folder.absolute(), space.seed + seed
     found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
     if command.config is not None:
@@ -413,15 +380,6 @@ def inputs_of(
     if RECIPE in command.used and isinstance(space, Space):
         found[Path(str(values[RECIPE]))] = render(recipe_at(space.recipe, point, int(values[SEED])))
     return found
-
-
-def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
-    """Yield the start point and, for each other level of each choice, the start with this level."""
-    start = dict.fromkeys(space.paths, 0.0)
-    yield start
-    for dimension in space.dimensions:
-        for level in range(1, len(dimension.levels)):
-            yield start | {dimension.path: float(level)}
 
 
 class CommandStudy(BaseStudy):
@@ -456,9 +414,10 @@ class CommandStudy(BaseStudy):
         shared: dict[str, Any] = {"command": command.settings}
         if isinstance(space, CommandSpace):  # a machine that uses another folder has no centre.toml to compare with
             shared[VALUES] = {name: value.model_dump(mode="json") for name, value in space.file.space.items()}
-        for point in _with_each_choice(space):
+        choices = [{each.path: float(level)} for each in space.dimensions for level in range(1, len(each.levels))]
+        for choice in ({}, *choices):  # before anything is written, fill the command with every text
             try:
-                values = values_of(command, space, point, out / BEST)
+                values = values_of(command, space, dict.fromkeys(space.paths, 0.0) | choice, out / BEST)
             except ValueError:  # values that are invalid together
                 continue
             command.filled(values)
@@ -480,26 +439,23 @@ class CommandStudy(BaseStudy):
 
     def __enter__(self) -> Self:
         opened = super().__enter__()
-        study = self._stored.study
-        if isinstance(self._where, Path):  # machines that share a database may use different folders
-            here = self._about["command_folder"]
-            if (there := study.user_attrs.get(FOLDER)) is None:
-                study.set_user_attr(FOLDER, there := here)
-            if there != here:
-                folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
-                raise InputError(
-                    f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
-                    "back if it was moved"
-                )
-        else:
-            here, key = os.path.realpath(os.curdir), f"{FOLDER}:{machine()}"
-            if (there := study.user_attrs.get(key)) is None:
-                study.set_user_attr(key, there := here)
-            if there != here:
-                self._note(
-                    f"caution: {self._name} began in {there} on this machine, and its command now runs in {here}; if "
-                    "the programs there differ, use another --study, because their losses cannot be compared"
-                )
+        study, in_journal = self._stored.study, isinstance(self._where, Path)
+        key, here = FOLDER, self._about["command_folder"]
+        if not in_journal:  # machines that share a database may use different folders
+            key, here = f"{FOLDER}:{machine()}", os.path.realpath(os.curdir)
+        if (there := study.user_attrs.get(key)) is None:
+            study.set_user_attr(key, here)
+        elif there != here and in_journal:
+            folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
+            raise InputError(
+                f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
+                "back if it was moved"
+            )
+        elif there != here:
+            self._note(
+                f"caution: {self._name} began in {there} on this machine, and its command now runs in {here}; if "
+                "the programs there differ, use another --study, because their losses cannot be compared"
+            )
         return opened
 
     @contextmanager
@@ -511,7 +467,7 @@ class CommandStudy(BaseStudy):
             devices=devices,
             works=any(trial.finished for trial in self._stored.trials),
             stop=self._stop,
-            note=self._screen.note,
+            note=self._note,
             one_folder=isinstance(self._where, Path),
         ) as trainer:
             self._ready = trainer.has_room

@@ -30,8 +30,7 @@ from leaven.tuning.space import Space
 
 STOP_POLL = 0.25  # seconds between checks of whether to stop
 # FLOPs of a step of the largest trial for which a stack (several trials trained as one batched model) was measured to
-# be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may
-# fill a GPU alone.
+# be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md).
 STACKED_FLOPS = 2.8e10
 
 
@@ -66,8 +65,7 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that cannot be searched with ``durations``. The space of a grid search
-    is also limited to the box ``space.near``."""
+    """Return the space without the values that cannot be searched with ``durations``, for a grid in its box."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -86,10 +84,9 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (space, reason) for a study with ``--stack``.
+    """Return (the space without values in which stacked trials cannot differ, None) for a study with ``--stack``.
 
-    The returned space lacks the values in which stacked trials cannot differ, and the reason is None. If a stack is
-    impossible, the space is unchanged, and the reason says why.
+    If a stack is impossible, return (the unchanged space, why).
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
@@ -103,12 +100,8 @@ def stack_size(
 ) -> tuple[int, str]:
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    The number is above 1 only where a stack was measured to be faster.
-
-    Args:
-        durations: the durations of each trial, if there are several; the number is then 1.
-        trials: the number of trials in the budget; None if the budget does not limit it.
-        free: a function that returns the number of free bytes on a GPU.
+    The number is above 1 only where a stack was measured to be faster. ``trials`` is the number in the budget, None
+    if the budget does not limit it. ``free`` returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
@@ -131,7 +124,6 @@ class TrialTrainer:
         folder: the folder of checkpoints.
         devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
         stop: a function that returns whether to stop and release the trials.
-        checkpoint_seconds: seconds between checkpoints of a trial.
         inputs: the fingerprint that text and start weights must have.
         stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because the other trials of
             a stack would not become faster.
@@ -286,12 +278,11 @@ class Study(BaseStudy):
     def _trainer(
         self, devices: Sequence[str | None], checkpoint_seconds: float
     ) -> AbstractContextManager[Objectives]:
-        folder = self.out / CHECKPOINTS
         return TrialTrainer(
             self.space,
             self._tokens,
             self._durations,
-            folder,
+            self.out / CHECKPOINTS,
             devices,
             self._stop,
             checkpoint_seconds,

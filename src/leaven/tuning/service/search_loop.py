@@ -18,13 +18,7 @@ from leaven.training.outcome import Baseline, Outcome, curve_of
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.samplers import SeededSampler
 from leaven.tuning.service.search_plan import SearchPlan, by_surrogate
-from leaven.tuning.service.stored_study import (
-    OWNER,
-    RETRY_OF,
-    StoredStudy,
-    StoredTrial,
-    TrialRequest,
-)
+from leaven.tuning.service.stored_study import OWNER, RETRY_OF, StoredStudy, StoredTrial, TrialRequest
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
@@ -167,8 +161,7 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Close the attempts of dead commands, and read all trials into ``trials``. Return the number of started
-        trials."""
+        """Close the attempts of dead commands, and read all trials. Return the number of started trials."""
         log = self._stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
@@ -250,8 +243,7 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Give the trials of ``calls``, which failed in a row, back to the study. If ``fails``, also end the search
-        with an error.
+        """Give the trials of ``calls``, which failed in a row, back to the study. If ``fails``, also end the search.
 
         A trial is given back only once: if it fails again, the cause is probably its values. If all trials of
         ``calls`` were given back before, the search goes on.
