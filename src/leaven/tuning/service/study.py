@@ -67,7 +67,7 @@ from leaven.tuning.service.search_plan import (
     check_search,
     known_trials,
 )
-from leaven.tuning.service.stored_study import RESTORE, join_study, random_id
+from leaven.tuning.service.stored_study import join_study, random_id
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
@@ -218,7 +218,7 @@ class BaseStudy(ABC):
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         saved_id, saved = self._saved_results()
-        store = self._open_store(saved_id, set(saved))
+        store = self._open_store(saved_id, len(saved))
         self._stored = join_study(
             store,
             self.space.name,
@@ -262,11 +262,11 @@ class BaseStudy(ABC):
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
 
-    def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Return the store of the study. ``saved_id`` and ``ended``, numbers of trials, are from study.json.
+    def _open_store(self, saved_id: str, ended: int) -> BaseStorage:
+        """Return the store of the study. ``saved_id``, and the number of trials that have ended, are from study.json.
 
         Raises:
-            InputError: if the store cannot be used, belongs to another study, or lacks one of the ``ended`` trials.
+            InputError: if the store cannot be used, is lost, or belongs to another study.
         """
         begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
@@ -286,9 +286,6 @@ class BaseStudy(ABC):
             raise self._store_lost(ended)
         if saved_id:
             self._require_same_study(saved_id, random_id(store.get_study_user_attrs(stored[name])))
-        attempts = store.get_all_trials(stored[name], deepcopy=False) if ended else []
-        if lost := ended - {attempt.number for attempt in attempts if attempt.state.is_finished()}:
-            raise self._store_lost(ended, lost)
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
@@ -308,18 +305,17 @@ class BaseStudy(ABC):
 
         A copy of a study in which further trials were run has the same id, but other losses.
         """
-        stored = self._stored.trials if saved else []
+        log = self._stored.read()
+        finished = [trial for trial in log.trials.values() if trial.finished]
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
-        trials = {trial.origin: trial for trial in stored} | {trial.number: trial for trial in stored}
-        for number, (state, loss) in saved.items():
-            trial = trials.get(number)
-            if state != "failed" and (trial is None or not trial.finished):
-                raise InputError(
-                    f"trial {number} of {self._name} has lost its result, which {self.out / 'study.json'} has; "
-                    f"{RESTORE}"
-                )
-            if trial is not None and trial.loss != loss:
-                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
+        trials = {trial.origin: trial for trial in finished} | {trial.number: trial for trial in finished}
+        # A failed trial may have been given back to the study since, and then has a result or runs again.
+        losses = {number: loss for number, (state, loss) in saved.items() if state != "failed"}
+        if lost := (saved.keys() - log.attempts.keys()) | (losses.keys() - trials.keys()):
+            raise self._store_lost(len(saved), lost)
+        for number, loss in losses.items():
+            if trials[number].loss != loss:
+                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trials[number].loss}")
 
     def _require_own_folder(self) -> None:
         """Raise InputError if another study has replaced the folder while this command runs."""
@@ -338,10 +334,10 @@ class BaseStudy(ABC):
             "folder, restore the file that was replaced, or use another folder"
         )
 
-    def _store_lost(self, ended: set[int], lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that lacks some of the ``ended`` trials in study.json: those with the numbers
-        ``lost`` or, if ``lost`` is empty, all of them."""
-        results, missing, way = f"the results of {len(ended)} trials", "none of them", "use another folder"
+    def _store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
+        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, all trials. ``ended``
+        trials have a result in study.json."""
+        results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"
             way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
