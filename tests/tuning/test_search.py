@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState, create_trial
 
@@ -109,21 +108,6 @@ def test_the_start_is_the_first_trial(method: str) -> None:
     assert given.trials[1].params != given.trials[0].params
     low, high = given.interval
     assert high - low == pytest.approx(2 * 1.96 * 0.1 / math.sqrt(2), rel=1e-3)
-
-
-def test_workers_run_at_once() -> None:
-    first = threading.Barrier(4)
-    calls = itertools.count()
-
-    def objective(x: dict[str, float]) -> float:
-        if next(calls) < 4:
-            first.wait(timeout=60)  # each waits for the three others: one after the other they would never end
-        return bowl(x)
-
-    found = search(objective, SPACE, trials=24, workers=4, noise=0.01, stop_at_noise=False)
-    assert len(found.trials) == 24
-    assert len({trial.number for trial in found.trials}) == 24
-    assert bowl(found.params) < 2.2
 
 
 def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> None:
@@ -285,18 +269,6 @@ def test_a_long_curve_is_thinned() -> None:
     assert loss == pytest.approx(sum(each for _, each in curve[:step]) / step)
     assert stored_study.thinned(curve[:200]) == [*curve[:200]]
     assert stored_study.thinned(()) == []
-
-
-def test_finished_trials_are_compared_with_their_digests_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1,000 trials of 90 values, reading all of them for every proposal took 0.1 s."""
-    stored = stored_trials(3)
-    compared: list[int] = []
-    digest_of = stored_study._digest_of
-    monkeypatch.setattr(
-        stored_study, "_digest_of", lambda trial, *how: compared.append(trial.number) or digest_of(trial, *how)
-    )
-    assert stored.trials == stored.trials
-    assert compared == [2]  # the others when the next trial was created
 
 
 def test_a_trial_that_ends_during_a_read_was_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,25 +602,6 @@ def test_two_searches_at_once_share_the_work() -> None:
     assert first.trials == second.trials
     assert Counter(t.purpose for t in first.trials) == Counter(t.purpose for t in whole.trials)
     assert set(Counter((tuple(x.values()), x.seed) for x in runs.asked).values()) == {1}
-
-
-def test_a_trial_of_a_silent_process_on_another_machine_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leaven.tuning.service.search_loop.STORE_POLL", 0.02)
-    store = InMemoryStorage()
-    search(bowl, SPACE, trials=4, method="random", storage=store)
-    (study,) = store.get_all_studies()
-    template = create_trial(
-        state=TrialState.RUNNING,
-        params={"a": 1.5, "b": 0.0},
-        distributions={name: FloatDistribution(*limits) for name, limits in SPACE.items()},
-        user_attrs={"owner": "elsewhere:another-boot:1:2:0", "purpose": "search", "seed": 0},
-    )
-    store.create_new_trial(study._study_id, template)
-    store.create_new_trial(study._study_id, create_trial(state=TrialState.RUNNING))  # without an owner
-    runs = Runs()
-    found = search(runs, SPACE, trials=5, method="random", storage=store, lease_seconds=0.1)
-    assert [(x.origin, dict(x)) for x in runs.asked] == [(4, {"a": 1.5, "b": 0.0})]
-    assert len(found.trials) == 5
 
 
 def test_a_budget_of_flops_reserves_the_reruns() -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna_dashboard import wsgi
+from tests.errors import refused
 
 from leaven.errors import InputError
 from leaven.tuning.service import stores
@@ -436,7 +437,7 @@ def is_text(path: Path) -> None:
 
 
 def is_database(path: Path) -> None:
-    sqlite3.connect(path).execute("CREATE TABLE t (x)").connection.close()
+    execute(path, "CREATE TABLE t (x)")
 
 
 def has_other_records(path: Path) -> None:
@@ -490,11 +491,14 @@ def test_what_is_not_a_store_is_refused(
     assert "\n" not in str(refused.value)
 
 
+def execute(database: Path, statement: str) -> None:
+    with closing(sqlite3.connect(database)) as opened, opened:
+        opened.execute(statement)
+
+
 def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
     begun(f"sqlite:///{tmp_path / 'study.db'}")
-    with sqlite3.connect(tmp_path / "study.db") as database:
-        database.execute("UPDATE alembic_version SET version_num = 'v9.9.9'")
-    database.close()
+    execute(tmp_path / "study.db", "UPDATE alembic_version SET version_num = 'v9.9.9'")
     with pytest.raises(InputError, match="no longer compatible with the table schema"):
         open_store(f"sqlite:///{tmp_path / 'study.db'}")
 
@@ -516,28 +520,19 @@ def test_a_damaged_page_of_a_database_is_one_line(tmp_path: Path, page: int) -> 
     assert "\n" not in str(refused.value)
 
 
-def test_the_rest_of_a_removed_trial_is_one_line(tmp_path: Path) -> None:
+def test_a_trial_that_was_removed_in_part_is_one_line(tmp_path: Path) -> None:
     where = tmp_path / "study.db"
     store, study = begun(f"sqlite:///{where}")
-    trial = create_trial(state=TrialState.RUNNING, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
-    store.create_new_trial(study, trial)
-    store.remove_session()
-    with sqlite3.connect(where) as database:
-        database.execute("DELETE FROM trials")
-    database.close()
-    with pytest.raises(InputError, match=r"study\.db is damaged .*; restore it from a backup") as refused:
-        open_store(f"sqlite:///{where}").create_new_trial(study, trial)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_trial_that_is_removed_while_it_runs_is_one_line(tmp_path: Path) -> None:
-    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}")
-    trial = store.create_new_trial(study)
-    with sqlite3.connect(tmp_path / "study.db") as other:
-        other.execute("DELETE FROM trials")
-    other.close()
-    with pytest.raises(InputError, match="study.db is damaged .*; restore it from a backup"):
-        store.set_trial_user_attr(trial, "a", 1)
+    template = create_trial(state=TrialState.RUNNING, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
+    trial = store.create_new_trial(study, template)
+    execute(where, "DELETE FROM trials")
+    calls: list[Callable[[], object]] = [
+        lambda: store.set_trial_user_attr(trial, "a", 1),
+        lambda: open_store(f"sqlite:///{where}").create_new_trial(study, template),
+    ]
+    for call in calls:
+        with refused("study.db is damaged", "; restore it from a backup"):
+            call()
 
 
 def test_optunas_dashboard_opens_a_study_unchanged(tmp_path: Path) -> None:

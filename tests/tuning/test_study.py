@@ -47,7 +47,7 @@ from leaven.tuning.service.command_study import CommandStudy
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
 from leaven.tuning.service.study import NoScreen, write_results
-from leaven.tuning.space import space
+from leaven.tuning.space import Space, space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
 from leaven.views.study_page import tune_command
@@ -252,10 +252,8 @@ def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
     assert list(folder.glob("000000-000001"))
 
 
-def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
-    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[list[str]] = []  # files that each attempt found
+def dying_pool(before: Callable[[Path], object]) -> type[nullcontext[Any]]:
+    """Return a stand-in for WorkerPool. Its worker calls ``before`` with the checkpoint folder, and dies."""
 
     class Pool(nullcontext[Any]):
         def __init__(self, workers: int, device: str | None = None) -> None: ...
@@ -264,15 +262,26 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
             return self
 
         def submit(self, *_: object, checkpoint: Path, **__: object) -> "Future[Any]":
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            left.append([file.name for file in checkpoint.iterdir()])
-            (checkpoint / f"{3:024x}").touch()
-            shutil.copytree(checkpoint, f"{checkpoint}.bak")
+            before(checkpoint)
             future: Future[Any] = Future()
             future.set_exception(BrokenProcessPool())
             return future
 
-    monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
+    return Pool
+
+
+def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[list[str]] = []  # files that each attempt found
+
+    def leave(checkpoint: Path) -> None:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        left.append([file.name for file in checkpoint.iterdir()])
+        (checkpoint / f"{3:024x}").touch()
+        shutil.copytree(checkpoint, f"{checkpoint}.bak")
+
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(leave))
     options = ["--study", str(tmp_path / "study"), "--trials", "2", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options])
     assert (done.exit_code, "diverged" in done.output) == (1, False)
@@ -306,20 +315,7 @@ def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
     study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopping = threading.Event()
-
-    class Pool(nullcontext[Any]):
-        def __init__(self, workers: int, device: str | None = None) -> None: ...
-
-        def __enter__(self) -> "Pool":
-            return self
-
-        def submit(self, *_: object, **__: object) -> "Future[Any]":
-            stopping.set()
-            future: Future[Any] = Future()
-            future.set_exception(BrokenProcessPool())
-            return future
-
-    monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(lambda folder: stopping.set()))
     for _ in range(2):  # a trial has failed after two deaths
         stopping.clear()
         with study() as opened:
@@ -407,22 +403,24 @@ def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable
     assert "study tiny, trial" in best.why[LR]
 
 
-def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: Path) -> None:
-    init = "hyperparameters.init_std"
-    around, best = space(short, f"{LR},{init}"), Best(3, 2.0, (1.9, 2.1), 2, 2)
-    coordinates = [Coordinate(path, x, (x, x), 0.1, 0.5, worth=True) for path, x in ((LR, 1.0), (init, -1.0))]
-    state = StudyDocument(
-        best=best,
-        octaves={LR: 1.0, init: -1.0},
-        fewest=best,
-        fewest_octaves={LR: 1.0, init: 0.0},
-        coordinates=tuple(coordinates),
+def answer_at(around: Space, octaves: dict[str, float], **more: Any) -> StudyDocument:
+    return StudyDocument(
+        best=Best(3, 2.0, (1.9, 2.1), 2, 2),
+        octaves=octaves,
+        coordinates=tuple(Coordinate(path, x, (x, x), 0.1, 0.5, worth=True) for path, x in octaves.items()),
         dimensions=around.dimensions,
         name="tiny",
         method="random",
         space=around.paths,
         trials=(),
+        **more,
     )
+
+
+def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: Path) -> None:
+    init = "hyperparameters.init_std"
+    around, fewest = space(short, f"{LR},{init}"), {LR: 1.0, init: 0.0}
+    state = answer_at(around, {LR: 1.0, init: -1.0}, fewest=Best(3, 2.0, (1.9, 2.1), 2, 2), fewest_octaves=fewest)
     write_results(tmp_path, around, state)
     written = [read_recipe(tmp_path / f"{name}.toml") for name in ("best", "fewest")]
     start = short.hyperparameters
@@ -435,19 +433,7 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
 
 def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, tmp_path: Path) -> None:
     around, notes = space(short, LR), list[str]()
-    answers = [
-        StudyDocument(
-            best=Best(3, 2.0, (1.9, 2.1), 2, 2),
-            octaves={LR: x},
-            coordinates=(Coordinate(LR, x, (x, x), 0.1, 0.5, worth=True),),
-            dimensions=around.dimensions,
-            name="tiny",
-            method="random",
-            space=around.paths,
-            trials=(),
-        )
-        for x in (1.0, 0.5)
-    ]
+    answers = [answer_at(around, {LR: x}) for x in (1.0, 0.5)]
     best, fewest = tmp_path / "best.toml", tmp_path / "fewest.toml"
     write_results(tmp_path, around, answers[0], notes.append)
     text = best.read_text()
@@ -585,16 +571,6 @@ def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[...,
     assert trial.loss == trial.branches[-1][1]
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    url, around = f"sqlite:///{tmp_path}/study.db", space(short, LR)
-    with Study(tmp_path / "here", short, around, "random", tokens, url) as study:
-        study.run(1, 1)
-    with Study(tmp_path / "there", short, around, "random", tokens, url) as study:
-        assert len(study.run(2, 1).trials) == 2
-    assert saved(tmp_path / "there")[0] == saved(tmp_path / "here")[0]
-
-
 def tree(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
@@ -621,16 +597,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
     ("method best: unknown; choose from trust-region, random", {"method": "best", "out": "new"}),
 ]
-
-
-def test_damaged_settings_of_a_study_are_one_line(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    study = Study(tmp_path / "study", short, space(short, LR), "random", tokens)
-    with study:
-        pass
-    journal = tmp_path / "study" / "journal.log"
-    journal.write_text(journal.read_text().replace('"seq_len"', '"seq_lem"'))
-    with pytest.raises(InputError, match="the settings of .* were changed in its store; restore the store"), study:
-        pass
 
 
 def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
@@ -731,14 +697,6 @@ def swap_the_journal(folder: Path, other: Path) -> None:
     shutil.copy(other / "journal.log", folder / "journal.log")
 
 
-def write_as_an_older_version(folder: Path, other: Path) -> None:
-    """Write study.json without an id and with the losses of another study."""
-    document = json.loads((folder / "study.json").read_text())
-    del document["id"]
-    (folder / "study.json").write_text(json.dumps(document))
-    write_as_a_copy(folder, other)
-
-
 def write_as_a_copy(folder: Path, other: Path) -> None:
     """Write study.json with the losses of a copy of the study, which went on by itself."""
     document = json.loads((folder / "study.json").read_text())
@@ -752,7 +710,6 @@ def write_as_a_copy(folder: Path, other: Path) -> None:
     [
         (swap_the_journal, "belongs to the study .*, but --study .* contains the study"),
         (write_as_a_copy, "has the loss .* for trial 0, but --study .* has"),
-        (write_as_an_older_version, "has the loss .* for trial 0, but --study .* has"),
     ],
 )
 def test_results_of_another_study_are_not_overwritten(
