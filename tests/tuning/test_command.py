@@ -341,12 +341,12 @@ def test_a_disk_that_is_away_when_a_command_ends_is_waited_for(
         run.notes.append(note)  # type: ignore[attr-defined]
         Path("away").rename("trials")
 
-    monkeypatch.setattr(run, "_note", back)
+    monkeypatch.setattr(run, "note", back)
     with run:
         assert run(Proposal({"lr": 0.0}, 0)).loss == 2
         assert "trial 0 has ended, but" in run.notes[0]  # type: ignore[attr-defined]
         monkeypatch.setattr(command_study, "AWAY_SECONDS", 0.0)
-        monkeypatch.setattr(run, "_note", lambda note: None)
+        monkeypatch.setattr(run, "note", lambda note: None)
         with pytest.raises(StoreGone, match=r"cannot be read \(No such file.*\); run the same command"):
             run(Proposal({"lr": 0.0}, 1))
 

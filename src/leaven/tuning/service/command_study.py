@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -66,32 +66,22 @@ AWAY_SECONDS = 300.0  # how long the losses of a command that has ended are wait
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
 
 
+@dataclass
 class CommandTrainer:
-    """The objective of a study over a command: runs the command with the values of a proposal.
+    """The objective of a study over a command: runs the command with the values of a proposal."""
 
-    Args:
-        folder: the folder that contains a folder for each attempt.
-        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
-        works: whether a trial of the study already has a result, so that the command is known to work.
-        stop: a function that returns whether to stop. Running trials are then run again later.
-        note: a function that shows a line to the user.
-        one_folder: whether all commands of this study use ``folder``. With a database, each machine may have its own.
-    """
+    command: Command
+    space: SearchSpace
+    folder: Path  # contains a folder for each attempt
+    devices: Sequence[str | None]  # the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
+    works: bool  # whether a trial of the study already has a result, so that the command is known to work
+    stop: Callable[[], bool]  # returns whether to stop; running trials are then run again later
+    note: Callable[[str], None]  # shows a line to the user
+    one_folder: bool = (
+        True  # whether all commands of the study use ``folder``; with a database, each machine has its own
+    )
 
-    def __init__(
-        self,
-        command: Command,
-        space: SearchSpace,
-        folder: Path,
-        *,
-        devices: Sequence[str | None],
-        works: bool,
-        stop: Callable[[], bool],
-        note: Callable[[str], None],
-        one_folder: bool = True,
-    ) -> None:
-        self._command, self._space, self._folder, self._one_folder = command, space, folder, one_folder
-        self._devices, self._works, self._stop, self._note = devices, works, stop, note
+    def __post_init__(self) -> None:
         self._leaving, self._commands = threading.Event(), Commands()
         self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
         self._full_until = 0.0  # when trials may begin after a command has found a full disk, by time.monotonic()
@@ -115,16 +105,16 @@ class CommandTrainer:
             InputError: if the command failed at the start point, before any trial had a result; if the folders of all
                 trials have disappeared; or if the output was replaced while the command ran.
         """
-        command = self._command
+        command = self.command
         number = proposal.origin if command.resume else proposal.number
-        folder = self._folder / f"{number:06d}"
+        folder = self.folder / f"{number:06d}"
         try:
-            values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
+            values = values_of(command, self.space, proposal, folder, proposal.seed, proposal.worker)
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
             return Outcome(math.inf)
         self._check_folder(folder, retry=number != proposal.number)
         make_folder(folder / "out")
-        for path, text in inputs_of(command, self._space, proposal, values).items():
+        for path, text in inputs_of(command, self.space, proposal, values).items():
             make_folder(path.parent)
             write_text(path, text)
         output = self._open_output(folder / OUTPUT)
@@ -137,23 +127,23 @@ class CommandTrainer:
             with suppress(OSError):  # a network disk is full or away
                 output.close()
         failed = isinstance(outcome, str)
-        full = is_full(self._folder)  # also if the command succeeded: it may have lost the end of its log
+        full = is_full(self.folder)  # also if the command succeeded: it may have lost the end of its log
         if full or (failed and self._lacked_room(proposal.origin, folder / OUTPUT)):
-            disk = f"the disk of {self._folder}" if full else "a disk"
+            disk = f"the disk of {self.folder}" if full else "a disk"
             how = outcome if failed else "ended"
-            self._note(f"trial {proposal.number} {how}; {disk} is full, so it runs again")
+            self.note(f"trial {proposal.number} {how}; {disk} is full, so it runs again")
             raise TrialReleased
         if isinstance(outcome, str):
             raise self._failure(proposal, folder / OUTPUT, outcome)
-        self._works = True
+        self.works = True
         return outcome
 
     def _run(self, proposal: Proposal, values: Mapping[str, Value], folder: Path, output: BinaryIO) -> Outcome | str:
         """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
-        command = self._command
+        command = self.command
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
         environment = {"PYTHONUNBUFFERED": "1"}
-        if (device := self._devices[proposal.worker]) is not None:
+        if (device := self.devices[proposal.worker]) is not None:
             environment[VISIBLE] = device
         environment |= {name: fill(text, values) for name, text in command.environment.items()}
         where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
@@ -167,7 +157,7 @@ class CommandTrainer:
             _require_same_file(output, folder / OUTPUT)
             complete = isinstance(outcome, Outcome) and math.isfinite(outcome.loss) and not outcome.stopped
             if complete and earlier and earlier == written_losses(command.loss, where):
-                self._note(
+                self.note(
                     f"trial {proposal.number} ended with exit code 0 and added no loss to those of an earlier "
                     f"attempt, whose last one counts; see {folder / OUTPUT}"
                 )
@@ -175,7 +165,7 @@ class CommandTrainer:
         finally:
             if left := self._commands.end(process):
                 pids = ", ".join(map(str, left))
-                self._note(
+                self.note(
                     f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
                 )
 
@@ -186,29 +176,29 @@ class CommandTrainer:
         the folder of a retry is missing, tell the user. If all others are missing as well, their disk is probably not
         mounted: raise InputError, unless each machine may have its own folders.
         """
-        made_before = self._folder.exists()
-        make_folder(self._folder)
+        made_before = self.folder.exists()
+        make_folder(self.folder)
         if folder.exists() and not retry:
-            moved = next(new for k in count(1) if not (new := self._folder / f"{folder.name}.{k}").exists())
+            moved = next(new for k in count(1) if not (new := self.folder / f"{folder.name}.{k}").exists())
             folder.rename(moved)
-            self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
+            self.note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
         elif retry and not folder.exists():
             missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
             # The mount point of a disk that is not mounted is empty, or has a file that says so.
-            if made_before and self._one_folder and not any(path.name.isdigit() for path in self._folder.iterdir()):
+            if made_before and self.one_folder and not any(path.name.isdigit() for path in self.folder.iterdir()):
                 self._leaving.set()
                 create = f"mkdir {shlex.quote(str(folder))}"
                 raise InputError(f"{missing}; mount its disk, or type {create} to begin the trial again")
-            self._note(f"{missing}; the trial begins again")
+            self.note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
         """Return whether a trial may begin. None may while a disk is full, because output would be lost."""
-        if is_full(self._folder if self._folder.exists() else self._folder.parent):
-            self._full = f"the disk of {self._folder}"
+        if is_full(self.folder if self.folder.exists() else self.folder.parent):
+            self._full = f"the disk of {self.folder}"
         elif time.monotonic() >= self._full_until:
             self._full = ""
         if self._full and not self._waits:
-            self._note(f"the next trial waits, because {self._full} is full; make room")
+            self.note(f"the next trial waits, because {self._full} is full; make room")
         self._waits = bool(self._full)
         return not self._full
 
@@ -223,7 +213,7 @@ class CommandTrainer:
 
     def _open_output(self, path: Path) -> BinaryIO:
         """Open the file for the output of a command. With ``resume = true``, attempts share the file, so lock it."""
-        if not self._command.resume:
+        if not self.command.resume:
             return open_to_write(path, os.O_CREAT | os.O_TRUNC)
         output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=False)
         try:
@@ -245,7 +235,7 @@ class CommandTrainer:
         """
         import fcntl  # not available on Windows
 
-        while not (self._stop() or self._leaving.is_set()):
+        while not (self.stop() or self._leaving.is_set()):
             try:
                 return fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -258,7 +248,7 @@ class CommandTrainer:
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
         """Wait for a command, whose losses are in ``where``. Return its outcome, or a text about its failure."""
-        command, began, next_look = self._command, time.monotonic(), 0.0
+        command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -266,7 +256,7 @@ class CommandTrainer:
             code, look = process.poll(), time.monotonic()
             if code is not None:  # the signal that ended the command may reach leaven, too
                 time.sleep(min(COMMAND_POLL, SETTLING * (look - began)))
-            if self._stop() or self._leaving.is_set():
+            if self.stop() or self._leaving.is_set():
                 raise TrialReleased
             if code is None:
                 if command.timeout_seconds is not None and look - began > command.timeout_seconds:
@@ -303,7 +293,7 @@ class CommandTrainer:
         Both are empty if the files cannot be read while the command runs. If it has ended (``complete``), wait until
         they can be read, at most ``AWAY_SECONDS``.
         """
-        command, began, warned = self._command, time.monotonic(), False
+        command, began, warned = self.command, time.monotonic(), False
         while True:
             try:
                 require_file(output)
@@ -317,10 +307,10 @@ class CommandTrainer:
                         f"{where} cannot be read ({error.strerror}); run the same command again when its disk is back"
                     ) from None
             if not warned:
-                self._note(f"trial {proposal.number} has ended, but {where} cannot be read; waiting for its disk")
+                self.note(f"trial {proposal.number} has ended, but {where} cannot be read; waiting for its disk")
                 warned = True
             time.sleep(COMMAND_POLL)
-            if self._stop() or self._leaving.is_set():
+            if self.stop() or self._leaving.is_set():
                 raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
@@ -328,10 +318,10 @@ class CommandTrainer:
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
-        if not self._works and not any(proposal.values()):
+        if not self.works and not any(proposal.values()):
             self._leaving.set()
             return InputError(f"the first run of the command {message}")
-        self._note(f"trial {proposal.number} {message}")
+        self.note(f"trial {proposal.number} {message}")
         return WorkerDied(message)
 
 

@@ -41,17 +41,13 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
             at = times * (number if step is None else step)
             before = curve.pop(at, loss)  # removed, so that the step moves to the end of the dict
             curve[at] = loss if math.isfinite(before) else before
-    except OSError as error:
-        if not complete:
+    except (OSError, LogDamaged) as error:
+        if not complete:  # another machine may see a part of the file before the rest
             return ()
-        if error.errno in storage.AWAY:
+        if isinstance(error, LogDamaged) or error.errno in storage.AWAY:
             raise
         why = f"{error.strerror}; correct this, or the path of the losses in the command file"
         raise InputError(f"{where}: {why}") from None
-    except LogDamaged:
-        if not complete:  # another machine may see a part of the file before the rest
-            return ()
-        raise
     return tuple(curve.items())
 
 

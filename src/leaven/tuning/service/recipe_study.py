@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,40 +117,27 @@ def stack_size(
     return share, f"a stack, 1/{LEAST_ROUNDS * gpus} of all trials"
 
 
+@dataclass
 class TrialTrainer:
-    """The objective of a study: trains the recipe with the values of proposals, in a process for each worker.
+    """The objective of a study: trains the recipe with the values of proposals, in a process for each worker."""
 
-    Args:
-        folder: the folder of checkpoints.
-        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
-        stop: a function that returns whether to stop and release the trials.
-        inputs: the fingerprint that text and start weights must have.
-        stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because the other trials of
-            a stack would not become faster.
-    """
+    space: Space
+    tokens: TokenSet
+    durations: Sequence[int]
+    folder: Path  # of the checkpoints
+    devices: Sequence[str | None]  # the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
+    stop: Callable[[], bool]  # returns whether to stop and release the trials
+    checkpoint_seconds: float  # between checkpoints of a trial
+    inputs: str  # the fingerprint that text and start weights must have
+    # Number of trials that a worker trains at once. Above 1 no trial is pruned: the others would not become faster.
+    stack: int
 
-    def __init__(  # noqa: PLR0917 - one of each
-        self,
-        space: Space,
-        tokens: TokenSet,
-        durations: Sequence[int],
-        folder: Path,
-        devices: Sequence[str | None],
-        stop: Callable[[], bool],
-        checkpoint_seconds: float,
-        inputs: str,
-        stack: int = 1,
-    ) -> None:
-        self._stack, self._inputs = stack, inputs
-        self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
-        # Trials with different cooldowns have loss curves of different shapes, so their curves are not compared.
-        self._prunes = COOLDOWN not in space.paths
-        self._devices, self._stop, self._checkpoint_seconds = devices, stop, checkpoint_seconds
+    def __post_init__(self) -> None:
         self._leaving, self._held = threading.Event(), ExitStack()
 
     def __enter__(self) -> "TrialTrainer":
         # If one process of a pool dies, the whole pool is unusable. So each worker has its own pool.
-        self._pools = [self._held.enter_context(WorkerPool(1, device)) for device in self._devices]
+        self._pools = [self._held.enter_context(WorkerPool(1, device)) for device in self.devices]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -170,8 +157,8 @@ class TrialTrainer:
             # ValueError: lr x weight_decay is above 1, or the warm-up is longer than the shortest duration. Such a
             # recipe is not trained and counts as diverged.
             with suppress(ValueError):
-                recipe = recipe_at(self._recipe, proposal, self._recipe.data.seed + proposal.seed)
-                branches_of(recipe, self._durations, self._tokens)
+                recipe = recipe_at(self.space.recipe, proposal, self.space.recipe.data.seed + proposal.seed)
+                branches_of(recipe, self.durations, self.tokens)
                 recipes[k] = recipe
         trained = self._train(proposals[0], list(recipes.values())) if recipes else []
         found = dict(zip(recipes, trained, strict=True))
@@ -181,29 +168,30 @@ class TrialTrainer:
         pool = self._pools[first.worker]
         saving: dict[str, Any] = {
             "checkpoint": self._checkpoint(first),
-            "checkpoint_seconds": self._checkpoint_seconds,
-            "inputs": self._inputs,
+            "checkpoint_seconds": self.checkpoint_seconds,
+            "inputs": self.inputs,
         }
         future: Future[Any]
-        if self._stack > 1:
-            future = pool.submit(train_stack, recipes, self._stack, **saving)
+        if self.stack > 1:
+            future = pool.submit(train_stack, recipes, self.stack, **saving)
         else:
-            baseline = first.baseline if self._prunes else None
-            future = pool.submit(train_trial, *recipes, baseline=baseline, durations=self._durations, **saving)
+            # Trials with different cooldowns have loss curves of different shapes, so their curves are not compared.
+            baseline = None if COOLDOWN in self.space.paths else first.baseline
+            future = pool.submit(train_trial, *recipes, baseline=baseline, durations=self.durations, **saving)
         while not wait([future], timeout=STOP_POLL).done:
-            if self._stop() or self._leaving.is_set():
+            if self.stop() or self._leaving.is_set():
                 raise TrialReleased
         try:
             found: Outcome | list[Outcome] = future.result()
         except BrokenProcessPool:
-            if self._stop() or self._leaving.is_set():  # killed together with this process
+            if self.stop() or self._leaving.is_set():  # killed together with this process
                 raise TrialReleased from None
             raise WorkerDied("has lost its worker process; possible cause: out of memory") from None
         except Exception as error:
-            if self._stack == 1 or not out_of_memory(error):
+            if self.stack == 1 or not out_of_memory(error):
                 raise
             raise InputError(
-                f"{self._stack} trials at once need more memory than is free; give a --stack below {self._stack}"
+                f"{self.stack} trials at once need more memory than is free; give a --stack below {self.stack}"
             ) from None
         return found if isinstance(found, list) else [found]
 
@@ -212,8 +200,8 @@ class TrialTrainer:
 
         Each attempt has its own folder, because a killed worker may still write for half a second.
         """
-        folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
-        for last in [path for origin, path in attempts(self._folder) if origin == proposal.origin][-1:]:
+        folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
+        for last in [path for origin, path in attempts(self.folder) if origin == proposal.origin][-1:]:
             with suppress(OSError):  # another attempt has moved or removed it: train from the first step
                 last.rename(folder)
         return folder
