@@ -77,9 +77,7 @@ class CommandTrainer:
     works: bool  # whether a trial of the study already has a result, so that the command is known to work
     stop: Callable[[], bool]  # returns whether to stop; running trials are then run again later
     note: Callable[[str], None]  # shows a line to the user
-    one_folder: bool = (
-        True  # whether all commands of the study use ``folder``; with a database, each machine has its own
-    )
+    one_folder: bool = True  # whether all commands of the study use ``folder``; false with a database
 
     def __post_init__(self) -> None:
         self._leaving, self._commands = threading.Event(), Commands()

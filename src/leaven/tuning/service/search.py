@@ -114,9 +114,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
-            resumes a stored study, even while other processes work on it. The results of its trials count, also
-            those of another ``objective``, which this function cannot compare: after a change of the objective,
-            give another ``name``. A warning says if this call ran no trial.
+            resumes a stored study, even while other processes work on it. The results of another ``objective`` count,
+            too: after a change of the objective, give another ``name``. A warning says if this call ran no trial.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
             use ``stop`` rather than an interrupt: after a KeyboardInterrupt, running calls of ``objective`` continue

@@ -198,17 +198,11 @@ class BaseStudy(ABC):
             if changes:
                 kind = self.space.kind
                 raise InputError(f"{self.out} has another {kind}: {describe_changes(changes)}; use another --study")
-        elif (
-            self.out.exists()
-            and not (self.out / "journal.log").exists()
-            and not self._saved_results()[0]
-            and not all(
-                any(fnmatch(entry.name, name) for name in own)
-                or (entry.name == CHECKPOINTS and not any(entry.glob("*")))  # such as a link to an empty disk
-                for entry in self.out.iterdir()
-            )
-        ):
-            raise InputError(f"{self.out} is not empty and contains no study; use another folder")
+        elif self.out.exists() and not (self.out / "journal.log").exists() and not self._saved_results()[0]:
+            others = [entry for entry in self.out.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
+            # CHECKPOINTS may be a link to an empty disk.
+            if any(entry.name != CHECKPOINTS or any(entry.glob("*")) for entry in others):
+                raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
         """Return this study, which will call ``note`` and ``stop`` while it waits for a locked store."""
