@@ -1,6 +1,6 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
-Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder: the output of the command
+Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. It has the output of the command
 (``output.log``), a folder ``out``, which is empty at first, and the files of ``{recipe}`` and ``{config}`` if used.
 With ``resume = true``, all attempts at a trial share the folder of the first one. How a trial ends:
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 from optuna.storages import BaseStorage
 
+LEASE_SECONDS = 60.0  # how long a command on another machine may send no heartbeat before its trials are retried
 BEATS = 4  # heartbeats in ``lease_seconds``
 LEAVING = 2.0  # seconds to wait for the heartbeat thread at the end
 _BEAT = "beat:"  # prefix of the names of the heartbeats in the store; the id of the command follows

@@ -17,6 +17,7 @@ from leaven.training.outcome import Outcome
 from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
+from leaven.tuning.service.leases import LEASE_SECONDS
 from leaven.tuning.service.search_loop import HUGE, Objective, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, check_search, known_trials
 from leaven.tuning.service.stored_study import join_study
@@ -81,7 +82,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     name: str = "leaven",
     stop: Callable[[], bool] = lambda: False,
     watch: SearchObserver | None = None,
-    lease_seconds: float = 60.0,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> SearchResult:
     """Minimise ``objective`` within a budget of trials, FLOPs or hours. Return the best point and its loss.
 

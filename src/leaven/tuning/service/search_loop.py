@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 
 from leaven.errors import InputError
 from leaven.training.outcome import Baseline, Outcome, curve_of
-from leaven.tuning.service.leases import Leases
+from leaven.tuning.service.leases import LEASE_SECONDS, Leases
 from leaven.tuning.service.samplers import SeededSampler
 from leaven.tuning.service.search_plan import SearchPlan, by_surrogate
 from leaven.tuning.service.stored_study import OWNER, RETRY_OF, StoredStudy, StoredTrial, TrialRequest
@@ -98,7 +98,7 @@ class SearchLoop:
         objectives: Objectives,
         workers: int,
         stop: Callable[[], bool],
-        lease_seconds: float,
+        lease_seconds: float = LEASE_SECONDS,
         stack: int = 1,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:

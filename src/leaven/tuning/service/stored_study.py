@@ -7,15 +7,15 @@ A trial is one training of a point with one seed. In the store it is one Optuna 
 In this file, an Optuna trial is called an attempt. Any number of commands on any machines can share a study, and the
 command that starts a search also resumes it:
 
-- Each attempt has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
-  ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
-  attempts, so a crash cannot lose a job. If two commands create an attempt for the same job at once, the attempt with
-  the lower number runs, and the other one is closed as a duplicate.
+- Each attempt has two user attributes from the beginning. Its ``owner`` is the id of the command that runs it, its
+  ``job`` a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
+  attempts, so a crash cannot lose a job. Two commands may create an attempt for the same job at once. Then the
+  attempt with the lower number runs, and the other one is closed as a duplicate.
 - If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
   the process of the new attempt dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their
   trials are retried, too, but a release does not count as a death.
-- If many trials of a command fail in a row, its machine may be broken, so the command gives them back: it adds an
-  attempt that has ended already and has the attribute ``given_back``. The attempts before it do not count as deaths.
+- If many trials of a command fail in a row, its machine may be broken, so the command gives them back. It adds an
+  attempt that has ended already, with the attribute ``given_back``. The attempts before it do not count as deaths.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
@@ -474,9 +474,8 @@ def join_study(
     created = here | {ID: uuid.uuid4().hex}
     if axes.expected:
         created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
-    if axes.earlier is not None:
-        created[EARLIER] = {"points": axes.earlier.points.tolist(), "losses": axes.earlier.losses.tolist()}
-        created[EARLIER]["noise"] = axes.earlier.noise
+    if (known := axes.earlier) is not None:
+        created[EARLIER] = {"points": known.points.tolist(), "losses": known.losses.tolist(), "noise": known.noise}
     if recipe is not None:
         created["recipe"] = recipe.model_dump(mode="json")
     study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
@@ -489,19 +488,14 @@ def join_study(
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
-    # A call without a box does not continue in the box of the study.
-    here |= {key: here.get(key, {}) for key in there.keys() & {"near"}}
-    for key, value in here.items():
-        if key not in there:
-            raise InputError(f"{what} has no {key}, so another program created it; {instead}")
-        if there[key] != value:
-            other = "other" if key in {VALUES, WEIGHTS} else "another"
-            raise InputError(f"{what} has {other} {key}: {_difference(there[key], value)}; {instead}")
+    if "near" in there:  # a call without a box does not continue in the box of the study
+        here.setdefault("near", {})
+    _require_equal(there, here, what, instead)
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    known = replace(axes, expected=expected, earlier=_reordered(earlier, list(there["space"]), list(axes.limits)))
-    return StoredStudy(store, study, known, noise, what)
+    earlier = _reordered(earlier, list(there["space"]), list(axes.limits))
+    return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise, what)
 
 
 def random_id(attributes: Mapping[str, Any]) -> str:
@@ -565,6 +559,16 @@ def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], wha
             )
         study.set_user_attr(ABOUT, settings)
     return study
+
+
+def _require_equal(there: Mapping[str, Any], here: Mapping[str, Any], what: str, instead: str) -> None:
+    """Raise InputError if a setting in the store is missing, or another one than in this command."""
+    for key, value in here.items():
+        if key not in there:
+            raise InputError(f"{what} has no {key}, so another program created it; {instead}")
+        if there[key] != value:
+            other = "other" if key in {VALUES, WEIGHTS} else "another"
+            raise InputError(f"{what} has {other} {key}: {_difference(there[key], value)}; {instead}")
 
 
 def _difference(there: Any, here: Any) -> str:

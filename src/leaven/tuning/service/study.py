@@ -13,9 +13,10 @@ A trial is one training of a point with one seed. If its process dies, the trial
    search, then some of the best points again. ``algorithm/trust_region.py`` proposes points, from a model of the loss
    fitted to the trials so far (``algorithm/surrogate.py``).
 3. :class:`TrialTrainer` (``recipe_study.py``) puts the values of the point into the recipe. It trains the recipe in a
-   worker process (**training/trial.py**), or several recipes at once (``training/stack.py``), with the loop and the
-   step of ``leaven train``, but without run folder, metrics and spike guard. The loss of the trial is the validation
-   loss after the last step. In a study over a command, ``CommandTrainer`` runs it (``command_study.py``).
+   worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). This training has the
+   loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is
+   the validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it
+   (``command_study.py``).
 4. A trial ends early if it diverges, or if it is pruned: too far behind the best one for the known noise
    (``training/early_stopping.py``). The noise is the standard deviation of the loss between seeds
    (``algorithm/noise.py``). Up to 3 trials of the start, the recipe itself, measure it before the first proposal.
@@ -365,7 +366,6 @@ class BaseStudy(ABC):
         screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
         stop_at_noise: bool = True,
-        lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
         """Run trials until the budget is used, final trials included. Return the study's document.
@@ -377,7 +377,6 @@ class BaseStudy(ABC):
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of workers; each trains one trial, or one stack of trials, at a time.
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
-            lease_seconds: how long a command on another machine may send no heartbeat until its trials are retried.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
@@ -396,9 +395,7 @@ class BaseStudy(ABC):
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
             self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
-            SearchLoop(
-                plan, self._stored, trainer, workers, stop, lease_seconds, self.stack, self._may_begin
-            ) as loop,
+            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._may_begin) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
