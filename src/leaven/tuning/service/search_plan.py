@@ -416,7 +416,6 @@ class SearchPlan:
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))
 
     def why_nothing(self, trials: Sequence[StoredTrial]) -> str:
-        """Return why the search has no answer."""
         states = [trial.state for trial in trials]
         if PRUNED in states:
             return f"no trial finished: {states.count(PRUNED)} were pruned, {states.count('diverged')} diverged"

@@ -142,7 +142,7 @@ class StoredStudy:
 
     @cached_property
     def random_id(self) -> str:
-        return random_id(self.study.user_attrs)
+        return str(self.study.user_attrs[ABOUT][ID])
 
     @cached_property
     def _log(self) -> "TrialLog":
@@ -496,12 +496,6 @@ def join_study(
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
     earlier = _reordered(earlier, list(there["space"]), list(axes.limits))
     return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise, what)
-
-
-def random_id(attributes: Mapping[str, Any]) -> str:
-    """Return the random id in the user attributes of a study; "" if it has none."""
-    settings = attributes.get(ABOUT)
-    return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
 
 
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:

@@ -68,7 +68,7 @@ from leaven.tuning.service.search_plan import (
     check_search,
     known_trials,
 )
-from leaven.tuning.service.stored_study import join_study, random_id
+from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
@@ -213,7 +213,7 @@ class BaseStudy(ABC):
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         saved_id, saved = self._saved_results()
-        store = self._open_store(saved_id, len(saved))
+        store = self._open_store(bool(saved_id or saved), len(saved))
         self._stored = join_study(
             store,
             self.space.name,
@@ -228,6 +228,7 @@ class BaseStudy(ABC):
             recipe=self.space.recipe if isinstance(self.space, Space) else None,
             shared=self._shared,
         )
+        self._require_same_study(saved_id)
         self._compare_results(saved)
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         self._claim_folder()
@@ -238,7 +239,7 @@ class BaseStudy(ABC):
         make_folder(self.out)
         with self._folder_lock():
             saved_id, saved = self._saved_results()
-            self._require_same_study(saved_id, self._stored.random_id)
+            self._require_same_study(saved_id)
             if not (self.out / "centre.toml").exists():
                 write_text(self.out / "centre.toml", self.space.text_at({}, {}))
             if not (saved_id or saved):
@@ -257,13 +258,13 @@ class BaseStudy(ABC):
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
 
-    def _open_store(self, saved_id: str, ended: int) -> BaseStorage:
-        """Return the store of the study. ``saved_id``, and the number of trials that have ended, are from study.json.
+    def _open_store(self, saved: bool, ended: int) -> BaseStorage:
+        """Return the store. ``saved`` is whether there is a study.json, in which ``ended`` trials have ended.
 
         Raises:
-            InputError: if the store cannot be used, is lost, or belongs to another study.
+            InputError: if the store cannot be used, is lost, or has another study.
         """
-        begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
+        begun = saved or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended)
         if isinstance(self._where, Path):
@@ -274,13 +275,11 @@ class BaseStudy(ABC):
                         f"{file}: you may not write it; on a writable disk its owner can type chmod g+w {file}"
                     )
         store, name = open_store(self._where, self._waited), self.space.name
-        stored = {study.study_name: study._study_id for study in store.get_all_studies()}
+        stored = [study.study_name for study in store.get_all_studies()]
         if stored and name not in stored and isinstance(self._where, Path):
-            raise InputError(f"{self._name} contains the study {next(iter(stored))}, not {name}; use another --study")
+            raise InputError(f"{self._name} contains the study {stored[0]}, not {name}; use another --study")
         if begun and name not in stored:
             raise self._store_lost(ended)
-        if saved_id:
-            self._require_same_study(saved_id, random_id(store.get_study_user_attrs(stored[name])))
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
@@ -316,12 +315,13 @@ class BaseStudy(ABC):
         """Raise InputError if another study has replaced the folder while this command runs."""
         with suppress(OSError):
             if found := _ID.search(read(self.out / "study.json")):
-                self._require_same_study(found[1].decode(), self._stored.random_id)
+                self._require_same_study(found[1].decode())
 
-    def _require_same_study(self, saved_id: str, stored_id: str) -> None:
-        """Raise InputError if both ids, of study.json and of the store, are known and differ."""
-        if saved_id and stored_id and saved_id != stored_id:
-            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
+    def _require_same_study(self, saved_id: str) -> None:
+        """Raise InputError if study.json has another id than the store. An empty id is not compared."""
+        stored = self._stored.random_id
+        if saved_id and stored != saved_id:
+            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored}")
 
     def _other_study(self, saved: str, stored: str) -> InputError:
         return InputError(
