@@ -724,8 +724,6 @@ def test_bad_input_is_one_line_and_nothing_is_written(write: Write, error: str) 
     [
         (["--flops", "1e18"], "a command file cannot be combined with --flops"),
         (["--command", "run"], "a command file cannot be combined with --command"),
-        (["--method", "grid", "--trials", "2"], "a grid over 1 hyperparameters has at least 2^1 points"),
-        (["--method", "treust"], "method treust: unknown"),
         (["--from-study", "none"], "--from-study none: no study.json in this folder"),
     ],
 )

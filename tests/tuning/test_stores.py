@@ -312,8 +312,6 @@ def test_a_full_disk_gets_no_empty_database(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(InputError, match="there is no folder .*nofolder"):
-        open_store(f"sqlite:///{tmp_path / 'nofolder' / 'a.db'}")
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(InputError, match=r"study.db cannot be created: its disk is full; make room"):
         open_store(f"sqlite:///{tmp_path / 'study.db'}")
@@ -432,18 +430,6 @@ def test_a_trial_whose_creation_was_done_but_not_confirmed_is_found_again(
     assert len(lost) == 2
 
 
-def is_text(path: Path) -> None:
-    path.write_text("notes")
-
-
-def is_database(path: Path) -> None:
-    execute(path, "CREATE TABLE t (x)")
-
-
-def has_other_records(path: Path) -> None:
-    path.write_text('{"op_code":0}\n')
-
-
 def is_damaged(path: Path) -> None:
     begun(str(path))
     path.write_bytes(path.read_bytes() + b"\0\0\n" + path.read_bytes())
@@ -455,32 +441,36 @@ def has_a_damaged_trial(path: Path) -> None:
     path.write_text(path.read_text() + json.dumps(trial) + "\n")
 
 
-def without_psycopg(path: Path) -> None:
-    sys.modules["psycopg"] = None  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize(
     ("prepare", "where", "message"),
     [
-        (is_text, "{}", "not a journal of Optuna"),
-        (has_other_records, "{}", "not a journal of Optuna"),
+        (lambda path: path.write_text("notes"), "{}", "not a journal of Optuna"),
+        (lambda path: path.write_text('{"op_code":0}\n'), "{}", "not a journal of Optuna"),
         (has_a_damaged_trial, "{}", "not a journal of Optuna, or a line is missing or was changed; restore"),
-        (is_database, "{}", "an SQLite database; give sqlite:////"),
+        (lambda path: execute(path, "CREATE TABLE t (x)"), "{}", "an SQLite database; give sqlite:////"),
         (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "this is a pipe or a device; move it away"),
         (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite:///file:some.db?uri=true", "give sqlite:///FILE"),
-        (is_text, "sqlite:///{}", "cannot be opened: file is not a database"),
+        (lambda path: path.write_text("x"), "sqlite:///{}", "cannot be opened: file is not a database"),
         (None, "mysql://user:secret@host/x", "mysql://: not a supported store; give the path of a journal, sqlite"),
         (None, "postgresql://user:secret@host:port/x", "not a valid URL; give postgresql://USER@HOST:PORT/DATABASE"),
         (None, "postgresql://user:secret@127.0.0.1:1/x", r"//user:\*\*\*@127.0.0.1:1/x cannot be opened: "),
         (None, "postgresql://user@127.0.0.1:1/x?nonsense=1", "cannot be opened: .*nonsense"),
-        (without_psycopg, "postgresql://user@127.0.0.1:1/x", r"pip install 'leaven\[postgresql\]'"),
+        (
+            lambda path: sys.modules.update(psycopg=None),
+            "postgresql://user@127.0.0.1:1/x",
+            r"pip install 'leaven\[postgresql\]'",
+        ),
     ],
 )
 def test_what_is_not_a_store_is_refused(
-    prepare: Callable[[Path], None] | None, where: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare: Callable[[Path], object] | None,
+    where: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", sys.modules.get("psycopg") or __import__("psycopg"))
     if prepare:
