@@ -1063,7 +1063,7 @@ def test_commands_on_a_database_have_the_same_values(write: Write, other: str) -
     file = write("echo iter 1: val loss 3; : {opt} {seed}", PATTERN, '[space]\nopt.choices = ["adamw", "lion"]\n')
     tune(file, "--study", store, "--out", "a", "--trials", 2)
     file.write_text(file.read_text().replace('["adamw", "lion"]', other))
-    assert "has other values: opt" in tune(file, "--study", store, "--out", "b", "--trials", 4, code=2)
+    assert "has other settings: values.opt" in tune(file, "--study", store, "--out", "b", "--trials", 4, code=2)
 
 
 @pytest.mark.parametrize("config", ["output.log", "out", "recipe.toml", "config"])

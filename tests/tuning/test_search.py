@@ -137,8 +137,8 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     assert objective.calls == 25
     assert {trial.finalist for trial in more.trials[20:24]} == {None}
     for changed, said in (
-        ({"seed": 3}, "another seed: 2 in the study, 3 in this command"),
-        ({"scales": {"b": 2.0}}, "another scales: b 1.0 in the study, 2.0 in this command; give it another name"),
+        ({"seed": 3}, "other settings: seed was 2, is now 3; give it another name"),
+        ({"scales": {"b": 2.0}}, "other settings: scales.b was 1.0, is now 2.0; give it another name"),
     ):
         with pytest.raises(InputError, match=said):
             search(bowl, SPACE, storage=storage, **({"trials": 20, "seed": 2} | changed))  # type: ignore[arg-type]
@@ -147,7 +147,9 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
 def test_a_box_of_a_stored_study_is_not_searched_without_a_word(tmp_path: Path) -> None:
     storage = tmp_path / "study.log"
     search(bowl, SPACE, trials=1, method="random", near={"a": (-1, 1)}, storage=storage)
-    with pytest.raises(InputError, match="another near: a only in the study; give it another name"):
+    with pytest.raises(
+        InputError, match=r"other settings: near.a was \[-1.0, 1.0\], is now not set; give it another name"
+    ):
         search(bowl, SPACE, trials=1, method="random", storage=storage)
 
 
@@ -748,7 +750,7 @@ def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
     with ThreadPoolExecutor(1) as pool:
         found = search(bowl, SPACE, trials=4, storage=Slow())
         with pytest.raises(
-            InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] in the study, \[-1.0, 1.0, 0.0\] in this command"
+            InputError, match=r"other settings: space.b was \[-2.0, 4.0, 0.0\], is now \[-1.0, 1.0, 0.0\]; give"
         ):
             other[0].result()
     assert len(found.trials) == 4

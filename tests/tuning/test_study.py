@@ -571,15 +571,18 @@ def tree(folder: Path) -> dict[Path, bytes | None]:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("another method: random in the study, tpe in this command", {"method": "tpe"}),
-    ("another space: .* only in this command", {"which": "global"}),
+    ("other settings: method was random, is now tpe; give it the same, or", {"method": "tpe"}),
+    ("other settings: space.model.qk_norm was not set, is now", {"which": "global"}),
     ("another recipe: hyperparameters.lr was 0.01, is now 0.02", {"change": {LR: 0.02}}),
     ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
-    ("another text: .* in the study, x in this command", {"text": "x"}),
-    ("another noise: none in the study, 0.5 in this command", {"noise": 0.5}),
-    ("another durations", {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}}),
+    ("other settings: text was .*, is now x", {"text": "x"}),
+    ("other settings: noise was not set, is now 0.5", {"noise": 0.5}),
+    (
+        "other settings: durations was .512, 1024., is now ..;",
+        {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}},
+    ),
     ('durations: with decay = "cosine" they cannot share one run', {"durations": (1024, 2048)}),
-    ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
+    ("other settings: method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "new.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "empty.db"}),
@@ -877,7 +880,7 @@ def test_trials_begin_with_the_same_weights(short: Recipe, tokens: TokenSet, tmp
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(InputError, match="the weights of .start., have changed since this command began"):
             opened.run(2, 1)
-    with pytest.raises(InputError, match="has other weights"):
+    with pytest.raises(InputError, match="has other settings: weights was"):
         study().__enter__()
     file.write_bytes(content)
     with study() as opened:

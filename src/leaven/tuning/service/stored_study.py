@@ -44,7 +44,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven import storage
 from leaven.errors import InputError
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.recipe import Recipe, differences, differing
 from leaven.training.outcome import Curve, Outcome, curve_of
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.surrogate import EarlierTrials
@@ -488,9 +488,9 @@ def join_study(
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
-    if "near" in there:  # a call without a box does not continue in the box of the study
-        here.setdefault("near", {})
-    _require_equal(there, here, what, instead)
+    keys = [*here, "near"]  # a call without a box does not continue in the box of the study
+    if changes := differing({key: there.get(key) for key in keys}, {key: here.get(key) for key in keys}):
+        raise InputError(f"{what} has other settings: {describe_changes(changes)}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
@@ -553,26 +553,3 @@ def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], wha
             )
         study.set_user_attr(ABOUT, settings)
     return study
-
-
-def _require_equal(there: Mapping[str, Any], here: Mapping[str, Any], what: str, instead: str) -> None:
-    """Raise InputError if a setting in the store is missing, or another one than in this command."""
-    for key, value in here.items():
-        if key not in there:
-            raise InputError(f"{what} has no {key}, so another program created it; {instead}")
-        if there[key] != value:
-            other = "other" if key in {VALUES, WEIGHTS} else "another"
-            raise InputError(f"{what} has {other} {key}: {_difference(there[key], value)}; {instead}")
-
-
-def _difference(there: Any, here: Any) -> str:
-    there, here = ("none" if value is None else value for value in (there, here))
-    if not (isinstance(there, dict) and isinstance(here, dict)):
-        return f"{there} in the study, {here} in this command"
-    parts = [
-        f"{n} {there[n]} in the study, {here[n]} in this command" for n in there if n in here and there[n] != here[n]
-    ]
-    for kept, other, where in ((there, here, "in the study"), (here, there, "in this command")):
-        alone = [n for n in kept if n not in other]
-        parts += [f"{', '.join(alone)} only {where}"] if alone else []
-    return "; ".join(parts)
