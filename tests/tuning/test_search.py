@@ -20,6 +20,7 @@ import optuna
 import pytest
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState, create_trial
+from tests.errors import refused
 
 from leaven.errors import InputError
 from leaven.training.outcome import Outcome
@@ -147,9 +148,7 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
 def test_a_box_of_a_stored_study_is_not_searched_without_a_word(tmp_path: Path) -> None:
     storage = tmp_path / "study.log"
     search(bowl, SPACE, trials=1, method="random", near={"a": (-1, 1)}, storage=storage)
-    with pytest.raises(
-        InputError, match=r"other settings: near.a was \[-1.0, 1.0\], is now not set; give it another name"
-    ):
+    with refused("other settings: near.a was [-1.0, 1.0], is now not set; give it another name"):
         search(bowl, SPACE, trials=1, method="random", storage=storage)
 
 
@@ -230,9 +229,9 @@ def test_a_changed_or_deleted_value_of_a_store_is_noticed(
         assert len(again(whole, 7).trials) == 7
     shutil.copy(whole, file)
     change(file)
-    with pytest.raises(InputError, match=message) as refused:
+    with pytest.raises(InputError, match=message) as found:
         again(file, 8)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize("url", ["{}", "sqlite:///{}"])
@@ -374,10 +373,8 @@ def test_invalid_arguments_are_refused_before_anything_runs(change: dict[str, ob
     def never(x: dict[str, float]) -> float:
         raise AssertionError(x)
 
-    with pytest.raises(InputError) as refused:
+    with refused(message):
         search(**({"objective": never, "space": SPACE, "trials": 10} | change))  # type: ignore[arg-type]
-    assert str(refused.value).startswith(message)
-    assert len(str(refused.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

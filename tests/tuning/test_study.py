@@ -572,15 +572,12 @@ def tree(folder: Path) -> dict[Path, bytes | None]:
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("other settings: method was random, is now tpe; give it the same, or", {"method": "tpe"}),
-    ("other settings: space.model.qk_norm was not set, is now", {"which": "global"}),
+    ("other settings: space.* was not set, is now .*; and 21 more; give", {"which": "global"}),
     ("another recipe: hyperparameters.lr was 0.01, is now 0.02", {"change": {LR: 0.02}}),
     ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
     ("other settings: text was .*, is now x", {"text": "x"}),
     ("other settings: noise was not set, is now 0.5", {"noise": 0.5}),
-    (
-        "other settings: durations was .512, 1024., is now ..;",
-        {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}},
-    ),
+    ("other settings: durations", {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}}),
     ('durations: with decay = "cosine" they cannot share one run', {"durations": (1024, 2048)}),
     ("other settings: method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),

@@ -43,7 +43,6 @@ from leaven.tuning.service.leases import machine
 from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
-from leaven.tuning.service.stored_study import VALUES
 from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.space import SearchSpace, Space
@@ -401,7 +400,7 @@ class CommandStudy(BaseStudy):
         self._command = command
         shared: dict[str, Any] = {"command": command.settings}
         if isinstance(space, CommandSpace):  # a machine that uses another folder has no centre.toml to compare with
-            shared[VALUES] = {name: value.model_dump(mode="json") for name, value in space.file.space.items()}
+            shared["values"] = {name: value.model_dump(mode="json") for name, value in space.file.space.items()}
         choices = [{each.path: float(level)} for each in space.dimensions for level in range(1, len(each.levels))]
         for choice in ({}, *choices):  # before anything is written, fill the command with every text
             try:

@@ -24,7 +24,6 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
-from leaven.tuning.service.stored_study import WEIGHTS
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
@@ -250,7 +249,7 @@ class Study(BaseStudy):
         self._fingerprint = fingerprint_of(recipe, tokens)
         shared: dict[str, Any] = {"text": tokens.fingerprint, "durations": list(durations)}
         if recipe.start.folder is not None:
-            shared[WEIGHTS] = weights_fingerprint(recipe.start.folder)
+            shared["weights"] = weights_fingerprint(recipe.start.folder)
         super().__init__(
             out,
             space,

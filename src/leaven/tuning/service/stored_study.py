@@ -56,7 +56,7 @@ ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, 
 ID = "id"  # the setting with the random id of a study, which is also in its study.json
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
-VALUES, WEIGHTS = "values", "weights"  # settings: [space] of a command file; the fingerprint of the start weights
+LISTED = 3  # of the settings that differ, so many are in the message
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 # Names of user attributes of an attempt: fields of an Outcome, and others.
@@ -490,7 +490,8 @@ def join_study(
         here["noise"] = noise = there["noise"]
     keys = [*here, "near"]  # a call without a box does not continue in the box of the study
     if changes := differing({key: there.get(key) for key in keys}, {key: here.get(key) for key in keys}):
-        raise InputError(f"{what} has other settings: {describe_changes(changes)}; {instead}")
+        more = f"; and {len(changes) - LISTED} more" if len(changes) > LISTED else ""
+        raise InputError(f"{what} has other settings: {describe_changes(changes[:LISTED])}{more}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
