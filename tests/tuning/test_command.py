@@ -34,7 +34,7 @@ from leaven.recipe.files import read_recipe
 from leaven.training.outcome import Baseline
 from leaven.training.run_logs import log_records, wandb_rows
 from leaven.tuning import search
-from leaven.tuning.command import Command, SearchedValue, command_space, fill, text_of
+from leaven.tuning.command import Command, LossSource, SearchedValue, command_space, fill, text_of
 from leaven.tuning.service import command_study, processes, search_loop
 from leaven.tuning.service.command_study import CommandStudy, CommandTrainer
 from leaven.tuning.service.losses import read_losses, why_none
@@ -773,7 +773,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
 
 
 def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
-    source = Command.model_validate({"command": "x", "loss": {"pattern": "step {step}/9.*? loss={loss}"}}).loss
+    source = LossSource.model_validate({"pattern": "step {step}/9.*? loss={loss}"})
     file = tmp_path / "output.log"
     assert read_losses(source, file, complete=True) == ()
     file.write_bytes(
@@ -793,7 +793,7 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
     assert math.isnan(read_losses(source, file, complete=True)[0][1])  # whether it was read before the second or not
     lines = tmp_path / "log.jsonl"
     lines.write_text('{"val": 3}\n{"other": 1}\n{"val": null, "at": {"x": 1}}\n{"val": 2.5}\n{"val": NaN}\n')
-    source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "val"}}).loss
+    source = LossSource.model_validate({"jsonl": "x", "key": "val"})
     found = read_losses(source, lines, complete=True)
     assert found[:2] == ((1, 3.0), (2, 2.5))
     assert math.isnan(found[2][1])
@@ -825,7 +825,7 @@ def test_null_after_losses_in_every_line_is_nan(
 ) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "loss", "step": "i"}}).loss
+    source = LossSource.model_validate({"jsonl": "x", "key": "loss", "step": "i"})
     assert math.isnan(read_losses(source, log, complete=True)[-1][1]) == diverged
     unnumbered = source.model_copy(update={"step": None})
     assert math.isnan(read_losses(unnumbered, log, complete=True)[-1][1]) == (diverged or "i" not in rows[-1])
@@ -846,7 +846,7 @@ def test_null_after_losses_in_every_line_is_nan(
     ],
 )
 def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses: list[float | str]) -> None:
-    source = Command.model_validate({"command": "x", "loss": {"pattern": "other|loss {loss}"}}).loss
+    source = LossSource.model_validate({"pattern": "other|loss {loss}"})
     (tmp_path / "log").write_text(text)
     found = [loss for _, loss in read_losses(source, tmp_path / "log", complete=True)]
     assert list(map(repr, found)) == [repr(float(loss)) for loss in losses]
@@ -864,13 +864,13 @@ def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:
             writer.add_scalar("lr", 1.0, step)
         writer.add_scalar("val/loss", 1.75, 40, new_style=True)
     losses = ((10, 3.375), (20, 2.75), (30, 2.125), (40, 1.75))
-    source = Command.model_validate({"command": "x", "loss": {"tensorboard": "x", "key": "val/loss"}}).loss
+    source = LossSource.model_validate({"tensorboard": "x", "key": "val/loss"})
     assert read_losses(source, tmp_path, complete=False) == losses
     assert read_losses(source, tmp_path / "none", complete=False) == ()
     wrong = source.model_copy(update={"key": "loss"})
     assert why_none(wrong, tmp_path) == "reported no loss: loss.key = 'loss' is none of lr, val/loss"
     # Written by wandb 0.31 in offline mode, with a text of 40,000 characters that spans two blocks.
-    source = Command.model_validate({"command": "x", "loss": {"wandb": "x", "key": "val/loss"}}).loss
+    source = LossSource.model_validate({"wandb": "x", "key": "val/loss"})
     folder = Path(__file__).with_name("wandb")
     found = read_losses(source, folder, complete=False)
     assert found[:3] == ((0, 5.0), (10, 4.5), (20, 4.0))
@@ -941,7 +941,7 @@ def test_a_damaged_log_is_an_error_of_one_line(tmp_path: Path, kind: str, conten
     }[kind]
     file = tmp_path / "a.wandb"
     file.write_bytes(content)
-    source = Command.model_validate({"command": "x", "loss": loss}).loss
+    source = LossSource.model_validate(loss)
     with pytest.raises(InputError, match=error):
         read_losses(source, tmp_path if kind == "wandb" else file, complete=True)
     if "damaged" in error:  # it may still be written
@@ -1187,13 +1187,13 @@ def test_logs_of_several_attempts_are_in_order_of_steps_not_of_clocks(tmp_path: 
     for name, found in rows.items():
         log = wandb_log(*(wandb_row(_step=b"%d" % step, loss=b"%d" % loss) for step, loss in found))
         (tmp_path / f"{name}.wandb").write_bytes(log)
-    source = Command.model_validate({"command": "x", "loss": {"wandb": "x", "key": "loss"}}).loss
+    source = LossSource.model_validate({"wandb": "x", "key": "loss"})
     assert read_losses(source, tmp_path, complete=True, resumed=True)[-1] == (3, 3.0)
 
 
 @pytest.mark.parametrize("last", ['{"val": 2, "lr"{"val": 1}\n', '{"val": 2, "l'], ids=["two in one", "cut"])
 def test_a_damaged_last_line_is_not_passed_over(tmp_path: Path, last: str) -> None:
-    source = Command.model_validate({"command": "x", "loss": {"jsonl": "x", "key": "val"}}).loss
+    source = LossSource.model_validate({"jsonl": "x", "key": "val"})
     file = tmp_path / "log.jsonl"
     file.write_text('{"val": 3}\n' + last)
     assert read_losses(source, file, complete=False) == ((1, 3.0),)
