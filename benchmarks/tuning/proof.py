@@ -24,7 +24,7 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -45,7 +45,7 @@ from leaven.training.outcome import Outcome
 from leaven.training.stack import TrialStack
 from leaven.tuning.point import BATCH, recipe_at
 from leaven.tuning.service.recipe_study import Study
-from leaven.tuning.service.search_loop import Proposal
+from leaven.tuning.service.search_loop import Objectives, Proposal
 from leaven.tuning.space import space
 
 SEEDS = tuple(range(1001, 1006))  # the searches' own are below
@@ -76,7 +76,7 @@ class RemoteStudy(Study):
     server: Connection
 
     @contextmanager
-    def _trainer(self, workers: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
+    def _trainer(self, devices: Sequence[str | None]) -> Iterator[Objectives]:
         waiting: dict[int, queue.Queue[float]] = {}
         sending = threading.Lock()
 
@@ -86,7 +86,7 @@ class RemoteStudy(Study):
 
         def train(proposal: Proposal) -> Outcome:
             try:
-                recipe = recipe_at(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
+                recipe = recipe_at(self.space.recipe, proposal, self.space.recipe.data.seed + proposal.seed)
             except ValueError:  # not a recipe
                 return Outcome(math.inf)
             waiting[proposal.number] = answer = queue.Queue()
@@ -99,7 +99,7 @@ class RemoteStudy(Study):
 
         receiver = threading.Thread(target=receive, daemon=True)
         receiver.start()
-        yield train
+        yield lambda proposals: [train(each) for each in proposals]
         self.server.send(None)
         receiver.join()
 

@@ -224,8 +224,9 @@ def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
 
 @pytest.mark.kills
 def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
-    study: Callable[..., Study], tiny: Recipe, tmp_path: Path
+    study: Callable[..., Study], tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(recipe_study, "CHECKPOINT_SECONDS", 0.0)
     endless = tiny.replace(SHORT | {"data.tokens": 2_560_000})
     folder, seen = tmp_path / "study" / "checkpoints", list[Progress]()
 
@@ -245,7 +246,7 @@ def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
             write_checkpoint(kept, Checkpoint(**vars(found) | {"progress": replace(found.progress, seconds=1e6)}))
 
     with study(recipe=endless) as opened:
-        state = opened.run(1, 1, screen=Screen(kill), stop=lambda: len(seen) == 2, checkpoint_seconds=0.0)
+        state = opened.run(1, 1, screen=Screen(kill), stop=lambda: len(seen) == 2)
     assert seen[0].tokens < seen[1].tokens
     assert seen[0].seconds < 1e6 < seen[1].seconds
     assert [trial.state for trial in state.trials] == ["waiting"]

@@ -446,7 +446,7 @@ class CommandStudy(BaseStudy):
         return opened
 
     @contextmanager
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> Iterator[Objectives]:
+    def _trainer(self, devices: Sequence[str | None]) -> Iterator[Objectives]:
         with CommandTrainer(
             self._command,
             self.space,

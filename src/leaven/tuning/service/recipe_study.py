@@ -27,6 +27,7 @@ from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
+CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
 STOP_POLL = 0.25  # seconds between checks of whether to stop
 # FLOPs of a step of the largest trial for which a stack (several trials trained as one batched model) was measured to
 # be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md).
@@ -126,7 +127,6 @@ class TrialTrainer:
     folder: Path  # of the checkpoints
     devices: Sequence[str | None]  # the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
     stop: Callable[[], bool]  # returns whether to stop and release the trials
-    checkpoint_seconds: float  # between checkpoints of a trial
     inputs: str  # the fingerprint that text and start weights must have
     # Number of trials that a worker trains at once. Above 1 no trial is pruned: the others would not become faster.
     stack: int
@@ -167,7 +167,7 @@ class TrialTrainer:
         pool = self._pools[first.worker]
         saving: dict[str, Any] = {
             "checkpoint": self._checkpoint(first),
-            "checkpoint_seconds": self.checkpoint_seconds,
+            "checkpoint_seconds": CHECKPOINT_SECONDS,
             "inputs": self.inputs,
         }
         future: Future[Any]
@@ -262,9 +262,7 @@ class Study(BaseStudy):
             about={"durations": tuple(durations)},
         )
 
-    def _trainer(
-        self, devices: Sequence[str | None], checkpoint_seconds: float
-    ) -> AbstractContextManager[Objectives]:
+    def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         return TrialTrainer(
             self.space,
             self._tokens,
@@ -272,7 +270,6 @@ class Study(BaseStudy):
             self.out / CHECKPOINTS,
             devices,
             self._stop,
-            checkpoint_seconds,
             self._fingerprint,
             self.stack,
         )

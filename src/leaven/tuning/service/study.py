@@ -170,9 +170,7 @@ class BaseStudy(ABC):
         self._check_folder()
 
     @abstractmethod
-    def _trainer(
-        self, devices: Sequence[str | None], checkpoint_seconds: float
-    ) -> AbstractContextManager[Objectives]:
+    def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         """Yield the objective. One thread for each of the ``devices`` calls it, with up to ``stack`` proposals."""
 
     def _check_folder(self) -> None:
@@ -366,7 +364,6 @@ class BaseStudy(ABC):
         screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
         stop_at_noise: bool = True,
-        checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
         """Run trials until the budget is used, final trials included. Return the study's document.
 
@@ -377,7 +374,6 @@ class BaseStudy(ABC):
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of workers; each trains one trial, or one stack of trials, at a time.
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
-            checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
             StoreGone: if the store is unreachable for 300 seconds, or until the user stops the command; or if the
@@ -394,7 +390,7 @@ class BaseStudy(ABC):
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
         with (
-            self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
+            self._trainer(devices or [None] * workers) as trainer,
             SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._may_begin) as loop,
         ):
             for event in loop:
