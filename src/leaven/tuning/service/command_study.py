@@ -212,33 +212,29 @@ class CommandTrainer:
         """Open the file for the output of a command. With ``resume = true``, attempts share the file, so lock it."""
         if not self.command.resume:
             return open_to_write(path, os.O_CREAT | os.O_TRUNC)
-        output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=False)
-        try:
-            self._lock_when_free(output)
-            if os.fstat(output.fileno()).st_nlink == 1:
-                return output
-        except BaseException:
+        output = self._locked(path, separate=False)
+        if os.fstat(output.fileno()).st_nlink > 1:  # replace a file with a second name by a copy
             output.close()
-            raise
-        output.close()
-        output = open_to_write(path, os.O_CREAT | os.O_APPEND)  # a copy, because the file has a second name
-        self._lock_when_free(output)
+            output = self._locked(path, separate=True)
         return output
 
-    def _lock_when_free(self, output: BinaryIO) -> None:
-        """Lock the file ``output`` once the command of an earlier attempt, which has inherited the lock, has ended.
+    def _locked(self, path: Path, *, separate: bool) -> BinaryIO:
+        """Open and lock a file, once the command of an earlier attempt, which has inherited the lock, has ended.
 
-        Do nothing if the file system does not support locks. Raise TrialReleased if the search stops before.
+        Do not lock the file if its disk does not support locks. Raise TrialReleased if the search stops before.
         """
         import fcntl  # not available on Windows
 
+        output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=separate)
         while not (self.stop() or self._leaving.is_set()):
             try:
-                return fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return output
             except BlockingIOError:
                 time.sleep(COMMAND_POLL)
             except OSError:  # the file system does not support locks
-                return
+                return output
+        output.close()
         raise TrialReleased
 
     def _watch(
