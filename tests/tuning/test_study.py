@@ -55,6 +55,8 @@ from leaven.views.study_page import tune_command
 SHORT = {"data.tokens": 1024, "schedule.warmup_tokens": 128}
 LR, BEST = "hyperparameters.lr", Path("best.toml")
 
+Make = Callable[..., Study]  # the fixture ``study``
+
 
 class Screen:
     def __init__(self, on_asked: Callable[[int], None] = lambda number: None) -> None:
@@ -81,7 +83,7 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 @pytest.fixture
-def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Callable[..., Study]:
+def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Make:
     def make(method: str = "random", recipe: Recipe = short, which: str = LR, **more: object) -> Study:
         return Study(tmp_path / "study", recipe, space(recipe, which), method, tokens, **more)  # type: ignore[arg-type]
 
@@ -142,9 +144,7 @@ MANY = 400  # trials, more than any test waits for
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.kills
-def test_a_killed_command_of_two_on_one_folder_loses_no_trial(
-    tiny_file: Path, study: Callable[..., Study], tmp_path: Path
-) -> None:
+def test_a_killed_command_of_two_on_one_folder_loses_no_trial(tiny_file: Path, study: Make, tmp_path: Path) -> None:
     folder = tmp_path / "study"
     one, other = (tune(tiny_file, folder, MANY, "--space", LR, "--method", "random") for _ in range(2))
     try:
@@ -176,9 +176,7 @@ def test_a_killed_command_of_two_on_one_folder_loses_no_trial(
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.kills
-def test_ctrl_c_exits_with_75_and_the_next_command_resumes(
-    tiny_file: Path, study: Callable[..., Study], tmp_path: Path
-) -> None:
+def test_ctrl_c_exits_with_75_and_the_next_command_resumes(tiny_file: Path, study: Make, tmp_path: Path) -> None:
     process = tune(tiny_file, tmp_path / "study", MANY, "--space", LR, "--method", "random")
     try:
         until(lambda: saved(tmp_path / "study"), process)
@@ -210,7 +208,7 @@ def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.kills
-def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
+def test_a_killed_worker_costs_no_trial(study: Make) -> None:
     def kill(number: int) -> None:
         if number == 0:  # whose worker takes seconds to start
             until(lambda: workers_of(os.getpid()))
@@ -224,7 +222,7 @@ def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
 
 @pytest.mark.kills
 def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
-    study: Callable[..., Study], tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Make, tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipe_study, "CHECKPOINT_SECONDS", 0.0)
     endless = tiny.replace(SHORT | {"data.tokens": 2_560_000})
@@ -294,7 +292,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_checkpoints_of_another_program_are_no_study_and_stay(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_checkpoints_of_another_program_are_no_study_and_stay(study: Make, tmp_path: Path) -> None:
     folder = tmp_path / "study" / "checkpoints"
     other = folder / "000000-001000" / "model.pt"
     other.parent.mkdir(parents=True)
@@ -313,7 +311,7 @@ def test_checkpoints_of_another_program_are_no_study_and_stay(study: Callable[..
 
 
 def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
-    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+    study: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopping = threading.Event()
     monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(lambda folder: stopping.set()))
@@ -325,7 +323,7 @@ def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Make, tmp_path: Path) -> None:
     asked: list[int] = []
     with study() as opened:
         best = opened.run(4, 1).best
@@ -339,7 +337,7 @@ def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Callable
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_command_that_stops_repeats_a_failed_call_of_the_store(
-    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+    study: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append, asked, failed = Journal.append_logs, list[int](), list[int]()
 
@@ -357,7 +355,7 @@ def test_a_command_that_stops_repeats_a_failed_call_of_the_store(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_study_json_has_no_infinities(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_study_json_has_no_infinities(study: Make, tmp_path: Path) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
@@ -371,7 +369,7 @@ def test_study_json_has_no_infinities(study: Callable[..., Study], tmp_path: Pat
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Make, tmp_path: Path) -> None:
     screen = Screen()
     with study("trust-region", which=f"{LR},hyperparameters.init_std") as opened:
         flops = flops_per_token(opened.space.recipe.model) * opened.space.recipe.data.tokens
@@ -481,7 +479,7 @@ def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: P
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Make, tmp_path: Path) -> None:
     with study("trust-region", noise=0.5) as opened:
         state = opened.run(12, 1)
     assert {trial.purpose for trial in state.trials} == {"search"}  # no gain can be above so much noise
@@ -494,7 +492,7 @@ def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_point_that_is_not_a_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
+def test_a_point_that_is_not_a_recipe_counts_as_diverged(study: Make, tiny: Recipe) -> None:
     """A search may propose lr x weight_decay above 1, which is not a valid recipe."""
     edge = tiny.replace({LR: 0.9, "hyperparameters.weight_decay": 1.0, **SHORT, "data.tokens": 1024})
     opened = study("grid", recipe=edge)  # of -3, -1, 1 and 3 octaves
@@ -558,7 +556,7 @@ def test_every_worker_that_trains_on_a_gpu_has_one(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[..., Study], tiny: Recipe) -> None:
+def test_durations_are_compared_and_the_longest_is_the_loss(study: Make, tiny: Recipe) -> None:
     wsd = tiny.replace({"schedule.decay": "wsd", **SHORT})
     with study(recipe=wsd, durations=(512, 1024)) as opened:
         state = opened.run(1, 1)
@@ -652,7 +650,7 @@ def lose_ended_trials(folder: Path) -> None:
     ids=["no journal", "neither", "empty", "cut"],
 )
 def test_a_study_that_has_lost_its_trials_does_not_start_again(
-    study: Callable[..., Study], tmp_path: Path, lose: Callable[[Path], object], said: str
+    study: Make, tmp_path: Path, lose: Callable[[Path], object], said: str
 ) -> None:
     with study() as first:
         first.run(3, 1)
@@ -666,7 +664,7 @@ def test_a_study_that_has_lost_its_trials_does_not_start_again(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_study_whose_journal_was_cut_before_a_damaged_line_goes_on(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leaven.tuning.service.stores.SECOND_LOOK", 0.0)
     with study() as first:
@@ -709,7 +707,7 @@ def write_as_a_copy(folder: Path, other: Path) -> None:
     ],
 )
 def test_results_of_another_study_are_not_overwritten(
-    study: Callable[..., Study], tmp_path: Path, change: Callable[[Path, Path], None], said: str
+    study: Make, tmp_path: Path, change: Callable[[Path, Path], None], said: str
 ) -> None:
     for copied in (True, False):
         with study() as opened:
@@ -725,7 +723,7 @@ def test_results_of_another_study_are_not_overwritten(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_result_that_another_attempt_would_replace_is_noticed(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_result_that_another_attempt_would_replace_is_noticed(study: Make, tmp_path: Path) -> None:
     """The other copy of the study has retried a trial, which has a result in this folder."""
     with study() as opened:
         opened.run(2, 1)
@@ -748,7 +746,7 @@ def test_a_result_that_another_attempt_would_replace_is_noticed(study: Callable[
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_two_studies_do_not_share_a_folder(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_two_studies_do_not_share_a_folder(study: Make, tmp_path: Path) -> None:
     """Each has a store of its own, and none of them has a result yet."""
     results, (one, two) = tmp_path / "study" / "study.json", (f"sqlite:///{tmp_path / n}.db" for n in ("one", "two"))
     with study(store=two):
@@ -766,7 +764,7 @@ def test_two_studies_do_not_share_a_folder(study: Callable[..., Study], tmp_path
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_study_without_its_centre_toml_goes_on(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_study_without_its_centre_toml_goes_on(study: Make, tmp_path: Path) -> None:
     centre = tmp_path / "study" / "centre.toml"
     with study() as first:
         first.run(1, 1)
@@ -777,7 +775,7 @@ def test_a_study_without_its_centre_toml_goes_on(study: Callable[..., Study], tm
     assert centre.read_bytes() == before
 
 
-def test_a_damaged_centre_toml_says_to_remove_it(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_damaged_centre_toml_says_to_remove_it(study: Make, tmp_path: Path) -> None:
     with study():
         pass
     (tmp_path / "study" / "centre.toml").write_text("")
@@ -785,7 +783,7 @@ def test_a_damaged_centre_toml_says_to_remove_it(study: Callable[..., Study], tm
         study()
 
 
-def test_a_study_of_another_kind_is_not_called_damaged(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_study_of_another_kind_is_not_called_damaged(study: Make, tmp_path: Path) -> None:
     with study():
         pass
     (tmp_path / "late.toml").write_text(
@@ -797,7 +795,7 @@ def test_a_study_of_another_kind_is_not_called_damaged(study: Callable[..., Stud
 
 
 def test_a_store_that_is_locked_at_the_start_is_told_and_can_be_left(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_study, "NOTE_AFTER", 0.1)
     url, told, stopped = f"sqlite:///{tmp_path / 'study.db'}", list[str](), list[bool]()
@@ -819,7 +817,7 @@ def test_a_store_that_is_locked_at_the_start_is_told_and_can_be_left(
     assert [text.startswith("the store has been unreachable for") for text in told] == [True]
 
 
-def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_database_in_its_own_folder_is_the_study(study: Make, tmp_path: Path) -> None:
     """Another command has just made it, or was killed before it wrote centre.toml."""
     (tmp_path / "study").mkdir()
     for name in ("x.db", "x.db-journal"):
@@ -832,7 +830,7 @@ def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], 
         study()
 
 
-def test_another_study_in_the_journal_locks_nobody_out(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_another_study_in_the_journal_locks_nobody_out(study: Make, tmp_path: Path) -> None:
     with study():
         pass
     optuna.create_study(study_name="notebook", storage=open_store(tmp_path / "study" / "journal.log"))
@@ -840,9 +838,7 @@ def test_another_study_in_the_journal_locks_nobody_out(study: Callable[..., Stud
         pass
 
 
-def test_a_journal_of_another_user_is_one_line(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_of_another_user_is_one_line(study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with study():
         pass
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".flock")
@@ -854,7 +850,7 @@ def test_a_journal_of_another_user_is_one_line(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_text_that_changes_while_a_study_runs_ends_it(study: Callable[..., Study]) -> None:
+def test_a_text_that_changes_while_a_study_runs_ends_it(study: Make) -> None:
     with study() as opened:
         opened._fingerprint = "of the text when the command began"
         with pytest.raises(InputError, match="the text, or the weights of .start., have changed since this command"):
@@ -899,7 +895,7 @@ def with_other_seconds(document: dict[str, Any]) -> str:
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers, with_other_seconds])
 def test_a_study_with_damaged_results_goes_on(
-    study: Callable[..., Study], tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
+    study: Make, tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
 ) -> None:
     with study() as first:
         first.run(2, 1)
@@ -921,7 +917,7 @@ def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is
 
 @pytest.mark.usefixtures("in_this_process")
 def test_trials_go_on_while_results_cannot_be_written(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
         raise InputError(f"{path}: cannot be written: No space left on device")
@@ -943,7 +939,7 @@ def test_trials_go_on_while_results_cannot_be_written(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_choices_and_dropout_are_searched_and_written(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_choices_and_dropout_are_searched_and_written(study: Make, tmp_path: Path) -> None:
     searched = ("schedule.decay", "hyperparameters.optimizer", "model.dropout", "hyperparameters.grad_clip")
     with study("trust-region", which=",".join(searched)) as opened:
         state = opened.run(10, 1)
