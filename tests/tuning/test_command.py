@@ -19,6 +19,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -93,11 +94,12 @@ def all_wait(number: int) -> str:
     return f"until [ $(wc -l < ran) -ge {number} ]; do sleep 0.02; done"
 
 
-def trainer(file: Path, **more: object) -> CommandTrainer:
+def trainer(file: Path, **more: object) -> Any:
+    """Return a CommandTrainer for a command file. It collects the notes to the user in ``notes``."""
     space, notes = command_space(file), list[str]()
     given = {"devices": [None], "works": False, "stop": lambda: False, "note": notes.append} | more
     made = CommandTrainer(space.file, space, Path("trials"), **given)  # type: ignore[arg-type]
-    made.notes = notes  # type: ignore[attr-defined]
+    made.notes = notes
     return made
 
 
@@ -277,7 +279,7 @@ def test_a_trial_that_would_resume_does_not_begin_again_without_a_word(write: Wr
         shutil.rmtree("trials")
     assert run.notes == [
         "trials/000004, the folder of an earlier attempt at this trial, is gone; the trial begins again"
-    ]  # type: ignore[attr-defined]
+    ]
 
 
 def test_only_the_end_of_a_large_output_is_read(write: Write) -> None:
@@ -291,7 +293,7 @@ def test_only_the_end_of_a_large_output_is_read(write: Write) -> None:
     run._failure(Proposal({"lr": 0.0}, 1), output, "failed")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert run.notes[0].endswith("| out of memory")  # type: ignore[attr-defined]
+    assert run.notes[0].endswith("| out of memory")
     assert peak < 2**22
     output.write_bytes(b"10%\rloss is nan\r\nend")  # a progress bar
     assert command_study._end_of(output, 100).splitlines() == ["10%", "loss is nan", "end"]
@@ -338,13 +340,13 @@ def test_a_disk_that_is_away_when_a_command_ends_is_waited_for(
     run = trainer(file)
 
     def back(note: str) -> None:
-        run.notes.append(note)  # type: ignore[attr-defined]
+        run.notes.append(note)
         Path("away").rename("trials")
 
     monkeypatch.setattr(run, "note", back)
     with run:
         assert run(Proposal({"lr": 0.0}, 0)).loss == 2
-        assert "trial 0 has ended, but" in run.notes[0]  # type: ignore[attr-defined]
+        assert "trial 0 has ended, but" in run.notes[0]
         monkeypatch.setattr(command_study, "AWAY_SECONDS", 0.0)
         monkeypatch.setattr(run, "note", lambda note: None)
         with pytest.raises(StoreGone, match=r"cannot be read \(No such file.*\); run the same command"):
@@ -534,7 +536,7 @@ def test_a_further_attempt_that_adds_no_loss_is_named(write: Write, again: str, 
             run(Proposal({"lr": 0.0}, 4))
         assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == loss
     added = "trial 6 ended with exit code 0 and added no loss to those of an earlier attempt, whose last one counts"
-    assert run.notes[1:] == ([f"{added}; see trials/000004/output.log"] if told else [])  # type: ignore[attr-defined]
+    assert run.notes[1:] == ([f"{added}; see trials/000004/output.log"] if told else [])
 
 
 def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,7 +564,7 @@ def test_a_job_of_a_cluster(write: Write, monkeypatch: pytest.MonkeyPatch) -> No
     with trainer(write(f"sh {submit} {{out}}/log sh -c 'exit 5' {{lr}} {{seed}}", loss, ONE), works=True) as run:
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 0))
-        assert "ended with exit code 5" in run.notes[0]  # type: ignore[attr-defined]
+        assert "ended with exit code 5" in run.notes[0]
     waits = write(f"sh {submit} {{out}}/log waits; : {{lr}} {{seed}}", loss, ONE)
     for until in (Path("queue/42"), Path("said")):  # while the job is being submitted, and afterwards
         Path("said").unlink(missing_ok=True)
@@ -1214,7 +1216,7 @@ def test_a_process_that_cannot_be_ended_is_named(write: Write, monkeypatch: pyte
         patched.setattr(psutil.Process, "kill", denied)
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 0))
-    assert "cannot be ended" in run.notes[0]  # type: ignore[attr-defined]
+    assert "cannot be ended" in run.notes[0]
     for left in psutil.Process().children(recursive=True):
         left.kill()
 
