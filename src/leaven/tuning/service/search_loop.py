@@ -66,8 +66,8 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective if the process that computed the loss has died. The trial is retried once. The text says
-    what happened to the trial, such as "ended with exit code 1"."""
+    """Raised by an objective if the process that computed the loss has died, with a text such as "ended with exit
+    code 1". The trial is retried once."""
 
 
 class TrialReleased(Exception):

@@ -60,8 +60,7 @@ REFITTED = 1 / 1000
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. Once a limit is reached, no further trial
-    starts."""
+    """The limits of a search, for all commands of a study together. Once one is reached, no further trial starts."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -136,8 +135,7 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` trials of every finalist, and confirmation trials if there are
-    several finalists."""
+    """Return the number of final trials: ``each`` of every finalist, and confirmation trials of several ones."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -156,8 +154,8 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method is unknown, if it ignores prior knowledge that ``axes`` has, or if ``name`` is
-    empty or too long."""
+    """Raise InputError for an unknown method, one that ignores prior knowledge in ``axes``, or an empty or too long
+    name."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -172,8 +170,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials that are known before the search begins: those of the start and, for method ``grid``, of the
-    grid.
+    """Return the trials that are known before the search begins: those of the start and, for ``grid``, of the grid.
 
     Raises:
         InputError: for method ``grid``, if ``budget.trials`` is None, or too small even for the coarsest grid.

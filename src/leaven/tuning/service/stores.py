@@ -367,8 +367,8 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it stays a dangling link for ``GRACE_SECONDS``. Optuna's dashboard makes such links
-    (JournalFileSymlinkLock), and JournalFileOpenLock waits for them forever."""
+    """Remove Optuna's lock if it stays a dangling link, as of Optuna's dashboard, for ``GRACE_SECONDS``.
+    JournalFileOpenLock would wait for it forever."""
     with suppress(OSError):  # the lock was released
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
