@@ -158,7 +158,6 @@ class BaseStudy(ABC):
         self._run_flops = run_flops
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
-        self._over = False  # whether ``run`` has run the search to its end
         self._stalled = False  # whether the search ended early because some rounds gained less than the noise
         self.nothing = ""  # why :meth:`run` found no best point; empty if it found one
         self._screen: Screen = NoScreen()
@@ -399,10 +398,10 @@ class BaseStudy(ABC):
                 else:
                     self._save_meanwhile()
         found = plan.chosen(loop.trials) is not None
-        self._over = found and not stop()
-        self._stalled = self._over and plan.ended_early(loop.trials, self._stored.now())
+        over = found and not stop()
+        self._stalled = over and plan.ended_early(loop.trials, self._stored.now())
         self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.trials)
-        if self._over:
+        if over:
             self._stored.study.set_user_attr(ANSWERED, True)
         self._remove_checkpoints()
         try:
@@ -449,7 +448,7 @@ class BaseStudy(ABC):
         Its ``best`` is set once a command has run the search to its end, and stays set while a larger budget runs.
         """
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
-        over = self._over or bool(self._stored.study.user_attrs.get(ANSWERED))
+        over = bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(
             stored,
             space.dimensions,
