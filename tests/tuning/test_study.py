@@ -892,8 +892,22 @@ def with_other_seconds(document: dict[str, Any]) -> str:
     return json.dumps(document)
 
 
+def before_a_failed_trial_was_given_back(document: dict[str, Any]) -> str:
+    """The trial has a result since, but the command was killed before it wrote study.json."""
+    document["trials"][0] |= {"state": "failed", "loss": None}
+    return json.dumps(sealed(document))
+
+
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers, with_other_seconds])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda document: "[" * 100_000,
+        without_numbers,
+        with_other_seconds,
+        before_a_failed_trial_was_given_back,
+    ],
+)
 def test_a_study_with_damaged_results_goes_on(
     study: Make, tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
 ) -> None:
