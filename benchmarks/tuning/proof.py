@@ -76,7 +76,7 @@ class RemoteStudy(Study):
     server: Connection
 
     @contextmanager
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> Iterator[Objectives]:
+    def _trainer(self, devices: Sequence[str | None]) -> Iterator[Objectives]:
         waiting: dict[int, queue.Queue[float]] = {}
         sending = threading.Lock()
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from optuna_dashboard import wsgi
+from tests.errors import refused
 
 from leaven.errors import InputError
 from leaven.tuning.service import stores
@@ -311,8 +312,6 @@ def test_a_full_disk_gets_no_empty_database(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(InputError, match="there is no folder .*nofolder"):
-        open_store(f"sqlite:///{tmp_path / 'nofolder' / 'a.db'}")
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(InputError, match=r"study.db cannot be created: its disk is full; make room"):
         open_store(f"sqlite:///{tmp_path / 'study.db'}")
@@ -431,18 +430,6 @@ def test_a_trial_whose_creation_was_done_but_not_confirmed_is_found_again(
     assert len(lost) == 2
 
 
-def is_text(path: Path) -> None:
-    path.write_text("notes")
-
-
-def is_database(path: Path) -> None:
-    sqlite3.connect(path).execute("CREATE TABLE t (x)").connection.close()
-
-
-def has_other_records(path: Path) -> None:
-    path.write_text('{"op_code":0}\n')
-
-
 def is_damaged(path: Path) -> None:
     begun(str(path))
     path.write_bytes(path.read_bytes() + b"\0\0\n" + path.read_bytes())
@@ -454,47 +441,54 @@ def has_a_damaged_trial(path: Path) -> None:
     path.write_text(path.read_text() + json.dumps(trial) + "\n")
 
 
-def without_psycopg(path: Path) -> None:
-    sys.modules["psycopg"] = None  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize(
     ("prepare", "where", "message"),
     [
-        (is_text, "{}", "not a journal of Optuna"),
-        (has_other_records, "{}", "not a journal of Optuna"),
+        (lambda path: path.write_text("notes"), "{}", "not a journal of Optuna"),
+        (lambda path: path.write_text('{"op_code":0}\n'), "{}", "not a journal of Optuna"),
         (has_a_damaged_trial, "{}", "not a journal of Optuna, or a line is missing or was changed; restore"),
-        (is_database, "{}", "an SQLite database; give sqlite:////"),
+        (lambda path: execute(path, "CREATE TABLE t (x)"), "{}", "an SQLite database; give sqlite:////"),
         (is_damaged, "{}", "line 2 is damaged; restore the file from a backup, or keep .* head -n 1"),
         (os.mkfifo, "{}", "this is a pipe or a device; move it away"),
         (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite:///file:some.db?uri=true", "give sqlite:///FILE"),
-        (is_text, "sqlite:///{}", "cannot be opened: file is not a database"),
+        (lambda path: path.write_text("notes"), "sqlite:///{}", "cannot be opened: file is not a database"),
         (None, "mysql://user:secret@host/x", "mysql://: not a supported store; give the path of a journal, sqlite"),
         (None, "postgresql://user:secret@host:port/x", "not a valid URL; give postgresql://USER@HOST:PORT/DATABASE"),
         (None, "postgresql://user:secret@127.0.0.1:1/x", r"//user:\*\*\*@127.0.0.1:1/x cannot be opened: "),
         (None, "postgresql://user@127.0.0.1:1/x?nonsense=1", "cannot be opened: .*nonsense"),
-        (without_psycopg, "postgresql://user@127.0.0.1:1/x", r"pip install 'leaven\[postgresql\]'"),
+        (
+            lambda path: sys.modules.update(psycopg=None),
+            "postgresql://user@127.0.0.1:1/x",
+            r"pip install 'leaven\[postgresql\]'",
+        ),
     ],
 )
 def test_what_is_not_a_store_is_refused(
-    prepare: Callable[[Path], None] | None, where: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare: Callable[[Path], object] | None,
+    where: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", sys.modules.get("psycopg") or __import__("psycopg"))
     if prepare:
         prepare(tmp_path / "x")
-    with pytest.raises(InputError, match=message) as refused:
+    with pytest.raises(InputError, match=message) as found:
         open_store(where.format(tmp_path / "x"))
-    assert "secret" not in str(refused.value)
-    assert "\n" not in str(refused.value)
+    assert "secret" not in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def execute(database: Path, statement: str) -> None:
+    with closing(sqlite3.connect(database)) as opened, opened:
+        opened.execute(statement)
 
 
 def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
     begun(f"sqlite:///{tmp_path / 'study.db'}")
-    with sqlite3.connect(tmp_path / "study.db") as database:
-        database.execute("UPDATE alembic_version SET version_num = 'v9.9.9'")
-    database.close()
+    execute(tmp_path / "study.db", "UPDATE alembic_version SET version_num = 'v9.9.9'")
     with pytest.raises(InputError, match="no longer compatible with the table schema"):
         open_store(f"sqlite:///{tmp_path / 'study.db'}")
 
@@ -507,37 +501,24 @@ def test_a_damaged_page_of_a_database_is_one_line(tmp_path: Path, page: int) -> 
     content[page * 4096 : (page + 1) * 4096] = bytes(4096)
     where.write_bytes(content)
 
-    def read() -> None:
+    with refused("study.db ", "malformed"):
         store = open_store(f"sqlite:///{where}")
         store.get_all_trials(store.get_study_id_from_name("s"))
 
-    with pytest.raises(InputError, match=r"study\.db (is damaged|cannot be opened).*malformed") as refused:
-        read()
-    assert "\n" not in str(refused.value)
 
-
-def test_the_rest_of_a_removed_trial_is_one_line(tmp_path: Path) -> None:
+def test_a_trial_that_was_removed_in_part_is_one_line(tmp_path: Path) -> None:
     where = tmp_path / "study.db"
     store, study = begun(f"sqlite:///{where}")
-    trial = create_trial(state=TrialState.RUNNING, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
-    store.create_new_trial(study, trial)
-    store.remove_session()
-    with sqlite3.connect(where) as database:
-        database.execute("DELETE FROM trials")
-    database.close()
-    with pytest.raises(InputError, match=r"study\.db is damaged .*; restore it from a backup") as refused:
-        open_store(f"sqlite:///{where}").create_new_trial(study, trial)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_trial_that_is_removed_while_it_runs_is_one_line(tmp_path: Path) -> None:
-    store, study = begun(f"sqlite:///{tmp_path / 'study.db'}")
-    trial = store.create_new_trial(study)
-    with sqlite3.connect(tmp_path / "study.db") as other:
-        other.execute("DELETE FROM trials")
-    other.close()
-    with pytest.raises(InputError, match="study.db is damaged .*; restore it from a backup"):
-        store.set_trial_user_attr(trial, "a", 1)
+    template = create_trial(state=TrialState.RUNNING, params={"x": 0.5}, distributions={"x": FloatDistribution(0, 1)})
+    trial = store.create_new_trial(study, template)
+    execute(where, "DELETE FROM trials")
+    calls: list[Callable[[], object]] = [
+        lambda: store.set_trial_user_attr(trial, "a", 1),
+        lambda: open_store(f"sqlite:///{where}").create_new_trial(study, template),
+    ]
+    for call in calls:
+        with refused("study.db is damaged", "; restore it from a backup"):
+            call()
 
 
 def test_optunas_dashboard_opens_a_study_unchanged(tmp_path: Path) -> None:

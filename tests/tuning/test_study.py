@@ -47,13 +47,15 @@ from leaven.tuning.service.command_study import CommandStudy
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
 from leaven.tuning.service.study import NoScreen, write_results
-from leaven.tuning.space import space
+from leaven.tuning.space import Space, space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
 from leaven.views.study_page import tune_command
 
 SHORT = {"data.tokens": 1024, "schedule.warmup_tokens": 128}
 LR, BEST = "hyperparameters.lr", Path("best.toml")
+
+Make = Callable[..., Study]  # the fixture ``study``
 
 
 class Screen:
@@ -81,7 +83,7 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 @pytest.fixture
-def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Callable[..., Study]:
+def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Make:
     def make(method: str = "random", recipe: Recipe = short, which: str = LR, **more: object) -> Study:
         return Study(tmp_path / "study", recipe, space(recipe, which), method, tokens, **more)  # type: ignore[arg-type]
 
@@ -142,9 +144,7 @@ MANY = 400  # trials, more than any test waits for
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.kills
-def test_a_killed_command_of_two_on_one_folder_loses_no_trial(
-    tiny_file: Path, study: Callable[..., Study], tmp_path: Path
-) -> None:
+def test_a_killed_command_of_two_on_one_folder_loses_no_trial(tiny_file: Path, study: Make, tmp_path: Path) -> None:
     folder = tmp_path / "study"
     one, other = (tune(tiny_file, folder, MANY, "--space", LR, "--method", "random") for _ in range(2))
     try:
@@ -176,9 +176,7 @@ def test_a_killed_command_of_two_on_one_folder_loses_no_trial(
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.kills
-def test_ctrl_c_exits_with_75_and_the_next_command_resumes(
-    tiny_file: Path, study: Callable[..., Study], tmp_path: Path
-) -> None:
+def test_ctrl_c_exits_with_75_and_the_next_command_resumes(tiny_file: Path, study: Make, tmp_path: Path) -> None:
     process = tune(tiny_file, tmp_path / "study", MANY, "--space", LR, "--method", "random")
     try:
         until(lambda: saved(tmp_path / "study"), process)
@@ -210,7 +208,7 @@ def test_ctrl_c_while_workers_start_is_quiet(tiny_file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.kills
-def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
+def test_a_killed_worker_costs_no_trial(study: Make) -> None:
     def kill(number: int) -> None:
         if number == 0:  # whose worker takes seconds to start
             until(lambda: workers_of(os.getpid()))
@@ -224,8 +222,9 @@ def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
 
 @pytest.mark.kills
 def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
-    study: Callable[..., Study], tiny: Recipe, tmp_path: Path
+    study: Make, tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(recipe_study, "CHECKPOINT_SECONDS", 0.0)
     endless = tiny.replace(SHORT | {"data.tokens": 2_560_000})
     folder, seen = tmp_path / "study" / "checkpoints", list[Progress]()
 
@@ -245,17 +244,15 @@ def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
             write_checkpoint(kept, Checkpoint(**vars(found) | {"progress": replace(found.progress, seconds=1e6)}))
 
     with study(recipe=endless) as opened:
-        state = opened.run(1, 1, screen=Screen(kill), stop=lambda: len(seen) == 2, checkpoint_seconds=0.0)
+        state = opened.run(1, 1, screen=Screen(kill), stop=lambda: len(seen) == 2)
     assert seen[0].tokens < seen[1].tokens
     assert seen[0].seconds < 1e6 < seen[1].seconds
     assert [trial.state for trial in state.trials] == ["waiting"]
     assert list(folder.glob("000000-000001"))
 
 
-def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
-    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[list[str]] = []  # files that each attempt found
+def dying_pool(before: Callable[[Path], object]) -> type[nullcontext[Any]]:
+    """Return a stand-in for WorkerPool. Its worker calls ``before`` with the checkpoint folder, and dies."""
 
     class Pool(nullcontext[Any]):
         def __init__(self, workers: int, device: str | None = None) -> None: ...
@@ -264,15 +261,26 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
             return self
 
         def submit(self, *_: object, checkpoint: Path, **__: object) -> "Future[Any]":
-            checkpoint.mkdir(parents=True, exist_ok=True)
-            left.append([file.name for file in checkpoint.iterdir()])
-            (checkpoint / f"{3:024x}").touch()
-            shutil.copytree(checkpoint, f"{checkpoint}.bak")
+            before(checkpoint)
             future: Future[Any] = Future()
             future.set_exception(BrokenProcessPool())
             return future
 
-    monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
+    return Pool
+
+
+def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[list[str]] = []  # files that each attempt found
+
+    def leave(checkpoint: Path) -> None:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        left.append([file.name for file in checkpoint.iterdir()])
+        (checkpoint / f"{3:024x}").touch()
+        shutil.copytree(checkpoint, f"{checkpoint}.bak")
+
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(leave))
     options = ["--study", str(tmp_path / "study"), "--trials", "2", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options])
     assert (done.exit_code, "diverged" in done.output) == (1, False)
@@ -284,7 +292,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_checkpoints_of_another_program_are_no_study_and_stay(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_checkpoints_of_another_program_are_no_study_and_stay(study: Make, tmp_path: Path) -> None:
     folder = tmp_path / "study" / "checkpoints"
     other = folder / "000000-001000" / "model.pt"
     other.parent.mkdir(parents=True)
@@ -303,23 +311,10 @@ def test_checkpoints_of_another_program_are_no_study_and_stay(study: Callable[..
 
 
 def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
-    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+    study: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopping = threading.Event()
-
-    class Pool(nullcontext[Any]):
-        def __init__(self, workers: int, device: str | None = None) -> None: ...
-
-        def __enter__(self) -> "Pool":
-            return self
-
-        def submit(self, *_: object, **__: object) -> "Future[Any]":
-            stopping.set()
-            future: Future[Any] = Future()
-            future.set_exception(BrokenProcessPool())
-            return future
-
-    monkeypatch.setattr(recipe_study, "WorkerPool", Pool)
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(lambda folder: stopping.set()))
     for _ in range(2):  # a trial has failed after two deaths
         stopping.clear()
         with study() as opened:
@@ -328,7 +323,7 @@ def test_a_worker_that_is_killed_while_leaven_stops_does_not_count(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Make, tmp_path: Path) -> None:
     asked: list[int] = []
     with study() as opened:
         best = opened.run(4, 1).best
@@ -342,7 +337,7 @@ def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Callable
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_command_that_stops_repeats_a_failed_call_of_the_store(
-    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+    study: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append, asked, failed = Journal.append_logs, list[int](), list[int]()
 
@@ -360,7 +355,7 @@ def test_a_command_that_stops_repeats_a_failed_call_of_the_store(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_study_json_has_no_infinities(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_study_json_has_no_infinities(study: Make, tmp_path: Path) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
@@ -374,7 +369,7 @@ def test_study_json_has_no_infinities(study: Callable[..., Study], tmp_path: Pat
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Make, tmp_path: Path) -> None:
     screen = Screen()
     with study("trust-region", which=f"{LR},hyperparameters.init_std") as opened:
         flops = flops_per_token(opened.space.recipe.model) * opened.space.recipe.data.tokens
@@ -407,22 +402,24 @@ def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable
     assert "study tiny, trial" in best.why[LR]
 
 
-def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: Path) -> None:
-    init = "hyperparameters.init_std"
-    around, best = space(short, f"{LR},{init}"), Best(3, 2.0, (1.9, 2.1), 2, 2)
-    coordinates = [Coordinate(path, x, (x, x), 0.1, 0.5, worth=True) for path, x in ((LR, 1.0), (init, -1.0))]
-    state = StudyDocument(
-        best=best,
-        octaves={LR: 1.0, init: -1.0},
-        fewest=best,
-        fewest_octaves={LR: 1.0, init: 0.0},
-        coordinates=tuple(coordinates),
+def answer_at(around: Space, octaves: dict[str, float], **more: Any) -> StudyDocument:
+    return StudyDocument(
+        best=Best(3, 2.0, (1.9, 2.1), 2, 2),
+        octaves=octaves,
+        coordinates=tuple(Coordinate(path, x, (x, x), 0.1, 0.5, worth=True) for path, x in octaves.items()),
         dimensions=around.dimensions,
         name="tiny",
         method="random",
         space=around.paths,
         trials=(),
+        **more,
     )
+
+
+def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: Path) -> None:
+    init = "hyperparameters.init_std"
+    around, fewest = space(short, f"{LR},{init}"), {LR: 1.0, init: 0.0}
+    state = answer_at(around, {LR: 1.0, init: -1.0}, fewest=Best(3, 2.0, (1.9, 2.1), 2, 2), fewest_octaves=fewest)
     write_results(tmp_path, around, state)
     written = [read_recipe(tmp_path / f"{name}.toml") for name in ("best", "fewest")]
     start = short.hyperparameters
@@ -435,19 +432,7 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
 
 def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, tmp_path: Path) -> None:
     around, notes = space(short, LR), list[str]()
-    answers = [
-        StudyDocument(
-            best=Best(3, 2.0, (1.9, 2.1), 2, 2),
-            octaves={LR: x},
-            coordinates=(Coordinate(LR, x, (x, x), 0.1, 0.5, worth=True),),
-            dimensions=around.dimensions,
-            name="tiny",
-            method="random",
-            space=around.paths,
-            trials=(),
-        )
-        for x in (1.0, 0.5)
-    ]
+    answers = [answer_at(around, {LR: x}) for x in (1.0, 0.5)]
     best, fewest = tmp_path / "best.toml", tmp_path / "fewest.toml"
     write_results(tmp_path, around, answers[0], notes.append)
     text = best.read_text()
@@ -494,7 +479,7 @@ def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: P
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Make, tmp_path: Path) -> None:
     with study("trust-region", noise=0.5) as opened:
         state = opened.run(12, 1)
     assert {trial.purpose for trial in state.trials} == {"search"}  # no gain can be above so much noise
@@ -507,7 +492,7 @@ def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_point_that_is_not_a_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
+def test_a_point_that_is_not_a_recipe_counts_as_diverged(study: Make, tiny: Recipe) -> None:
     """A search may propose lr x weight_decay above 1, which is not a valid recipe."""
     edge = tiny.replace({LR: 0.9, "hyperparameters.weight_decay": 1.0, **SHORT, "data.tokens": 1024})
     opened = study("grid", recipe=edge)  # of -3, -1, 1 and 3 octaves
@@ -568,15 +553,10 @@ def test_every_worker_that_trains_on_a_gpu_has_one(
         CliRunner().invoke(app, [*verb, "--workers", workers])
     CliRunner().invoke(app, verb)
     assert given == [(), ("0", "1"), tuple("01234567"), ()]
-    with pytest.raises(
-        InputError, match="^--workers 9: 8 GPUs here, .* needs 1 of its own; give --workers 8 or fewer$"
-    ):
-        CliRunner().invoke(app, [*verb[:-1], str(tmp_path / "other"), "--workers", "9"], catch_exceptions=False)
-    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[..., Study], tiny: Recipe) -> None:
+def test_durations_are_compared_and_the_longest_is_the_loss(study: Make, tiny: Recipe) -> None:
     wsd = tiny.replace({"schedule.decay": "wsd", **SHORT})
     with study(recipe=wsd, durations=(512, 1024)) as opened:
         state = opened.run(1, 1)
@@ -585,30 +565,20 @@ def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[...,
     assert trial.loss == trial.branches[-1][1]
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    url, around = f"sqlite:///{tmp_path}/study.db", space(short, LR)
-    with Study(tmp_path / "here", short, around, "random", tokens, url) as study:
-        study.run(1, 1)
-    with Study(tmp_path / "there", short, around, "random", tokens, url) as study:
-        assert len(study.run(2, 1).trials) == 2
-    assert saved(tmp_path / "there")[0] == saved(tmp_path / "here")[0]
-
-
 def tree(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("another method: random in the study, tpe in this command", {"method": "tpe"}),
-    ("another space: .* only in this command", {"which": "global"}),
+    ("other settings: method was random, is now tpe; give it the same, or", {"method": "tpe"}),
+    ("other settings: space.* was not set, is now .*; and 21 more; give", {"which": "global"}),
     ("another recipe: hyperparameters.lr was 0.01, is now 0.02", {"change": {LR: 0.02}}),
     ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
-    ("another text: .* in the study, x in this command", {"text": "x"}),
-    ("another noise: none in the study, 0.5 in this command", {"noise": 0.5}),
-    ("another durations", {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}}),
+    ("other settings: text was .*, is now x", {"text": "x"}),
+    ("other settings: noise was not set, is now 0.5", {"noise": 0.5}),
+    ("other settings: durations", {"store": "wsd.db", "out": "wsd", "change": {"schedule.decay": "wsd"}}),
     ('durations: with decay = "cosine" they cannot share one run', {"durations": (1024, 2048)}),
-    ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
+    ("other settings: method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "new.db"}),
     ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "empty.db"}),
@@ -621,16 +591,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
     ("method best: unknown; choose from trust-region, random", {"method": "best", "out": "new"}),
 ]
-
-
-def test_damaged_settings_of_a_study_are_one_line(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    study = Study(tmp_path / "study", short, space(short, LR), "random", tokens)
-    with study:
-        pass
-    journal = tmp_path / "study" / "journal.log"
-    journal.write_text(journal.read_text().replace('"seq_len"', '"seq_lem"'))
-    with pytest.raises(InputError, match="the settings of .* were changed in its store; restore the store"), study:
-        pass
 
 
 def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
@@ -690,7 +650,7 @@ def lose_ended_trials(folder: Path) -> None:
     ids=["no journal", "neither", "empty", "cut"],
 )
 def test_a_study_that_has_lost_its_trials_does_not_start_again(
-    study: Callable[..., Study], tmp_path: Path, lose: Callable[[Path], object], said: str
+    study: Make, tmp_path: Path, lose: Callable[[Path], object], said: str
 ) -> None:
     with study() as first:
         first.run(3, 1)
@@ -704,7 +664,7 @@ def test_a_study_that_has_lost_its_trials_does_not_start_again(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_study_whose_journal_was_cut_before_a_damaged_line_goes_on(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("leaven.tuning.service.stores.SECOND_LOOK", 0.0)
     with study() as first:
@@ -731,14 +691,6 @@ def swap_the_journal(folder: Path, other: Path) -> None:
     shutil.copy(other / "journal.log", folder / "journal.log")
 
 
-def write_as_an_older_version(folder: Path, other: Path) -> None:
-    """Write study.json without an id and with the losses of another study."""
-    document = json.loads((folder / "study.json").read_text())
-    del document["id"]
-    (folder / "study.json").write_text(json.dumps(document))
-    write_as_a_copy(folder, other)
-
-
 def write_as_a_copy(folder: Path, other: Path) -> None:
     """Write study.json with the losses of a copy of the study, which went on by itself."""
     document = json.loads((folder / "study.json").read_text())
@@ -752,11 +704,10 @@ def write_as_a_copy(folder: Path, other: Path) -> None:
     [
         (swap_the_journal, "belongs to the study .*, but --study .* contains the study"),
         (write_as_a_copy, "has the loss .* for trial 0, but --study .* has"),
-        (write_as_an_older_version, "has the loss .* for trial 0, but --study .* has"),
     ],
 )
 def test_results_of_another_study_are_not_overwritten(
-    study: Callable[..., Study], tmp_path: Path, change: Callable[[Path, Path], None], said: str
+    study: Make, tmp_path: Path, change: Callable[[Path, Path], None], said: str
 ) -> None:
     for copied in (True, False):
         with study() as opened:
@@ -772,7 +723,7 @@ def test_results_of_another_study_are_not_overwritten(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_result_that_another_attempt_would_replace_is_noticed(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_result_that_another_attempt_would_replace_is_noticed(study: Make, tmp_path: Path) -> None:
     """The other copy of the study has retried a trial, which has a result in this folder."""
     with study() as opened:
         opened.run(2, 1)
@@ -795,7 +746,7 @@ def test_a_result_that_another_attempt_would_replace_is_noticed(study: Callable[
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_two_studies_do_not_share_a_folder(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_two_studies_do_not_share_a_folder(study: Make, tmp_path: Path) -> None:
     """Each has a store of its own, and none of them has a result yet."""
     results, (one, two) = tmp_path / "study" / "study.json", (f"sqlite:///{tmp_path / n}.db" for n in ("one", "two"))
     with study(store=two):
@@ -813,7 +764,7 @@ def test_two_studies_do_not_share_a_folder(study: Callable[..., Study], tmp_path
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_study_without_its_centre_toml_goes_on(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_study_without_its_centre_toml_goes_on(study: Make, tmp_path: Path) -> None:
     centre = tmp_path / "study" / "centre.toml"
     with study() as first:
         first.run(1, 1)
@@ -824,7 +775,7 @@ def test_a_study_without_its_centre_toml_goes_on(study: Callable[..., Study], tm
     assert centre.read_bytes() == before
 
 
-def test_a_damaged_centre_toml_says_to_remove_it(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_damaged_centre_toml_says_to_remove_it(study: Make, tmp_path: Path) -> None:
     with study():
         pass
     (tmp_path / "study" / "centre.toml").write_text("")
@@ -832,7 +783,7 @@ def test_a_damaged_centre_toml_says_to_remove_it(study: Callable[..., Study], tm
         study()
 
 
-def test_a_study_of_another_kind_is_not_called_damaged(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_study_of_another_kind_is_not_called_damaged(study: Make, tmp_path: Path) -> None:
     with study():
         pass
     (tmp_path / "late.toml").write_text(
@@ -844,7 +795,7 @@ def test_a_study_of_another_kind_is_not_called_damaged(study: Callable[..., Stud
 
 
 def test_a_store_that_is_locked_at_the_start_is_told_and_can_be_left(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_study, "NOTE_AFTER", 0.1)
     url, told, stopped = f"sqlite:///{tmp_path / 'study.db'}", list[str](), list[bool]()
@@ -866,7 +817,7 @@ def test_a_store_that_is_locked_at_the_start_is_told_and_can_be_left(
     assert [text.startswith("the store has been unreachable for") for text in told] == [True]
 
 
-def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_a_database_in_its_own_folder_is_the_study(study: Make, tmp_path: Path) -> None:
     """Another command has just made it, or was killed before it wrote centre.toml."""
     (tmp_path / "study").mkdir()
     for name in ("x.db", "x.db-journal"):
@@ -879,7 +830,7 @@ def test_a_database_in_its_own_folder_is_the_study(study: Callable[..., Study], 
         study()
 
 
-def test_another_study_in_the_journal_locks_nobody_out(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_another_study_in_the_journal_locks_nobody_out(study: Make, tmp_path: Path) -> None:
     with study():
         pass
     optuna.create_study(study_name="notebook", storage=open_store(tmp_path / "study" / "journal.log"))
@@ -887,9 +838,7 @@ def test_another_study_in_the_journal_locks_nobody_out(study: Callable[..., Stud
         pass
 
 
-def test_a_journal_of_another_user_is_one_line(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_of_another_user_is_one_line(study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with study():
         pass
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".flock")
@@ -901,7 +850,7 @@ def test_a_journal_of_another_user_is_one_line(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_text_that_changes_while_a_study_runs_ends_it(study: Callable[..., Study]) -> None:
+def test_a_text_that_changes_while_a_study_runs_ends_it(study: Make) -> None:
     with study() as opened:
         opened._fingerprint = "of the text when the command began"
         with pytest.raises(InputError, match="the text, or the weights of .start., have changed since this command"):
@@ -925,7 +874,7 @@ def test_trials_begin_with_the_same_weights(short: Recipe, tokens: TokenSet, tmp
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(InputError, match="the weights of .start., have changed since this command began"):
             opened.run(2, 1)
-    with pytest.raises(InputError, match="has other weights"):
+    with pytest.raises(InputError, match="has other settings: weights was"):
         study().__enter__()
     file.write_bytes(content)
     with study() as opened:
@@ -943,10 +892,24 @@ def with_other_seconds(document: dict[str, Any]) -> str:
     return json.dumps(document)
 
 
+def before_a_failed_trial_was_given_back(document: dict[str, Any]) -> str:
+    """The trial has a result since, but the command was killed before it wrote study.json."""
+    document["trials"][0] |= {"state": "failed", "loss": None}
+    return json.dumps(sealed(document))
+
+
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("damaged", [lambda document: "[" * 100_000, without_numbers, with_other_seconds])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda document: "[" * 100_000,
+        without_numbers,
+        with_other_seconds,
+        before_a_failed_trial_was_given_back,
+    ],
+)
 def test_a_study_with_damaged_results_goes_on(
-    study: Callable[..., Study], tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
+    study: Make, tmp_path: Path, damaged: Callable[[dict[str, Any]], str]
 ) -> None:
     with study() as first:
         first.run(2, 1)
@@ -968,7 +931,7 @@ def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is
 
 @pytest.mark.usefixtures("in_this_process")
 def test_trials_go_on_while_results_cannot_be_written(
-    study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, text: str) -> None:
         raise InputError(f"{path}: cannot be written: No space left on device")
@@ -990,7 +953,7 @@ def test_trials_go_on_while_results_cannot_be_written(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_choices_and_dropout_are_searched_and_written(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_choices_and_dropout_are_searched_and_written(study: Make, tmp_path: Path) -> None:
     searched = ("schedule.decay", "hyperparameters.optimizer", "model.dropout", "hyperparameters.grad_clip")
     with study("trust-region", which=",".join(searched)) as opened:
         state = opened.run(10, 1)

@@ -1,6 +1,6 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
-Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder: the output of the command
+Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. It has the output of the command
 (``output.log``), a folder ``out``, which is empty at first, and the files of ``{recipe}`` and ``{config}`` if used.
 With ``resume = true``, all attempts at a trial share the folder of the first one. How a trial ends:
 
@@ -8,9 +8,9 @@ With ``resume = true``, all attempts at a trial share the folder of the first on
 - Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended. If the
   values are invalid together, such as a warm-up longer than the run, it is not even started.
 - Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: two attempts failed, or two more after it was given back (``search_loop.py``). In a failed attempt, the
-  command ends with another exit code, reports no readable loss, or takes longer than ``timeout_seconds``, or leaven
-  itself dies.
+- Failed: two attempts failed, or two more after it was given back (``search_loop.py``). An attempt fails if the
+  command ends with another exit code, reports no readable loss, or takes longer than ``timeout_seconds``, or if
+  leaven itself dies.
 
 An attempt that ends while the disk is full, or while leaven stops, does not count. If the start point fails before
 any trial has a result, the command itself is probably wrong, so the search ends.
@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -43,7 +43,6 @@ from leaven.tuning.service.leases import machine
 from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
-from leaven.tuning.service.stored_study import VALUES
 from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.space import SearchSpace, Space
@@ -66,33 +65,20 @@ AWAY_SECONDS = 300.0  # how long the losses of a command that has ended are wait
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
 
 
+@dataclass
 class CommandTrainer:
-    """The objective of a study over a command: runs the command with the values of a proposal.
+    """The objective of a study over a command: runs the command with the values of a proposal."""
 
-    Args:
-        folder: the folder that contains a folder for each attempt.
-        devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
-        works: whether a trial of the study already has a result, so that the command is known to work.
-        stop: a function that returns whether to stop. Running trials then count as not run, and are run again later.
-        note: a function that shows a line to the user.
-        one_folder: whether every ``leaven tune`` of this study uses ``folder``. With a database, each machine may
-            have its own.
-    """
+    command: Command
+    space: SearchSpace
+    folder: Path  # contains a folder for each attempt
+    devices: Sequence[str | None]  # the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
+    works: bool  # whether a trial of the study already has a result, so that the command is known to work
+    stop: Callable[[], bool]  # returns whether to stop; running trials are then run again later
+    note: Callable[[str], None]  # shows a line to the user
+    one_folder: bool = True  # whether all commands of the study use ``folder``; false with a database
 
-    def __init__(
-        self,
-        command: Command,
-        space: SearchSpace,
-        folder: Path,
-        *,
-        devices: Sequence[str | None],
-        works: bool,
-        stop: Callable[[], bool],
-        note: Callable[[str], None],
-        one_folder: bool = True,
-    ) -> None:
-        self._command, self._space, self._folder, self._one_folder = command, space, folder, one_folder
-        self._devices, self._works, self._stop, self._note = devices, works, stop, note
+    def __post_init__(self) -> None:
         self._leaving, self._commands = threading.Event(), Commands()
         self._full, self._waits = "", False  # which disk is full, and whether the user knows that trials wait for it
         self._full_until = 0.0  # when trials may begin after a command has found a full disk, by time.monotonic()
@@ -116,26 +102,21 @@ class CommandTrainer:
             InputError: if the command failed at the start point, before any trial had a result; if the folders of all
                 trials have disappeared; or if the output was replaced while the command ran.
         """
-        command = self._command
+        command = self.command
         number = proposal.origin if command.resume else proposal.number
-        folder = self._folder / f"{number:06d}"
+        folder = self.folder / f"{number:06d}"
         try:
-            values = values_of(command, self._space, proposal, folder, proposal.seed, proposal.worker)
+            values = values_of(command, self.space, proposal, folder, proposal.seed, proposal.worker)
         except ValueError:  # values that are invalid together, such as a warm-up longer than the run
             return Outcome(math.inf)
         self._check_folder(folder, retry=number != proposal.number)
         make_folder(folder / "out")
-        for path, text in inputs_of(command, self._space, proposal, values).items():
+        for path, text in inputs_of(command, self.space, proposal, values).items():
             make_folder(path.parent)
             write_text(path, text)
-        # Without this, a command in Python would keep its output, and so its losses, in a buffer.
-        environment = {"PYTHONUNBUFFERED": "1"}
-        if (device := self._devices[proposal.worker]) is not None:
-            environment[VISIBLE] = device
-        environment |= {name: fill(text, values) for name, text in command.environment.items()}
         output = self._open_output(folder / OUTPUT)
         try:
-            outcome = self._run(proposal, values, environment, folder, output)
+            outcome = self._run(proposal, values, folder, output)
         except InputError:  # this ends the search, so end the other commands, too
             self._leaving.set()
             raise
@@ -143,34 +124,25 @@ class CommandTrainer:
             with suppress(OSError):  # a network disk is full or away
                 output.close()
         failed = isinstance(outcome, str)
-        full = is_full(self._folder)  # also if the command succeeded: it may have lost the end of its log
+        full = is_full(self.folder)  # also if the command succeeded: it may have lost the end of its log
         if full or (failed and self._lacked_room(proposal.origin, folder / OUTPUT)):
-            disk = f"the disk of {self._folder}" if full else "a disk"
+            disk = f"the disk of {self.folder}" if full else "a disk"
             how = outcome if failed else "ended"
-            self._note(f"trial {proposal.number} {how}; {disk} is full, so it runs again")
+            self.note(f"trial {proposal.number} {how}; {disk} is full, so it runs again")
             raise TrialReleased
         if isinstance(outcome, str):
             raise self._failure(proposal, folder / OUTPUT, outcome)
-        self._works = True
+        self.works = True
         return outcome
 
-    def _run(
-        self,
-        proposal: Proposal,
-        values: Mapping[str, Value],
-        environment: Mapping[str, str],
-        folder: Path,
-        output: BinaryIO,
-    ) -> Outcome | str:
-        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure.
-
-        Raises:
-            WorkerDied: if the machine cannot start another process.
-            TrialReleased: if the search stops.
-            InputError: if losses or output cannot be read, or another program has replaced the output file.
-            StoreGone: if the disk with the losses stays away.
-        """
-        command = self._command
+    def _run(self, proposal: Proposal, values: Mapping[str, Value], folder: Path, output: BinaryIO) -> Outcome | str:
+        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
+        command = self.command
+        # Without this, a command in Python would keep its output, and so its losses, in a buffer.
+        environment = {"PYTHONUNBUFFERED": "1"}
+        if (device := self.devices[proposal.worker]) is not None:
+            environment[VISIBLE] = device
+        environment |= {name: fill(text, values) for name, text in command.environment.items()}
         where = Path(fill(command.loss.where, values)) if command.loss.where else folder / OUTPUT
         earlier = written_losses(command.loss, where) if command.resume else []
         try:
@@ -182,7 +154,7 @@ class CommandTrainer:
             _require_same_file(output, folder / OUTPUT)
             complete = isinstance(outcome, Outcome) and math.isfinite(outcome.loss) and not outcome.stopped
             if complete and earlier and earlier == written_losses(command.loss, where):
-                self._note(
+                self.note(
                     f"trial {proposal.number} ended with exit code 0 and added no loss to those of an earlier "
                     f"attempt, whose last one counts; see {folder / OUTPUT}"
                 )
@@ -190,7 +162,7 @@ class CommandTrainer:
         finally:
             if left := self._commands.end(process):
                 pids = ", ".join(map(str, left))
-                self._note(
+                self.note(
                     f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
                 )
 
@@ -198,43 +170,38 @@ class CommandTrainer:
         """Check the folder of a trial before the trial begins.
 
         If the folder of a new trial exists already, it is that of a trial that the store has lost: move it aside. If
-        the folder of a retry is missing, tell the user.
-
-        Raises:
-            InputError: if the folder of a retry is missing, as are the folders of all other trials: their disk is
-                probably not mounted. This is not an error if each machine may have its own folders.
+        the folder of a retry is missing, tell the user. If all others are missing as well, their disk is probably not
+        mounted: raise InputError, unless each machine may have its own folders.
         """
-        made_before = self._folder.exists()
-        make_folder(self._folder)
+        made_before = self.folder.exists()
+        make_folder(self.folder)
         if folder.exists() and not retry:
-            moved = next(new for k in count(1) if not (new := self._folder / f"{folder.name}.{k}").exists())
+            moved = next(new for k in count(1) if not (new := self.folder / f"{folder.name}.{k}").exists())
             folder.rename(moved)
-            self._note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
+            self.note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
         elif retry and not folder.exists():
             missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
             # The mount point of a disk that is not mounted is empty, or has a file that says so.
-            if made_before and self._one_folder and not any(path.name.isdigit() for path in self._folder.iterdir()):
+            if made_before and self.one_folder and not any(path.name.isdigit() for path in self.folder.iterdir()):
                 self._leaving.set()
                 create = f"mkdir {shlex.quote(str(folder))}"
                 raise InputError(f"{missing}; mount its disk, or type {create} to begin the trial again")
-            self._note(f"{missing}; the trial begins again")
+            self.note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return whether a trial may begin: False while a disk is full, because output would be lost. Tell the user
-        once."""
-        if is_full(self._folder if self._folder.exists() else self._folder.parent):
-            self._full = f"the disk of {self._folder}"
+        """Return whether a trial may begin. None may while a disk is full, because output would be lost."""
+        if is_full(self.folder if self.folder.exists() else self.folder.parent):
+            self._full = f"the disk of {self.folder}"
         elif time.monotonic() >= self._full_until:
             self._full = ""
         if self._full and not self._waits:
-            self._note(f"the next trial waits, because {self._full} is full; make room")
+            self.note(f"the next trial waits, because {self._full} is full; make room")
         self._waits = bool(self._full)
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether the output of a failed command says that a disk was full (``NO_ROOM``). Then the failure
-        does not count, and no trial begins for ``FULL_SECONDS``. After ``MOST_REPEATS`` such failures of a trial,
-        return False."""
+        """Return whether a failed command says that a disk was full (``NO_ROOM``), so its failure does not count.
+        Then no trial begins for ``FULL_SECONDS``. Return False after ``MOST_REPEATS`` such failures of a trial."""
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -243,46 +210,38 @@ class CommandTrainer:
 
     def _open_output(self, path: Path) -> BinaryIO:
         """Open the file for the output of a command. With ``resume = true``, attempts share the file, so lock it."""
-        if not self._command.resume:
+        if not self.command.resume:
             return open_to_write(path, os.O_CREAT | os.O_TRUNC)
-        output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=False)
-        try:
-            self._lock_when_free(output)
-            if os.fstat(output.fileno()).st_nlink == 1:
-                return output
-        except BaseException:
+        output = self._locked(path, separate=False)
+        if os.fstat(output.fileno()).st_nlink > 1:  # replace a file with a second name by a copy
             output.close()
-            raise
-        output.close()
-        output = open_to_write(path, os.O_CREAT | os.O_APPEND)  # a copy, because the file has a second name
-        self._lock_when_free(output)
+            output = self._locked(path, separate=True)
         return output
 
-    def _lock_when_free(self, output: BinaryIO) -> None:
-        """Lock the file ``output``, once the command of an earlier attempt has ended. Do nothing if the file system
-        does not support locks.
+    def _locked(self, path: Path, *, separate: bool) -> BinaryIO:
+        """Open and lock a file, once the command of an earlier attempt, which has inherited the lock, has ended.
 
-        A command inherits the lock: if leaven is killed, the file stays locked until the command ends.
-
-        Raises:
-            TrialReleased: if the search stops before the file is free.
+        Do not lock the file if its disk does not support locks. Raise TrialReleased if the search stops before.
         """
         import fcntl  # not available on Windows
 
-        while not (self._stop() or self._leaving.is_set()):
+        output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=separate)
+        while not (self.stop() or self._leaving.is_set()):
             try:
-                return fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return output
             except BlockingIOError:
                 time.sleep(COMMAND_POLL)
             except OSError:  # the file system does not support locks
-                return
+                return output
+        output.close()
         raise TrialReleased
 
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
         """Wait for a command, whose losses are in ``where``. Return its outcome, or a text about its failure."""
-        command, began, next_look = self._command, time.monotonic(), 0.0
+        command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -290,7 +249,7 @@ class CommandTrainer:
             code, look = process.poll(), time.monotonic()
             if code is not None:  # the signal that ended the command may reach leaven, too
                 time.sleep(min(COMMAND_POLL, SETTLING * (look - began)))
-            if self._stop() or self._leaving.is_set():
+            if self.stop() or self._leaving.is_set():
                 raise TrialReleased
             if code is None:
                 if command.timeout_seconds is not None and look - began > command.timeout_seconds:
@@ -324,14 +283,10 @@ class CommandTrainer:
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
         """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
 
-        If the files cannot be read while the command runs, return no losses and "". If the command has ended
-        (``complete``), wait until the files can be read.
-
-        Raises:
-            StoreGone: if the disk is away for more than ``AWAY_SECONDS``.
-            TrialReleased: if the study stops while this method waits.
+        Both are empty if the files cannot be read while the command runs. If it has ended (``complete``), wait until
+        they can be read, at most ``AWAY_SECONDS``.
         """
-        command, began, warned = self._command, time.monotonic(), False
+        command, began, warned = self.command, time.monotonic(), False
         while True:
             try:
                 require_file(output)
@@ -345,10 +300,10 @@ class CommandTrainer:
                         f"{where} cannot be read ({error.strerror}); run the same command again when its disk is back"
                     ) from None
             if not warned:
-                self._note(f"trial {proposal.number} has ended, but {where} cannot be read; waiting for its disk")
+                self.note(f"trial {proposal.number} has ended, but {where} cannot be read; waiting for its disk")
                 warned = True
             time.sleep(COMMAND_POLL)
-            if self._stop() or self._leaving.is_set():
+            if self.stop() or self._leaving.is_set():
                 raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
@@ -356,18 +311,16 @@ class CommandTrainer:
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
-        if not self._works and not any(proposal.values()):
+        if not self.works and not any(proposal.values()):
             self._leaving.set()
             return InputError(f"the first run of the command {message}")
-        self._note(f"trial {proposal.number} {message}")
+        self.note(f"trial {proposal.number} {message}")
         return WorkerDied(message)
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if ``path`` is another file than the open file ``output``. A missing file is no error.
-
-    Another file may have the losses of another command, or only some of the losses.
-    """
+    """Raise InputError if ``path`` is now another file than the open file ``output``: it may have other losses. A
+    missing file is no error."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
@@ -392,10 +345,7 @@ def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
     """Return the values of all placeholders, by name, for a trial in ``folder`` whose seed is ``space.seed + seed``.
-
-    Raises:
-        ValueError: if the values are invalid together.
-    """
+    Raise ValueError if the values are invalid together."""
     folder, seed = folder.absolute(), space.seed + seed
     found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
     if command.config is not None:
@@ -413,15 +363,6 @@ def inputs_of(
     if RECIPE in command.used and isinstance(space, Space):
         found[Path(str(values[RECIPE]))] = render(recipe_at(space.recipe, point, int(values[SEED])))
     return found
-
-
-def _with_each_choice(space: SearchSpace) -> Iterator[dict[str, float]]:
-    """Yield the start point and, for each other level of each choice, the start with this level."""
-    start = dict.fromkeys(space.paths, 0.0)
-    yield start
-    for dimension in space.dimensions:
-        for level in range(1, len(dimension.levels)):
-            yield start | {dimension.path: float(level)}
 
 
 class CommandStudy(BaseStudy):
@@ -455,10 +396,11 @@ class CommandStudy(BaseStudy):
         self._command = command
         shared: dict[str, Any] = {"command": command.settings}
         if isinstance(space, CommandSpace):  # a machine that uses another folder has no centre.toml to compare with
-            shared[VALUES] = {name: value.model_dump(mode="json") for name, value in space.file.space.items()}
-        for point in _with_each_choice(space):
+            shared["values"] = {name: value.model_dump(mode="json") for name, value in space.file.space.items()}
+        choices = [{each.path: float(level)} for each in space.dimensions for level in range(1, len(each.levels))]
+        for choice in ({}, *choices):  # before anything is written, fill the command with every text
             try:
-                values = values_of(command, space, point, out / BEST)
+                values = values_of(command, space, dict.fromkeys(space.paths, 0.0) | choice, out / BEST)
             except ValueError:  # values that are invalid together
                 continue
             command.filled(values)
@@ -480,30 +422,27 @@ class CommandStudy(BaseStudy):
 
     def __enter__(self) -> Self:
         opened = super().__enter__()
-        study = self._stored.study
-        if isinstance(self._where, Path):  # machines that share a database may use different folders
-            here = self._about["command_folder"]
-            if (there := study.user_attrs.get(FOLDER)) is None:
-                study.set_user_attr(FOLDER, there := here)
-            if there != here:
-                folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
-                raise InputError(
-                    f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
-                    "back if it was moved"
-                )
-        else:
-            here, key = os.path.realpath(os.curdir), f"{FOLDER}:{machine()}"
-            if (there := study.user_attrs.get(key)) is None:
-                study.set_user_attr(key, there := here)
-            if there != here:
-                self._note(
-                    f"caution: {self._name} began in {there} on this machine, and its command now runs in {here}; if "
-                    "the programs there differ, use another --study, because their losses cannot be compared"
-                )
+        study, in_journal = self._stored.study, isinstance(self._where, Path)
+        key, here = FOLDER, self._about["command_folder"]
+        if not in_journal:  # machines that share a database may use different folders
+            key, here = f"{FOLDER}:{machine()}", os.path.realpath(os.curdir)
+        if (there := study.user_attrs.get(key)) is None:
+            study.set_user_attr(key, here)
+        elif there != here and in_journal:
+            folder = shlex.quote(os.path.relpath(os.path.realpath(self.out / there)))
+            raise InputError(
+                f"{self._name} runs its command in another folder; type cd {folder} first, or move the study "
+                "back if it was moved"
+            )
+        elif there != here:
+            self._note(
+                f"caution: {self._name} began in {there} on this machine, and its command now runs in {here}; if "
+                "the programs there differ, use another --study, because their losses cannot be compared"
+            )
         return opened
 
     @contextmanager
-    def _trainer(self, devices: Sequence[str | None], checkpoint_seconds: float) -> Iterator[Objectives]:
+    def _trainer(self, devices: Sequence[str | None]) -> Iterator[Objectives]:
         with CommandTrainer(
             self._command,
             self.space,
@@ -511,7 +450,7 @@ class CommandStudy(BaseStudy):
             devices=devices,
             works=any(trial.finished for trial in self._stored.trials),
             stop=self._stop,
-            note=self._screen.note,
+            note=self._note,
             one_folder=isinstance(self._where, Path),
         ) as trainer:
             self._ready = trainer.has_room

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 from optuna.storages import BaseStorage
 
+LEASE_SECONDS = 60.0  # how long a command on another machine may send no heartbeat before its trials are retried
 BEATS = 4  # heartbeats in ``lease_seconds``
 LEAVING = 2.0  # seconds to wait for the heartbeat thread at the end
 _BEAT = "beat:"  # prefix of the names of the heartbeats in the store; the id of the command follows
@@ -33,19 +34,16 @@ _here: set[str] = set()  # ids of running searches of this process
 def node(pid: int, number: int = 0) -> str:
     """Return the id of a command that runs in the process ``pid`` of this machine: ``HOST:MACHINE:PID:START:NUMBER``.
 
-    - HOST makes the id readable.
-    - MACHINE is the machine or container and, on Linux, its current boot (:func:`machine`).
-    - START is the start time of the process (:func:`_started`), because a later process may get the same pid.
-    - NUMBER is the index of the search among the searches of the process, from 0.
+    HOST makes the id readable. START is the start time of the process, because a later process may get the same pid.
+    NUMBER is the index of the search among the searches of the process, from 0.
     """
     return f"{socket.gethostname()}:{machine()}:{pid}:{_started(pid)}:{number}"
 
 
 def gone(owner: str) -> bool:
-    """Return whether the command with the id ``owner`` is known to have ended. A zombie process has ended.
+    """Return whether the command with the id ``owner`` is known to have ended; a zombie process has.
 
-    The result is False for a command on another machine. It is also False for a process of another user, because
-    /proc may hide such a process (hidepid).
+    The result is False for a command on another machine, and for a process of another user, which /proc may hide.
     """
     where, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if where != machine():
@@ -95,10 +93,8 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the ids in ``owners`` that belong to dead commands.
-
-        Call this regularly: it adds up the time between calls in which a heartbeat has not changed.
-        """
+        """Return the ids in ``owners`` that belong to dead commands. Call this regularly: it adds up the time between
+        calls in which a heartbeat has not changed."""
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.
         now = self._clock()

@@ -41,17 +41,13 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
             at = times * (number if step is None else step)
             before = curve.pop(at, loss)  # removed, so that the step moves to the end of the dict
             curve[at] = loss if math.isfinite(before) else before
-    except OSError as error:
-        if not complete:
+    except (OSError, LogDamaged) as error:
+        if not complete:  # another machine may see a part of the file before the rest
             return ()
-        if error.errno in storage.AWAY:
+        if isinstance(error, LogDamaged) or error.errno in storage.AWAY:
             raise
         why = f"{error.strerror}; correct this, or the path of the losses in the command file"
         raise InputError(f"{where}: {why}") from None
-    except LogDamaged:
-        if not complete:  # another machine may see a part of the file before the rest
-            return ()
-        raise
     return tuple(curve.items())
 
 
@@ -115,9 +111,9 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
     """Return the rows, which all have ``key``, with NaN for null in the last rows: JSON has null in place of NaN.
 
-    The rows are unchanged if null may mean a step without a loss: if fewer than two losses precede the first null, a
-    loss follows it, there is one null alone, or a row with null has a number under another name with "loss". A row
-    with values that the earlier rows lack (a summary) is not counted, and left out.
+    The rows are unchanged if null may mean a step without a loss. This is so if fewer than two losses precede the
+    first null, or one follows, if there is one null alone, or if another name with "loss" has a number beside it. A
+    row with values that the earlier rows lack (a summary) is not counted, and left out.
     """
     first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
     if first < 2 or any(row[key] is not None for _, row in rows[first:]):

@@ -83,11 +83,11 @@ class Commands:
 
 
 def end(leaders: Iterable[int], token: str) -> list[int]:
-    """End the commands with the process ids ``leaders``, and all processes that they started.
+    """End the commands with the process ids ``leaders`` and the ``token`` of `Commands`, and all that they started.
 
     SIGTERM comes first, so that launchers such as torchrun can end their workers. What still runs after
-    `GRACE_SECONDS` is killed. ``token`` is the token of `Commands`. Return the ids of processes that still run after
-    twice this time: those of another user, as after sudo, or blocked by a dead disk.
+    `GRACE_SECONDS` is killed. Return the ids of processes that still run after twice this time: those of another
+    user, as after sudo, or blocked by a dead disk.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
@@ -107,11 +107,7 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes of the commands ``leaders`` (process ids) and all their children.
-
-    A process belongs to a command if it is in the command's session or has the command's ``MARK``, which contains
-    ``token``.
-    """
+    """Return the processes in the session, or with the ``MARK``, of a command in ``leaders``, and their children."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,13 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
-from leaven.tuning.service.stored_study import WEIGHTS
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
+CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
 STOP_POLL = 0.25  # seconds between checks of whether to stop
 # FLOPs of a step of the largest trial for which a stack (several trials trained as one batched model) was measured to
-# be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md). A larger trial may
-# fill a GPU alone.
+# be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md).
 STACKED_FLOPS = 2.8e10
 
 
@@ -66,8 +65,7 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that cannot be searched with ``durations``. The space of a grid search
-    is also limited to the box ``space.near``."""
+    """Return the space without the values that cannot be searched with ``durations``, for a grid in its box."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -86,10 +84,9 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (space, reason) for a study with ``--stack``.
+    """Return (the space without values in which stacked trials cannot differ, None) for a study with ``--stack``.
 
-    The returned space lacks the values in which stacked trials cannot differ, and the reason is None. If a stack is
-    impossible, the space is unchanged, and the reason says why.
+    If a stack is impossible, return (the unchanged space, why).
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
@@ -103,12 +100,8 @@ def stack_size(
 ) -> tuple[int, str]:
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    The number is above 1 only where a stack was measured to be faster.
-
-    Args:
-        durations: the durations of each trial, if there are several; the number is then 1.
-        trials: the number of trials in the budget; None if the budget does not limit it.
-        free: a function that returns the number of free bytes on a GPU.
+    The number is above 1 only where a stack was measured to be faster. ``trials`` is the number in the budget, None
+    if the budget does not limit it. ``free`` returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
@@ -124,41 +117,26 @@ def stack_size(
     return share, f"a stack, 1/{LEAST_ROUNDS * gpus} of all trials"
 
 
+@dataclass
 class TrialTrainer:
-    """The objective of a study: trains the recipe with the values of proposals, in a process for each worker.
+    """The objective of a study: trains the recipe with the values of proposals, in a process for each worker."""
 
-    Args:
-        folder: the folder of checkpoints.
-        devices: the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None for a worker that may use all GPUs.
-        stop: a function that returns whether to stop and release the trials.
-        checkpoint_seconds: seconds between checkpoints of a trial.
-        inputs: the fingerprint that text and start weights must have.
-        stack: number of trials that a worker trains at once. Above 1 no trial is pruned, because the other trials of
-            a stack would not become faster.
-    """
+    space: Space
+    tokens: TokenSet
+    durations: Sequence[int]
+    folder: Path  # of the checkpoints
+    devices: Sequence[str | None]  # the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
+    stop: Callable[[], bool]  # returns whether to stop and release the trials
+    inputs: str  # the fingerprint that text and start weights must have
+    # Number of trials that a worker trains at once. Above 1 no trial is pruned: the others would not become faster.
+    stack: int
 
-    def __init__(  # noqa: PLR0917 - one of each
-        self,
-        space: Space,
-        tokens: TokenSet,
-        durations: Sequence[int],
-        folder: Path,
-        devices: Sequence[str | None],
-        stop: Callable[[], bool],
-        checkpoint_seconds: float,
-        inputs: str,
-        stack: int = 1,
-    ) -> None:
-        self._stack, self._inputs = stack, inputs
-        self._recipe, self._tokens, self._durations, self._folder = space.recipe, tokens, durations, folder
-        # Trials with different cooldowns have loss curves of different shapes, so their curves are not compared.
-        self._prunes = COOLDOWN not in space.paths
-        self._devices, self._stop, self._checkpoint_seconds = devices, stop, checkpoint_seconds
+    def __post_init__(self) -> None:
         self._leaving, self._held = threading.Event(), ExitStack()
 
     def __enter__(self) -> "TrialTrainer":
         # If one process of a pool dies, the whole pool is unusable. So each worker has its own pool.
-        self._pools = [self._held.enter_context(WorkerPool(1, device)) for device in self._devices]
+        self._pools = [self._held.enter_context(WorkerPool(1, device)) for device in self.devices]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -178,8 +156,8 @@ class TrialTrainer:
             # ValueError: lr x weight_decay is above 1, or the warm-up is longer than the shortest duration. Such a
             # recipe is not trained and counts as diverged.
             with suppress(ValueError):
-                recipe = recipe_at(self._recipe, proposal, self._recipe.data.seed + proposal.seed)
-                branches_of(recipe, self._durations, self._tokens)
+                recipe = recipe_at(self.space.recipe, proposal, self.space.recipe.data.seed + proposal.seed)
+                branches_of(recipe, self.durations, self.tokens)
                 recipes[k] = recipe
         trained = self._train(proposals[0], list(recipes.values())) if recipes else []
         found = dict(zip(recipes, trained, strict=True))
@@ -189,29 +167,30 @@ class TrialTrainer:
         pool = self._pools[first.worker]
         saving: dict[str, Any] = {
             "checkpoint": self._checkpoint(first),
-            "checkpoint_seconds": self._checkpoint_seconds,
-            "inputs": self._inputs,
+            "checkpoint_seconds": CHECKPOINT_SECONDS,
+            "inputs": self.inputs,
         }
         future: Future[Any]
-        if self._stack > 1:
-            future = pool.submit(train_stack, recipes, self._stack, **saving)
+        if self.stack > 1:
+            future = pool.submit(train_stack, recipes, self.stack, **saving)
         else:
-            baseline = first.baseline if self._prunes else None
-            future = pool.submit(train_trial, *recipes, baseline=baseline, durations=self._durations, **saving)
+            # Trials with different cooldowns have loss curves of different shapes, so their curves are not compared.
+            baseline = None if COOLDOWN in self.space.paths else first.baseline
+            future = pool.submit(train_trial, *recipes, baseline=baseline, durations=self.durations, **saving)
         while not wait([future], timeout=STOP_POLL).done:
-            if self._stop() or self._leaving.is_set():
+            if self.stop() or self._leaving.is_set():
                 raise TrialReleased
         try:
             found: Outcome | list[Outcome] = future.result()
         except BrokenProcessPool:
-            if self._stop() or self._leaving.is_set():  # killed together with this process
+            if self.stop() or self._leaving.is_set():  # killed together with this process
                 raise TrialReleased from None
             raise WorkerDied("has lost its worker process; possible cause: out of memory") from None
         except Exception as error:
-            if self._stack == 1 or not out_of_memory(error):
+            if self.stack == 1 or not out_of_memory(error):
                 raise
             raise InputError(
-                f"{self._stack} trials at once need more memory than is free; give a --stack below {self._stack}"
+                f"{self.stack} trials at once need more memory than is free; give a --stack below {self.stack}"
             ) from None
         return found if isinstance(found, list) else [found]
 
@@ -220,8 +199,8 @@ class TrialTrainer:
 
         Each attempt has its own folder, because a killed worker may still write for half a second.
         """
-        folder = self._folder / f"{proposal.origin:06d}-{proposal.number:06d}"
-        for last in [path for origin, path in attempts(self._folder) if origin == proposal.origin][-1:]:
+        folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
+        for last in [path for origin, path in attempts(self.folder) if origin == proposal.origin][-1:]:
             with suppress(OSError):  # another attempt has moved or removed it: train from the first step
                 last.rename(folder)
         return folder
@@ -270,7 +249,7 @@ class Study(BaseStudy):
         self._fingerprint = fingerprint_of(recipe, tokens)
         shared: dict[str, Any] = {"text": tokens.fingerprint, "durations": list(durations)}
         if recipe.start.folder is not None:
-            shared[WEIGHTS] = weights_fingerprint(recipe.start.folder)
+            shared["weights"] = weights_fingerprint(recipe.start.folder)
         super().__init__(
             out,
             space,
@@ -283,18 +262,14 @@ class Study(BaseStudy):
             about={"durations": tuple(durations)},
         )
 
-    def _trainer(
-        self, devices: Sequence[str | None], checkpoint_seconds: float
-    ) -> AbstractContextManager[Objectives]:
-        folder = self.out / CHECKPOINTS
+    def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         return TrialTrainer(
             self.space,
             self._tokens,
             self._durations,
-            folder,
+            self.out / CHECKPOINTS,
             devices,
             self._stop,
-            checkpoint_seconds,
             self._fingerprint,
             self.stack,
         )

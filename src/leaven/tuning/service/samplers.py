@@ -44,7 +44,7 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 
 
 class SeededSampler(BaseSampler):
-    """The Optuna sampler of the search methods other than ``trust-region``.
+    """The Optuna sampler of the search methods other than ``trust-region``; of ``grid``, once its grid has run.
 
     The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`).
 
@@ -55,8 +55,6 @@ class SeededSampler(BaseSampler):
     Proposals outside the space are clipped. The covariance is diagonal, because a few hundred trials do not determine
     a full one in 90 dimensions. CMA-ES cannot sample a choice: with probability 1/2, the choice has the level of the
     best trial, and if not, a random one.
-
-    In a grid search, this sampler draws random points once the grid has run (``search_plan.py``).
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
@@ -153,7 +151,7 @@ def ped_anova(points: Array, losses: Array) -> Array:
 
     PED-ANOVA compares the distribution of a value in the best tenth of the trials with that in all trials (Watanabe
     et al. 2023, arXiv 2304.10255). All importances are 0 with fewer than ``FEWEST`` finite losses, or if all points
-    are the start. Optuna's fANOVA and mean decrease impurity need scikit-learn.
+    are the start.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

@@ -17,6 +17,7 @@ from leaven.training.outcome import Outcome
 from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
+from leaven.tuning.service.leases import LEASE_SECONDS
 from leaven.tuning.service.search_loop import HUGE, Objective, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, check_search, known_trials
 from leaven.tuning.service.stored_study import join_study
@@ -81,7 +82,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     name: str = "leaven",
     stop: Callable[[], bool] = lambda: False,
     watch: SearchObserver | None = None,
-    lease_seconds: float = 60.0,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> SearchResult:
     """Minimise ``objective`` within a budget of trials, FLOPs or hours. Return the best point and its loss.
 
@@ -114,9 +115,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
-            resumes a stored study, even while other processes work on it. The results of its trials count, also
-            those of another ``objective``, which this function cannot compare: after a change of the objective,
-            give another ``name``. A warning says if this call ran no trial.
+            resumes a stored study, even while other processes work on it. The results of another ``objective`` count,
+            too: after a change of the objective, give another ``name``. A warning says if this call ran no trial.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
             use ``stop`` rather than an interrupt: after a KeyboardInterrupt, running calls of ``objective`` continue

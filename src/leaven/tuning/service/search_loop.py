@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -15,16 +15,10 @@ from optuna.trial import TrialState
 
 from leaven.errors import InputError
 from leaven.training.outcome import Baseline, Outcome, curve_of
-from leaven.tuning.service.leases import Leases
+from leaven.tuning.service.leases import LEASE_SECONDS, Leases
 from leaven.tuning.service.samplers import SeededSampler
 from leaven.tuning.service.search_plan import SearchPlan, by_surrogate
-from leaven.tuning.service.stored_study import (
-    OWNER,
-    RETRY_OF,
-    StoredStudy,
-    StoredTrial,
-    TrialRequest,
-)
+from leaven.tuning.service.stored_study import OWNER, RETRY_OF, StoredStudy, StoredTrial, TrialRequest
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
@@ -72,8 +66,8 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective if the process that computed the loss has died. The trial is retried once. The text says
-    what happened to the trial, such as "ended with exit code 1"."""
+    """Raised by an objective if the process that computed the loss has died, with a text such as "ended with exit
+    code 1". The trial is retried once."""
 
 
 class TrialReleased(Exception):
@@ -84,37 +78,35 @@ Objective = Callable[[Any], float | Outcome]  # the argument is a Proposal, whic
 Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the proposals that a worker runs at once
 
 
+@dataclass
 class SearchLoop:
-    """Runs the trials of a plan in threads, ``stack`` trials at once in each thread, and writes their results.
+    """Runs the trials of a plan in threads, and writes their results.
 
         with SearchLoop(...) as loop:
             for event in loop:
                 ...
 
-    An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended.
-    A new trial begins only while ``ready`` returns true. After the last event, ``trials`` has all trials of the
-    study. If an exception other than StoreGone ends the context, the running trials of this loop are released, so
-    that they run again later.
+    An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended. If an
+    exception other than StoreGone ends the context, the running trials of this loop are released, so that they run
+    again later.
     """
 
-    def __init__(  # noqa: PLR0917 - one of each
-        self,
-        plan: SearchPlan,
-        stored: StoredStudy,
-        objectives: Objectives,
-        workers: int,
-        stop: Callable[[], bool],
-        lease_seconds: float,
-        stack: int = 1,
-        ready: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.trials: list[StoredTrial] = []
-        self._plan, self._stored, self._objectives, self._stop = plan, stored, objectives, stop
+    plan: SearchPlan
+    stored: StoredStudy
+    objectives: Objectives
+    workers: int  # number of threads
+    stop: Callable[[], bool]  # returns whether the user stops the search
+    lease_seconds: float = LEASE_SECONDS
+    stack: int = 1  # number of trials that a thread runs at once
+    ready: Callable[[], bool] = lambda: True  # returns whether a trial may begin
+    trials: list[StoredTrial] = field(default_factory=list, init=False)  # after the last event, those of the study
+
+    def __post_init__(self) -> None:
+        plan, stored = self.plan, self.stored
         self._sampler = None if by_surrogate(plan.method) else SeededSampler(plan.method, plan.axes, plan.seed)
-        self._ready = ready
-        self._leases = Leases(stored.store, stored.id, lease_seconds, now=stored.now)
-        self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
-        self._stack, self._next = stack, list[Proposal]()  # proposals collected for the next free thread
+        self._leases = Leases(stored.store, stored.id, self.lease_seconds, now=stored.now)
+        self._pool, self._free = ThreadPoolExecutor(self.workers), list(reversed(range(self.workers)))
+        self._next: list[Proposal] = []  # proposals collected for the next free thread
         self._pending: dict[Future[Sequence[float | Outcome]], list[Proposal]] = {}
         self._error: Exception | None = None  # raised by the objective
         self._ended: list[int] = []  # numbers of trials that have ended since the last event
@@ -131,7 +123,7 @@ class SearchLoop:
             self._pool.shutdown(wait=error is None, cancel_futures=error is not None)
             if error is not None and not isinstance(error, StoreGone):
                 for proposal in chain(self._next, *self._pending.values()):
-                    self._stored.close(proposal.number, released=True)
+                    self.stored.close(proposal.number, released=True)
         finally:
             self._leases.__exit__()
 
@@ -140,10 +132,10 @@ class SearchLoop:
         while True:
             if self._free:
                 turn = self._look()
-            stopping, request = self._error is not None or self._stop(), None
+            stopping, request = self._error is not None or self.stop(), None
             if self._free and not stopping:
-                request = self._plan.next(self.trials, turn, self._stored.now())
-            waits = request is not None and not self._ready()
+                request = self.plan.next(self.trials, turn, self.stored.now())
+            waits = request is not None and not self.ready()
             if request is not None and not waits:
                 if (proposal := self._begin(request)) is not None:
                     yield proposal
@@ -167,16 +159,15 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Close the attempts of dead commands, and read all trials into ``trials``. Return the number of started
-        trials."""
-        log = self._stored.read()
+        """Close the attempts of dead commands, and read all trials. Return the number of started trials."""
+        log = self.stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
-                self._stored.close(number, ended=self._leases.clocks[str(running[number])])
-            self._stored.read()
+                self.stored.close(number, ended=self._leases.clocks[str(running[number])])
+            self.stored.read()
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
         self.trials = [
@@ -192,21 +183,21 @@ class SearchLoop:
 
         Once there are ``stack`` proposals, one worker starts them together.
         """
-        if (created := self._stored.create(request, self._leases.node, self._sampler)) is None:
+        if (created := self.stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created
-        best = self._plan.baseline(self.trials, point) if request.purpose == "search" else None
+        best = self.plan.baseline(self.trials, point) if request.purpose == "search" else None
         origin = int(request.attributes.get(RETRY_OF, number))
         proposal = Proposal(point, number, request.seed, origin, best, worker=self._free[-1])
         self._next.append(proposal)
-        if len(self._next) == self._stack:
+        if len(self._next) == self.stack:
             self._submit()
         return proposal
 
     def _submit(self) -> None:
         proposals, self._next = self._next, []
         self._free.pop()  # the worker of these proposals
-        self._pending[self._pool.submit(self._objectives, proposals)] = proposals
+        self._pending[self._pool.submit(self.objectives, proposals)] = proposals
 
     def _wait(self) -> None:
         """Handle the calls of the objective that end within ``STORE_POLL``; if none does, read the store."""
@@ -223,7 +214,7 @@ class SearchLoop:
             outcomes = [_outcome(result) for result in future.result()]
         except WorkerDied as died:
             for proposal in proposals:
-                self._stored.close(proposal.number, released=self._error is not None)
+                self.stored.close(proposal.number, released=self._error is not None)
             if self._error is None:
                 of_worker = self._of_workers.setdefault(proposals[0].worker, [])
                 self._failed.append(proposals)
@@ -237,7 +228,7 @@ class SearchLoop:
                     self._give_back(of_worker)
         except BaseException as error:
             for proposal in proposals:
-                self._stored.close(proposal.number, released=True)
+                self.stored.close(proposal.number, released=True)
             if not isinstance(error, Exception):  # for example SystemExit
                 raise
             if not isinstance(error, TrialReleased):
@@ -246,18 +237,17 @@ class SearchLoop:
             self._failed.clear()
             self._of_workers.pop(proposals[0].worker, None)
             for proposal, outcome in zip(proposals, outcomes, strict=True):
-                if self._stored.record(proposal.number, outcome):
+                if self.stored.record(proposal.number, outcome):
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Give the trials of ``calls``, which failed in a row, back to the study. If ``fails``, also end the search
-        with an error.
+        """Give the trials of ``calls``, which failed in a row, back to the study. If ``fails``, also end the search.
 
         A trial is given back only once: if it fails again, the cause is probably its values. If all trials of
         ``calls`` were given back before, the search goes on.
         """
         numbers = {proposal.number for call in calls for proposal in call}
-        if numbers and self._stored.give_back(numbers, self._leases.node) and fails:
+        if numbers and self.stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
                 f"{len(calls)} attempts in a row failed on this machine: {self._failure}; correct the cause, and run "
                 "the same command again: it runs their trials again"

@@ -34,15 +34,7 @@ from leaven.tuning.algorithm.answer import (
 )
 from leaven.tuning.algorithm.noise import FEWEST_DEGREES, noise_between_seeds
 from leaven.tuning.algorithm.trust_region import RESULTS, RISK, Axes, Region, loss_of, region, results
-from leaven.tuning.service.stored_study import (
-    CONFIRMS,
-    FINAL,
-    FINALIST,
-    OPTIONS,
-    Params,
-    StoredTrial,
-    TrialRequest,
-)
+from leaven.tuning.service.stored_study import CONFIRMS, FINAL, FINALIST, OPTIONS, Params, StoredTrial, TrialRequest
 from leaven.tuning.study_document import PRUNED, Dimension, covered
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
@@ -68,8 +60,7 @@ REFITTED = 1 / 1000
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. Once a limit is reached, no further trial
-    starts."""
+    """The limits of a search, for all commands of a study together. Once one is reached, no further trial starts."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -144,8 +135,7 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` trials of every finalist, and confirmation trials if there are
-    several finalists."""
+    """Return the number of final trials: ``each`` of every finalist, and confirmation trials of several ones."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -164,8 +154,8 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method is unknown, if it ignores prior knowledge that ``axes`` has, or if ``name`` is
-    empty or too long."""
+    """Raise InputError for an unknown method, one that ignores prior knowledge in ``axes``, or an empty or too long
+    name."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -180,8 +170,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials that are known before the search begins: those of the start and, for method ``grid``, of the
-    grid.
+    """Return the trials that are known before the search begins: those of the start and, for ``grid``, of the grid.
 
     Raises:
         InputError: for method ``grid``, if ``budget.trials`` is None, or too small even for the coarsest grid.
@@ -289,8 +278,7 @@ class SearchPlan:
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
         """Return the trust region, fitted to the trials that ended first.
 
-        It is fitted again when the share ``REFITTED`` of the trials is new. So a resumed search proposes the same
-        points, unless the clocks of several machines differ.
+        A resumed search proposes the same points, unless the clocks of several machines differ.
         """
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
@@ -312,9 +300,9 @@ class SearchPlan:
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
         """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        Final trials are useless if the noise is 0, or if all trials diverged or were pruned. A trust-region search
-        also has none while the start is the best point. With a budget below ``SMALL`` trials, it has final trials
-        only if the noise is known and the predicted gain is in doubt.
+        They are useless if the noise is 0, or if all trials diverged or were pruned. A trust-region search also has
+        none while the start is the best point. With a budget below ``SMALL`` trials, it has some only if the noise is
+        known and the predicted gain is in doubt.
         """
         noise, _ = self.noise_of(trials)
         states = {trial.state for trial in trials}
@@ -327,10 +315,9 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial. Return None if no more are needed, or if the budget or the finalists are used
-        up.
+        """Return the next final trial, until ``count`` finalists have ``each`` final trials that completed.
 
-        Final trials are needed until ``count`` finalists have ``each`` final trials, none of them diverged or pruned.
+        Return None also if the budget or the finalists are used up.
         """
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
@@ -398,8 +385,7 @@ class SearchPlan:
         """Return the trial with which a new trial at ``point`` is compared; None if the new one must not be pruned.
 
         The result is the best completed trial of the search with the same choices: a choice, such as the schedule,
-        changes the shape of a loss curve. If the noise is unknown, or known with fewer than ``FEWEST_DEGREES``
-        degrees of freedom, no trial is pruned.
+        changes the shape of a loss curve. Without known noise (``FEWEST_DEGREES``), no trial is pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
@@ -417,20 +403,16 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the best point of a search that has ended; None if no trial finished (:meth:`why_nothing`)."""
+        """Return the best point of a search that has ended; None if no trial finished."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a completed search stopped early because several rounds gained less than the noise.
-
-        Do not call this for a search that the user stopped.
-        """
+        """Return whether a search that has ended, but was not stopped by the user, gained less than the noise."""
         # A plan without caches, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))
 
     def why_nothing(self, trials: Sequence[StoredTrial]) -> str:
-        """Return the message that says why the search has no answer."""
         states = [trial.state for trial in trials]
         if PRUNED in states:
             return f"no trial finished: {states.count(PRUNED)} were pruned, {states.count('diverged')} diverged"
@@ -446,7 +428,6 @@ class SearchPlan:
 
 
 def _ended(trials: Sequence[StoredTrial]) -> int:
-    """Return how many trials have a result."""
     return [trial.state in RESULTS for trial in trials].count(True)
 
 

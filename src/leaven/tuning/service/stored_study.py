@@ -7,20 +7,19 @@ A trial is one training of a point with one seed. In the store it is one Optuna 
 In this file, an Optuna trial is called an attempt. Any number of commands on any machines can share a study, and the
 command that starts a search also resumes it:
 
-- Each attempt has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
-  ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
-  attempts, so a crash cannot lose a job. If two commands create an attempt for the same job at once, the attempt with
-  the lower number runs, and the other one is closed as a duplicate.
+- Each attempt has two user attributes from the beginning. Its ``owner`` is the id of the command that runs it, its
+  ``job`` a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
+  attempts, so a crash cannot lose a job. Two commands may create an attempt for the same job at once. Then the
+  attempt with the lower number runs, and the other one is closed as a duplicate.
 - If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
   the process of the new attempt dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their
   trials are retried, too, but a release does not count as a death.
-- If many trials of a command fail in a row, its machine may be broken, so the command gives them back: it adds an
-  attempt that has ended already and has the attribute ``given_back``. The attempts before it do not count as deaths.
+- If many trials of a command fail in a row, its machine may be broken, so the command gives them back. It adds an
+  attempt that has ended already, with the attribute ``given_back``. The attempts before it do not count as deaths.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
-  of the store is noticed when attempts are read. An attempt of a command of an older version, on another machine, has
-  no digest and is not checked.
+  of the store is noticed. Attempts of a command of an older version have no digest and are not checked.
 """
 
 import json
@@ -31,7 +30,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
@@ -44,8 +42,9 @@ from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from leaven import storage
 from leaven.errors import InputError
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.recipe import Recipe, differences, differing
 from leaven.training.outcome import Curve, Outcome, curve_of
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.surrogate import EarlierTrials
@@ -57,8 +56,7 @@ ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, 
 ID = "id"  # the setting with the random id of a study, which is also in its study.json
 EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
-VALUES, WEIGHTS = "values", "weights"  # settings: [space] of a command file; the fingerprint of the start weights
-ADDED = {VALUES, WEIGHTS}  # settings that a study of an older version does not have
+LISTED = 3  # of the settings that differ, so many are in the message
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 # Names of user attributes of an attempt: fields of an Outcome, and others.
@@ -107,7 +105,6 @@ class StoredTrial(StudyTrial):
 
     @property
     def finished(self) -> bool:
-        """Whether the trial has a result: it completed, diverged, or was pruned."""
         return self.state in RESULTS
 
     @property
@@ -120,7 +117,6 @@ class StoredTrial(StudyTrial):
         return TrialRequest(self.purpose, f"retry:{self.number}", self.seed, dict(self.params), attributes)
 
     def document(self, values: dict[str, Any]) -> StudyTrial:
-        """Return the trial as it is written to study.json, with its ``values`` in the units of the recipe."""
         own = {each.name: getattr(self, each.name) for each in fields(StudyTrial)}
         return StudyTrial(**own | {"values": values})
 
@@ -134,7 +130,6 @@ class StoredStudy:
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # what messages call the study
-    digests: bool = False  # whether the settings have a digest; then every attempt has an owner
     _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def now(self) -> float:
@@ -147,18 +142,15 @@ class StoredStudy:
 
     @cached_property
     def random_id(self) -> str:
-        return random_id(self.study.user_attrs)
+        return str(self.study.user_attrs[ABOUT][ID])
 
     @cached_property
     def _log(self) -> "TrialLog":
         return TrialLog(self.axes)
 
     def read(self) -> "TrialLog":
-        """Return the log of all attempts and trials, after a check of the attempts that are new or have changed.
-
-        Raises:
-            InputError: if an attempt is missing, or was changed by another program.
-        """
+        """Return the log of all attempts and trials. Raise InputError if an attempt is missing, or was changed by
+        another program."""
         log, suspects = self._log, set[int]()
         while True:
             attempts = self.study.get_trials(deepcopy=False)  # in the order of their numbers
@@ -166,7 +158,7 @@ class StoredStudy:
             new = {at: attempt for at, attempt in enumerate(attempts) if log.attempts.get(at) is not attempt}
             if lost := [at for at in new if new[at].number != at] or range(len(attempts), len(log.attempts)):
                 raise InputError(f"{self.what} has lost trial {lost[0]}; {RESTORE}")
-            changes = {at: change for at in new if (change := _change_of(new[at], self.digests))}
+            changes = {at: change for at in new if (change := _change_of(new[at]))}
             if not changes:
                 break
             # PostgreSQL reads states before losses, so an attempt that ends in between seems to run and to have a
@@ -189,7 +181,6 @@ class StoredStudy:
 
     @property
     def trials(self) -> list[StoredTrial]:
-        """All trials of the study, in the order of their first attempts."""
         return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
@@ -222,19 +213,14 @@ class StoredStudy:
             state=state,
             params=request.point or {},
             distributions=distributions(self.axes) if request.point else {},
-            user_attrs={
-                PURPOSE: request.purpose,
-                SEED: request.seed,
-                JOB: request.job,
-                **request.attributes,
-                **attributes,
-            },
+            user_attrs={PURPOSE: request.purpose, SEED: request.seed, JOB: request.job}
+            | {**request.attributes, **attributes},
         )
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
         """Let the trials whose last attempts have these ``numbers`` run again, as if no attempt had failed. Leave out
-        trials that were given back before. Return the number of trials given back."""
+        trials that were given back before. Return how many trials run again."""
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]
@@ -271,11 +257,8 @@ class StoredStudy:
 
     def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
         """Mark an attempt as failed, unless it has ended already.
-
-        Args:
-            released: whether this command gives the attempt up. A released attempt does not count as one whose
-                process died.
-            ended: the last heartbeat of the attempt's owner, Unix time; None if this command is the owner.
+        A ``released`` attempt is given up by this command, and does not count as one whose process died. ``ended`` is
+        the last heartbeat of the owner, Unix time; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
             # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
@@ -290,9 +273,8 @@ class StoredStudy:
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return at most ``POINTS`` points of a curve: the last one, and before it the means of equally long parts.
-    Points with a loss that is not finite are left out.
 
-    Single points are too noisy to prune trials by: a trial is pruned if it is far above the curve of the best trial.
+    Points with a loss that is not finite are left out. Single points would be too noisy to prune trials by.
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
@@ -317,7 +299,7 @@ class TrialLog:
         self._origins: dict[str, int] = {}  # by the job of a retry: the number of the first attempt
 
     def add(self, attempt: FrozenTrial) -> None:
-        """Add an attempt that is new or has changed. New attempts are added in the order of their numbers."""
+        """Add an attempt that is new or has changed. New attempts must be added in the order of their numbers."""
         number, job = attempt.number, attempt.user_attrs.get(JOB)
         self.attempts[number] = attempt
         if job is not None and job not in self.jobs:
@@ -330,21 +312,17 @@ class TrialLog:
             self.trials.pop(origin, None)
 
     def _trial(self, first: FrozenTrial) -> StoredTrial | None:
-        """Return the trial that begins with the attempt ``first``; None if none does."""
         job = first.user_attrs.get(JOB)
         begins = job is None or (self.jobs[job] == first.number and not job.startswith("retry:"))
         drawn = len(first.params) == len(self._axes.start) or first.state is TrialState.RUNNING
         if not (begins and drawn and OWNER in first.user_attrs):
             return None
-        last, deaths, spans = first, 0, [_span(first)]
-        while last.state is TrialState.FAIL:
-            deaths = 0 if GIVEN_BACK in last.user_attrs else deaths + (not last.user_attrs.get(RELEASED, False))
-            if (following := self.jobs.get(f"retry:{last.number}")) is None:
+        attempts = [first]
+        while attempts[-1].state is TrialState.FAIL:
+            if (retry := self.jobs.get(f"retry:{attempts[-1].number}")) is None:
                 break
-            last = self.attempts[following]
-            spans.append(_span(last))
-        whole = tuple(span for span in spans if span is not None)
-        return replace(_trial_of(first, last, deaths, self._axes), spans=whole)
+            attempts.append(self.attempts[retry])
+        return _trial_of(attempts, self._axes)
 
 
 def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
@@ -358,20 +336,22 @@ def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
     """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None.
 
-    Return None if an older version did not store these times.
+    Return None if the attempt never ran, or ended without a time, as by another program.
     """
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
-    if end is None and attempt.datetime_complete and (attempt.state in WITH_RESULT or ran.get(RELEASED)):
-        end = attempt.datetime_complete.timestamp()
     if BEGAN not in ran or (end is None and attempt.state is not TrialState.RUNNING):
         return None
     return ran[BEGAN], end
 
 
-def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> StoredTrial:
-    """Return a trial from its first and its last attempt. ``deaths`` is the number of attempts that failed since the
-    trial was last given back."""
+def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
+    """Return the trial with these attempts, of which all but the last one have failed."""
+    first, last, deaths = attempts[0], attempts[-1], 0
+    for attempt in attempts:
+        deaths += RELEASED not in attempt.user_attrs
+        if GIVEN_BACK in attempt.user_attrs:
+            deaths = 0
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
@@ -405,18 +385,19 @@ def _trial_of(first: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) ->
         final_of=final_of,
         finalist=finalist,
         finals=first.user_attrs.get(FINAL),
+        spans=tuple(span for attempt in attempts if (span := _span(attempt)) is not None),
     )
 
 
-def _change_of(attempt: FrozenTrial, digests: bool) -> str:
+def _change_of(attempt: FrozenTrial) -> str:
     """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
 
     leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
-    FAIL without one. Only if the settings of the study have ``digests``, every attempt must have an owner.
+    FAIL without one.
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {
-        "its attributes are missing": digests and OWNER not in attributes,
+        "its attributes are missing": OWNER not in attributes,
         "its state is WAITING, which leaven never writes": state is TrialState.WAITING,
         f"its state is {state.name}, but it has a loss": state not in WITH_RESULT and attempt.values is not None,
         "its state is COMPLETE, but it has no loss": state is TrialState.COMPLETE and attempt.values is None,
@@ -435,7 +416,7 @@ def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] 
 
 
 def _digest(document: Any) -> str:
-    return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return storage.digest(json.dumps(document, sort_keys=True).encode())
 
 
 def distributions(axes: Axes) -> dict[str, BaseDistribution]:
@@ -471,8 +452,7 @@ def join_study(
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
         own_noise: whether the user gave ``noise``. If not, a stored study with earlier trials keeps its stored noise.
-        recipe: the recipe that all commands on the study must share.
-        shared: further settings that all commands on the study must share.
+        recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
         InputError: if the study was created by another program, with other settings, or without the kind of prior
@@ -494,13 +474,12 @@ def join_study(
     created = here | {ID: uuid.uuid4().hex}
     if axes.expected:
         created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
-    if axes.earlier is not None:
-        created[EARLIER] = {"points": axes.earlier.points.tolist(), "losses": axes.earlier.losses.tolist()}
-        created[EARLIER]["noise"] = axes.earlier.noise
+    if (known := axes.earlier) is not None:
+        created[EARLIER] = {"points": known.points.tolist(), "losses": known.losses.tolist(), "noise": known.noise}
     if recipe is not None:
         created["recipe"] = recipe.model_dump(mode="json")
     study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
-    there, digests = _settings(study, what)
+    there = _settings(study, what)
     try:
         stored, expected, earlier = _knowledge(there)
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -509,46 +488,30 @@ def join_study(
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
-    # A call without a box does not continue in the box of the study.
-    here |= {key: here.get(key, {}) for key in there.keys() & {"near"}}
-    for key, value in here.items():
-        if key not in there and key not in ADDED:
-            raise InputError(f"{what} has no {key}, so another program created it; {instead}")
-        if there.get(key, value) != value:
-            other = "other" if key in ADDED else "another"
-            raise InputError(f"{what} has {other} {key}: {_difference(there[key], value)}; {instead}")
+    keys = [*here, "near"]  # a call without a box does not continue in the box of the study
+    if changes := differing({key: there.get(key) for key in keys}, {key: here.get(key) for key in keys}):
+        more = f"; and {len(changes) - LISTED} more" if len(changes) > LISTED else ""
+        raise InputError(f"{what} has other settings: {describe_changes(changes[:LISTED])}{more}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
             raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    known = replace(axes, expected=expected, earlier=_reordered(earlier, list(there["space"]), list(axes.limits)))
-    return StoredStudy(store, study, known, noise, what, digests)
+    earlier = _reordered(earlier, list(there["space"]), list(axes.limits))
+    return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise, what)
 
 
-def random_id(attributes: Mapping[str, Any]) -> str:
-    """Return the random id in the user attributes of a study; "" if it has none."""
-    settings = attributes.get(ABOUT)
-    return str(settings.get(ID, "")) if isinstance(settings, dict) else ""
-
-
-def _settings(study: optuna.Study, what: str) -> tuple[dict[str, Any], bool]:
-    """Return (the settings of a study, whether they have a digest).
-
-    Raises:
-        InputError: if the digest does not match, or the study does not minimise.
-    """
+def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
+    """Return the settings of a study. Raise InputError if they were changed, or the study does not minimise."""
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
-    digest = found.pop(DIGEST, None) if isinstance(found, dict) else ""
-    if digest is not None and digest != _digest(found):
+    if not isinstance(found, dict) or found.pop(DIGEST, None) != _digest(found):
         raise InputError(f"the settings of {what} were changed in its store; {RESTORE}")
-    return found, digest is not None
+    return found
 
 
 def _knowledge(
     settings: dict[str, Any],
 ) -> tuple[Recipe | None, dict[str, tuple[float, float]], EarlierTrials | None]:
-    """Return the recipe, the expected optima and the earlier trials in the settings of a stored study."""
     recipe, earlier = settings.get("recipe"), settings.get(EARLIER)
     return (
         recipe and Recipe.model_validate(recipe),
@@ -558,8 +521,8 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its columns, which are in the order ``stored``, in the order ``names`` of this command.
-    Further columns stay behind these."""
+    """Return ``earlier`` with its columns in the order ``names`` of this command, not in that of the store. Further
+    columns stay behind these."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
@@ -569,8 +532,8 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
     """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
 
-    Also write the settings if the study has none after ``PATIENCE`` seconds: the command that created it may be dead.
-    The study is looked up first, because a failed attempt to create it would add a line to a journal.
+    If the study has no settings for ``PATIENCE`` seconds, the command that created it may be dead: write them. The
+    study is looked up first, because a failed attempt to create it would add a line to a journal.
 
     Raises:
         InputError: if the study is not empty, but has no settings. ``what`` names the study in the message.
@@ -591,16 +554,3 @@ def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], wha
             )
         study.set_user_attr(ABOUT, settings)
     return study
-
-
-def _difference(there: Any, here: Any) -> str:
-    there, here = ("none" if value is None else value for value in (there, here))
-    if not (isinstance(there, dict) and isinstance(here, dict)):
-        return f"{there} in the study, {here} in this command"
-    parts = [
-        f"{n} {there[n]} in the study, {here[n]} in this command" for n in there if n in here and there[n] != here[n]
-    ]
-    for kept, other, where in ((there, here, "in the study"), (here, there, "in this command")):
-        alone = [n for n in kept if n not in other]
-        parts += [f"{', '.join(alone)} only {where}"] if alone else []
-    return "; ".join(parts)

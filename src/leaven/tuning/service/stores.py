@@ -16,7 +16,8 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Container, Generator, Sequence
+from abc import update_abstractmethods
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partialmethod
@@ -33,7 +34,7 @@ from leaven.errors import InputError
 from leaven.storage import is_full
 
 if TYPE_CHECKING:
-    from sqlalchemy.engine import URL, Connection, ExceptionContext
+    from sqlalchemy.engine import URL, ExceptionContext
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
 LOOK_SECONDS = 1.0  # between calls of ``waited`` in a pause
@@ -67,8 +68,7 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """Raised if the store is unreachable or the results cannot be written. Repeating the command resumes the
-    study."""
+    """The store is unreachable, or the results cannot be written. Repeating the command resumes the study."""
 
 
 def open_store(
@@ -91,14 +91,17 @@ def open_store(
     if where is None:
         return InMemoryStorage()
     if isinstance(where, BaseStorage):
-        ours = isinstance(where, _Waiting)
-        return where if ours else Patient(where, type(where).__name__, waited, patience_seconds)
-    if not isinstance(where, os.PathLike | str):
+        if isinstance(where, Patient):
+            return where
+        store, name = where, type(where).__name__
+    elif not isinstance(where, os.PathLike | str):
         raise InputError(f"storage = {where!r:.60}: give the path of an Optuna journal file, or sqlite:///FILE")
-    if isinstance(where, os.PathLike) or "://" not in where:
-        return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
-    url = _url(where)
-    return Patient(_database(url, waited, patience_seconds), _name(url), waited, patience_seconds)
+    elif isinstance(where, os.PathLike) or "://" not in where:
+        store, name = open_journal(Path(where).absolute()), str(where)
+    else:
+        url = _url(where)
+        store, name = _database(url, waited, patience_seconds), _name(url)
+    return Patient(store, name, waited, patience_seconds)  # type: ignore[abstract]  # update_abstractmethods
 
 
 def exists(where: str | Path) -> bool:
@@ -195,13 +198,13 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
             raise InputError(f"{_name(url)}: {error}") from None
         waited(passed)
         time.sleep(random.uniform(0.05, 0.5))
-    if not lite:
-        event.listen(storage.engine, "handle_error", _leave_read_only)
     if lite:
         # Optuna reads rows and then changes them in one transaction, which must lock the file from the beginning.
-        event.listen(storage.engine, "begin", _begin_alone)
+        event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         event.listen(storage.engine, "connect", _begin_nothing)
         storage.engine.dispose()
+    else:
+        event.listen(storage.engine, "handle_error", _leave_read_only)
     # Without the cache, every read of a study reads all of its rows: 2,000 for 60 trials of 30 values.
     return _CachedStorage(storage)
 
@@ -213,12 +216,8 @@ def _leave_read_only(context: "ExceptionContext") -> None:
 
 
 def _begin_nothing(connection: Any, record: object) -> None:
-    """Keep sqlite3 from beginning a transaction itself; :func:`_begin_alone` begins it."""
+    """Keep sqlite3 from beginning a transaction itself."""
     connection.isolation_level = None
-
-
-def _begin_alone(connection: "Connection") -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -229,52 +228,39 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     return causes
 
 
-def _away(error: Exception) -> bool:
-    """Return whether an error means that the store cannot be reached, rather than that the call was wrong.
+def _kind(error: Exception) -> str:
+    """Return what an error of a store means.
 
-    When a PostgreSQL server stops, Optuna raises a StorageInternalError, caused by an OperationalError of SQLAlchemy.
+    - "away": the store cannot be reached. When a PostgreSQL server stops, Optuna raises a StorageInternalError,
+      caused by an OperationalError of SQLAlchemy.
+    - "damaged": the content of a database cannot be read. A damaged page gives a plain DatabaseError, a damaged
+      schema an OperationalError. A damaged cell gives a LookupError or a ValueError when it is converted.
+    - "clash": a new row contradicts the rows of a database.
+    - "refused": the database refuses the call, for example because a permission is missing.
+    - "": the call was wrong.
     """
-    from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
+    from sqlalchemy import exc
 
-    return isinstance(error, OSError) or any(
-        isinstance(cause, OperationalError | InterfaceError | TimeoutError)
-        or getattr(cause, "sqlstate", None) == READ_ONLY
-        for cause in _causes(error)
-    )
-
-
-def _damaged(error: Exception) -> bool:
-    """Return whether an error means that the content of a database cannot be read.
-
-    A damaged page gives a plain DatabaseError, a damaged schema an OperationalError. A damaged cell gives a
-    LookupError or a ValueError, when SQLAlchemy or Optuna converts it. An OSError of a journal, whatever its cause,
-    means that its disk is away.
-    """
-    from sqlalchemy.exc import DatabaseError, OperationalError
-
-    return not isinstance(error, OSError) and any(
-        type(cause) in {DatabaseError, LookupError}
+    causes = _causes(error)
+    if isinstance(error, OSError):  # of a journal
+        return "away"
+    if any(
+        type(cause) in {exc.DatabaseError, LookupError}
         or (isinstance(cause, ValueError) and not isinstance(cause, InputError))
-        or (isinstance(cause, OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
-        for cause in _causes(error)
-    )
-
-
-def _refused(error: Exception) -> bool:
-    """Return whether an error comes from the database, for example because a permission is missing or a row
-    clashes."""
-    from sqlalchemy.exc import DBAPIError
-
-    return isinstance(error, StorageInternalError | DBAPIError) and any(
-        isinstance(cause, DBAPIError) for cause in _causes(error)
-    )
-
-
-def _clashes(error: Exception) -> bool:
-    """Return whether an error means that a new row contradicts the rows of a database."""
-    from sqlalchemy.exc import IntegrityError
-
-    return any(isinstance(cause, IntegrityError) for cause in _causes(error))
+        or (isinstance(cause, exc.OperationalError) and _SCHEMA.search(str(cause.orig)) is not None)
+        for cause in causes
+    ):
+        return "damaged"
+    if any(
+        isinstance(cause, exc.OperationalError | exc.InterfaceError | exc.TimeoutError)
+        or getattr(cause, "sqlstate", None) == READ_ONLY
+        for cause in causes
+    ):
+        return "away"
+    if any(isinstance(cause, exc.IntegrityError) for cause in causes):
+        return "clash"
+    of_database = any(isinstance(cause, exc.DBAPIError) for cause in causes)
+    return "refused" if of_database and isinstance(error, StorageInternalError | exc.DBAPIError) else ""
 
 
 def _reason(error: Exception) -> str:
@@ -329,11 +315,8 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file, which stays readable after an interrupted write.
 
-    A write first removes an incomplete last line. Reading or writing raises an error in these cases:
-
-    - The file is missing: it may be on a disk that is not mounted at the moment.
-    - Another journal has replaced the file: a user may begin another study in the folder while a command still runs.
-    - An older copy has replaced the file, and lacks lines that were read.
+    Reading or writing raises an error if the file is missing, as on a disk that is not mounted at the moment. It also
+    does if another journal has replaced the file, or an older copy, which lacks lines that were read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -341,8 +324,7 @@ class Journal(JournalFileBackend):
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise InputError if the file is another journal, and OSError if it is missing or has lost lines that were
-        read."""
+        """Raise InputError if the file is another journal, and OSError if it is missing or has lost read lines."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
@@ -385,8 +367,8 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it stays a dangling link for ``GRACE_SECONDS``. Optuna's dashboard makes such links
-    (JournalFileSymlinkLock), and JournalFileOpenLock waits for them forever."""
+    """Remove Optuna's lock if it stays a dangling link, as of Optuna's dashboard, for ``GRACE_SECONDS``.
+    JournalFileOpenLock would wait for it forever."""
     with suppress(OSError):  # the lock was released
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
@@ -395,8 +377,15 @@ def _remove_dead_link(lock: Path) -> None:
             time.sleep(FIRST_PAUSE)
 
 
-class _Waiting:
-    """A mixin for Optuna storages that retries each call while the store is unreachable."""
+# What a method of a storage raises if the content of its database cannot be converted; by default KeyError.
+DAMAGE: dict[str, tuple[type[Exception], ...]] = {
+    "get_all_trials": (AssertionError, AttributeError, LookupError, TypeError),
+    "get_study_id_from_name": (),  # leaven and Optuna ask for names that may not exist
+}
+
+
+class Patient(BaseStorage):
+    """A storage whose calls are retried while the store is unreachable."""
 
     def __init__(
         self, store: BaseStorage, name: str, waited: Callable[[float], None], patience_seconds: float
@@ -406,14 +395,11 @@ class _Waiting:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
-        except KeyError as error:  # no such trial or study: it was removed, for example by restoring a backup
-            if method == "get_study_id_from_name":  # leaven and Optuna ask for names that may not exist
-                raise
+        except DAMAGE.get(method, (KeyError,)) as error:
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(again)``, which is retried while the store is unreachable. ``again`` is True in
-        retries.
+        """Return the result of ``call(again)``, where ``again`` is True in retries.
 
         Raises:
             StoreGone: if the store is unreachable for longer than ``patience_seconds``.
@@ -424,11 +410,12 @@ class _Waiting:
             try:
                 return call(again)
             except Exception as error:
-                if _damaged(error):
+                kind = _kind(error)
+                if kind == "damaged":
                     raise self._damage(error) from error
-                if not _away(error):
-                    if _refused(error) and not _clashes(error):
-                        raise InputError(f"{self._name} cannot be used: {_reason(error)}") from error
+                if kind == "refused":
+                    raise InputError(f"{self._name} cannot be used: {_reason(error)}") from error
+                if kind != "away":
                     raise
                 now = time.monotonic()
                 if now - since >= self._patience:
@@ -449,14 +436,6 @@ class _Waiting:
             f"{self._name} is damaged ({_reason(error)}); restore it from a backup, or use another study"
         )
 
-    def get_all_trials(
-        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
-    ) -> list[FrozenTrial]:
-        try:
-            return list(self._call("get_all_trials", study_id, deepcopy, states))
-        except (AssertionError, AttributeError, LookupError, TypeError) as error:  # Optuna cannot convert a cell
-            raise self._damage(error) from error
-
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
         template = create_trial(state=TrialState.RUNNING) if template_trial is None else copy(template_trial)
         ticket = str(uuid.uuid4())
@@ -472,7 +451,7 @@ class _Waiting:
         try:
             return int(self._until_done(create))
         except Exception as error:
-            if _clashes(error):  # a row of another trial was removed, and the rest of that trial is still there
+            if _kind(error) == "clash":  # a row of another trial was removed, and its other rows are still there
                 raise self._damage(error) from error
             raise
 
@@ -489,14 +468,7 @@ class _Waiting:
         return bool(self._until_done(set_state))
 
 
-_METHODS = [name for name in vars(BaseStorage) if not name.startswith("_") and name not in vars(_Waiting)]
-
-Patient: Callable[..., BaseStorage] = type(
-    "Patient",
-    (_Waiting, BaseStorage),
-    {
-        "__module__": __name__,
-        "__doc__": "A storage whose calls are retried while the store is unreachable.",
-        **{name: partialmethod(_Waiting._call, name) for name in _METHODS},
-    },
-)
+for _method in vars(BaseStorage):
+    if not _method.startswith("_") and _method not in vars(Patient):
+        setattr(Patient, _method, partialmethod(Patient._call, _method))
+update_abstractmethods(Patient)  # type: ignore[type-abstract]

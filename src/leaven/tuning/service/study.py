@@ -1,42 +1,32 @@
 """A study: a search over short trainings of a recipe or runs of a command. It keeps all trials and writes the best
 values.
 
-This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. To follow a search, open the five files in
-bold; each other file answers the question beside it. A trial is one training of a point with one seed. If its process
-dies, the trial gets another attempt.
+This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. The five files in bold are the search itself.
+A trial is one training of a point with one seed. If its process dies, the trial gets another attempt.
 
-1. **cli/tune.py** reads the recipe, tokenises its text and makes the search space, by default nine values of the
-   whole model (Which, and how far do they move? ``space.py``). :class:`BaseStudy`, in this file (**study.py**),
-   checks the arguments. When its context is entered, it opens the store of all trials: an Optuna journal in the
-   folder, or a database (What if it is damaged or cannot be reached? ``stores.py``). Then it joins the study in
-   the store, or creates the study (``stored_study.py``).
-2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used (by default 32
-   trials). The loop asks the plan (**search_plan.py**) for the next trial: first the start, then proposals of the
-   search, then some of the best points again. ``algorithm/trust_region.py`` proposes a point, from a model of the
-   loss that is fitted to the trials so far (``algorithm/surrogate.py``). :class:`TrialTrainer`
-   (``recipe_study.py``) puts the values of the point into the recipe and trains it in a worker process
-   (**training/trial.py**), or trains several trials at once (``training/stack.py``). This training has the loop and
-   the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is the
-   validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it (``command_study.py``).
-   A trial ends early if it diverges. Once the noise is known, a trial that is too far behind the best one is pruned
-   (How far? ``training/early_stopping.py``). A search with many trials also ends when several rounds gained less
-   than the noise (``Region.stalled``).
-3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). Before the first
-   proposal, up to 3 trials of the start, which is the recipe itself, measure it (``REPEATS`` in
-   ``search_plan.py``).
-4. If the search has found a better point than the start, it ends with final trials of the best points (the
-   finalists), with fresh seeds. The budget decides how many (``FINALS``): with 32 trials, one finalist with two
-   trials. If there are several finalists, the best of them and the start have confirmation trials with more
-   seeds.
-5. The trials with fresh seeds choose a point (``algorithm/answer.py``): the start, unless the best point gains
-   clearly more than the noise. The reported loss is then a mean over fresh seeds, and its 95% interval is mean +-
-   t x noise / sqrt(trials). Without such trials, the loss has no interval.
-6. :meth:`BaseStudy.state` makes the study's document (``study_document.py``) from the trials.
-7. :meth:`BaseStudy.save` writes the document, study.json, at the start and when trials end. Once the search has
-   ended, it also writes best.toml and, if another point with fewer changes is as good, fewest.toml, with a reason
-   for every searched value. The folder also contains the recipe at the start (centre.toml) and the checkpoints of
-   trials.
-8. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
+1. **cli/tune.py** reads the recipe, tokenises its text and makes the search space (``space.py``).
+   :class:`BaseStudy`, in this file (**study.py**), checks the arguments and opens the store of all trials: an Optuna
+   journal in the folder, or a database (``stores.py``). It joins or creates the study in the store
+   (``stored_study.py``).
+2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
+   trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start, then proposals of the
+   search, then some of the best points again. ``algorithm/trust_region.py`` proposes points, from a model of the loss
+   fitted to the trials so far (``algorithm/surrogate.py``).
+3. :class:`TrialTrainer` (``recipe_study.py``) puts the values of the point into the recipe. It trains the recipe in a
+   worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). This training has the
+   loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is
+   the validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it
+   (``command_study.py``).
+4. A trial ends early if it diverges, or if it is pruned: too far behind the best one for the known noise
+   (``training/early_stopping.py``). The noise is the standard deviation of the loss between seeds
+   (``algorithm/noise.py``). Up to 3 trials of the start, the recipe itself, measure it before the first proposal.
+5. The search ends with final trials of the best points (the finalists), with fresh seeds. The budget decides how many
+   (``FINALS``). These trials choose a point (``algorithm/answer.py``): the start, unless the best point gains clearly
+   more than the noise. The reported loss is their mean, with the 95% interval mean +- t x noise / sqrt(trials).
+6. :meth:`BaseStudy.save` writes the study's document (``study_document.py``) to study.json, at the start and when
+   trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml, a point with fewer changes
+   that is as good. The folder also has the recipe at the start (centre.toml) and the checkpoints of trials.
+7. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
 
@@ -58,8 +48,9 @@ from typing import Any, Protocol, Self
 
 import optuna
 from optuna.storages import BaseStorage
+from pydantic_core import to_json
 
-from leaven.documents import DIGEST, digest_of
+from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
 from leaven.storage import AWAY, digest, lock, make_folder, read, require_folder_name, write_text
@@ -77,7 +68,7 @@ from leaven.tuning.service.search_plan import (
     check_search,
     known_trials,
 )
-from leaven.tuning.service.stored_study import RESTORE, join_study, random_id
+from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
@@ -93,8 +84,7 @@ ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has 
 NOTE_AFTER = 5.0
 NOTE_EVERY = 10.0  # seconds until the screen says so again
 LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
-# The largest share of the time that is spent on writing study.json. With thousands of trials, this takes seconds.
-SAVING = 0.1
+SAVING = 0.1  # the largest share of the time for writing study.json: seconds with thousands of trials
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
@@ -168,7 +158,6 @@ class BaseStudy(ABC):
         self._run_flops = run_flops
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
-        self._over = False  # whether ``run`` has run the search to its end
         self._stalled = False  # whether the search ended early because some rounds gained less than the noise
         self.nothing = ""  # why :meth:`run` found no best point; empty if it found one
         self._screen: Screen = NoScreen()
@@ -180,11 +169,8 @@ class BaseStudy(ABC):
         self._check_folder()
 
     @abstractmethod
-    def _trainer(
-        self, devices: Sequence[str | None], checkpoint_seconds: float
-    ) -> AbstractContextManager[Objectives]:
-        """Return a context manager that yields the objective. One thread for each of the ``devices`` calls it, with
-        up to ``stack`` proposals at once."""
+    def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
+        """Yield the objective. One thread for each of the ``devices`` calls it, with up to ``stack`` proposals."""
 
     def _check_folder(self) -> None:
         require_folder_name(self.out)
@@ -199,39 +185,32 @@ class BaseStudy(ABC):
             own = (*OURS, f"{escape(Path(str(self._where).partition('?')[0]).name)}*")
         centre = self.out / "centre.toml"
         if centre.exists():
+            saved, command = _saved(out), bool(self._about.get("command"))
+            if saved and bool(saved.get("command")) != command:
+                other = "recipe" if command else "command"
+                raise InputError(f"{self.out} has a study over a {other}; use another --study or --out")
             try:
                 changes = self.space.changes_since(centre)
             except InputError as error:
-                saved = _saved(out)
-                if saved and bool(saved.get("command")) != bool(self._about.get("command")):
-                    kind = "command" if saved.get("command") else "recipe"
-                    raise InputError(f"{self.out} has a study over a {kind}; use another --study or --out") from None
                 raise InputError(f"{error}; if it is damaged, remove it, and this command writes it again") from None
             if changes:
                 kind = self.space.kind
                 raise InputError(f"{self.out} has another {kind}: {describe_changes(changes)}; use another --study")
-        elif (
-            self.out.exists()
-            and not (self.out / "journal.log").exists()
-            and not self._saved_results()[0]
-            and not all(
-                any(fnmatch(entry.name, name) for name in own)
-                or (entry.name == CHECKPOINTS and not any(entry.glob("*")))  # such as a link to an empty disk
-                for entry in self.out.iterdir()
-            )
-        ):
-            raise InputError(f"{self.out} is not empty and contains no study; use another folder")
+        elif self.out.exists() and not (self.out / "journal.log").exists() and not self._saved_results()[0]:
+            others = [entry for entry in self.out.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
+            # CHECKPOINTS may be a link to an empty disk.
+            if any(entry.name != CHECKPOINTS or any(entry.glob("*")) for entry in others):
+                raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
-        """Return this study. :meth:`__enter__` will call ``note`` and ``stop`` while it waits for a locked store.
-        :meth:`run` replaces the two functions."""
+        """Return this study, which will call ``note`` and ``stop`` while it waits for a locked store."""
         self._note, self._stop = note, stop
         return self
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         saved_id, saved = self._saved_results()
-        store = self._open_store(saved_id, set(saved))
+        store = self._open_store(bool(saved_id or saved), len(saved))
         self._stored = join_study(
             store,
             self.space.name,
@@ -246,6 +225,7 @@ class BaseStudy(ABC):
             recipe=self.space.recipe if isinstance(self.space, Space) else None,
             shared=self._shared,
         )
+        self._require_same_study(saved_id)
         self._compare_results(saved)
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         self._claim_folder()
@@ -256,7 +236,7 @@ class BaseStudy(ABC):
         make_folder(self.out)
         with self._folder_lock():
             saved_id, saved = self._saved_results()
-            self._require_same_study(saved_id, self._stored.random_id)
+            self._require_same_study(saved_id)
             if not (self.out / "centre.toml").exists():
                 write_text(self.out / "centre.toml", self.space.text_at({}, {}))
             if not (saved_id or saved):
@@ -265,8 +245,8 @@ class BaseStudy(ABC):
 
     @contextmanager
     def _folder_lock(self) -> Iterator[None]:
-        """Lock the folder during the ``with`` block. Go on without the lock if the disk is full or has no locks, or
-        if another process holds the lock for ``LOCK_SECONDS``."""
+        """Lock the folder. Go on without the lock if the disk is full or has no locks, or if another process holds
+        the lock for ``LOCK_SECONDS``."""
         with ExitStack() as held:
             with suppress(OSError):
                 held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
@@ -275,17 +255,13 @@ class BaseStudy(ABC):
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
 
-    def _open_store(self, saved_id: str, ended: set[int]) -> BaseStorage:
-        """Return the store of the study.
-
-        Args:
-            saved_id: the study's id in study.json, or "".
-            ended: the numbers of the trials that have ended according to study.json.
+    def _open_store(self, saved: bool, ended: int) -> BaseStorage:
+        """Return the store. ``saved`` is whether there is a study.json, in which ``ended`` trials have ended.
 
         Raises:
-            InputError: if the store cannot be used, belongs to another study, or lacks one of the ``ended`` trials.
+            InputError: if the store cannot be used, is lost, or has another study.
         """
-        begun = bool(saved_id or ended) or (self.out / "centre.toml").exists()
+        begun = saved or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._store_lost(ended)
         if isinstance(self._where, Path):
@@ -296,75 +272,64 @@ class BaseStudy(ABC):
                         f"{file}: you may not write it; on a writable disk its owner can type chmod g+w {file}"
                     )
         store, name = open_store(self._where, self._waited), self.space.name
-        stored = {study.study_name: study._study_id for study in store.get_all_studies()}
+        stored = [study.study_name for study in store.get_all_studies()]
         if stored and name not in stored and isinstance(self._where, Path):
-            raise InputError(f"{self._name} contains the study {next(iter(stored))}, not {name}; use another --study")
+            raise InputError(f"{self._name} contains the study {stored[0]}, not {name}; use another --study")
         if begun and name not in stored:
             raise self._store_lost(ended)
-        if saved_id:
-            self._require_same_study(saved_id, random_id(store.get_study_user_attrs(stored[name])))
-        attempts = store.get_all_trials(stored[name], deepcopy=False) if ended else []
-        if lost := ended - {attempt.number for attempt in attempts if attempt.state.is_finished()}:
-            raise self._store_lost(ended, lost)
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
         """Return from study.json the study's id, and the (state, loss) of each ended trial by number. Return ("", {})
-        if the file is missing or damaged. Raise InputError if it cannot be read."""
-        path = self.out / "study.json"
+        if the file is missing or damaged."""
+        document = _saved(self.out)
         try:
-            document = json.loads(read(path))
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
             if not all(isinstance(trial["number"], int) for trial in ended):
                 raise TypeError
             return document.get("id", ""), {trial["number"]: (trial["state"], trial.get("loss")) for trial in ended}
-        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (TypeError, KeyError, AttributeError):
             return "", {}
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
         """Raise InputError unless the store has the results ``saved`` in study.json: (state, loss) by number.
 
         A copy of a study in which further trials were run has the same id, but other losses.
         """
-        stored = self._stored.trials if saved else []
+        log = self._stored.read()
+        finished = [trial for trial in log.trials.values() if trial.finished]
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
-        trials = {trial.origin: trial for trial in stored} | {trial.number: trial for trial in stored}
-        for number, (state, loss) in saved.items():
-            trial = trials.get(number)
-            if state != "failed" and (trial is None or not trial.finished):
-                raise InputError(
-                    f"trial {number} of {self._name} has lost its result, which {self.out / 'study.json'} has; "
-                    f"{RESTORE}"
-                )
-            if trial is not None and trial.loss != loss:
-                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trial.loss}")
+        trials = {trial.origin: trial for trial in finished} | {trial.number: trial for trial in finished}
+        # A failed trial may have been given back to the study since, and then has a result or runs again.
+        losses = {number: loss for number, (state, loss) in saved.items() if state != "failed"}
+        if lost := (saved.keys() - log.attempts.keys()) | (losses.keys() - trials.keys()):
+            raise self._store_lost(len(saved), lost)
+        for number, loss in losses.items():
+            if trials[number].loss != loss:
+                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trials[number].loss}")
 
     def _require_own_folder(self) -> None:
         """Raise InputError if another study has replaced the folder while this command runs."""
         with suppress(OSError):
             if found := _ID.search(read(self.out / "study.json")):
-                self._require_same_study(found[1].decode(), self._stored.random_id)
+                self._require_same_study(found[1].decode())
 
-    def _require_same_study(self, saved_id: str, stored_id: str) -> None:
-        """Raise InputError if study.json and the store have different ids. An empty id is not compared."""
-        if saved_id and stored_id and saved_id != stored_id:
-            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
+    def _require_same_study(self, saved_id: str) -> None:
+        """Raise InputError if study.json has another id than the store. An empty id is not compared."""
+        stored = self._stored.random_id
+        if saved_id and stored != saved_id:
+            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored}")
 
     def _other_study(self, saved: str, stored: str) -> InputError:
-        """Return the error for a study.json and a store that belong to different studies."""
         return InputError(
             f"{self.out / 'study.json'} {saved}, but {self._name} {stored}; give the store that belongs to this "
             "folder, restore the file that was replaced, or use another folder"
         )
 
-    def _store_lost(self, ended: set[int], lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, the whole study.
-
-        ``ended`` has the numbers of the finished trials in study.json.
-        """
-        results, missing, way = f"the results of {len(ended)} trials", "none of them", "use another folder"
+    def _store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
+        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, all trials. ``ended``
+        trials have a result in study.json."""
+        results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"
             way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
@@ -398,8 +363,6 @@ class BaseStudy(ABC):
         screen: Screen | None = None,
         stop: Callable[[], bool] = lambda: False,
         stop_at_noise: bool = True,
-        lease_seconds: float = 60.0,
-        checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
         """Run trials until the budget is used, final trials included. Return the study's document.
 
@@ -410,8 +373,6 @@ class BaseStudy(ABC):
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of workers; each trains one trial, or one stack of trials, at a time.
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
-            lease_seconds: how long a command on another machine may send no heartbeat until its trials are retried.
-            checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
             StoreGone: if the store is unreachable for 300 seconds, or until the user stops the command; or if the
@@ -421,16 +382,15 @@ class BaseStudy(ABC):
         self._note = self._screen.note
         at_once = workers * self.stack
         if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / LEAST_ROUNDS):
-            self._screen.note(
+            self._note(
                 f"caution: {at_once} trials at once are more than 1/{LEAST_ROUNDS} of all {trials}; none learns from "
                 "the others, so the best values may be worse than with fewer --workers (or a smaller --stack)"
             )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
-        ready = self._may_begin
         with (
-            self._trainer(devices or [None] * workers, checkpoint_seconds) as trainer,
-            SearchLoop(plan, self._stored, trainer, workers, stop, lease_seconds, self.stack, ready) as loop,
+            self._trainer(devices or [None] * workers) as trainer,
+            SearchLoop(plan, self._stored, trainer, workers, stop, stack=self.stack, ready=self._may_begin) as loop,
         ):
             for event in loop:
                 if isinstance(event, Proposal):
@@ -438,10 +398,10 @@ class BaseStudy(ABC):
                 else:
                     self._save_meanwhile()
         found = plan.chosen(loop.trials) is not None
-        self._over = found and not stop()
-        self._stalled = self._over and plan.ended_early(loop.trials, self._stored.now())
+        over = found and not stop()
+        self._stalled = over and plan.ended_early(loop.trials, self._stored.now())
         self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.trials)
-        if self._over:
+        if over:
             self._stored.study.set_user_attr(ANSWERED, True)
         self._remove_checkpoints()
         try:
@@ -458,13 +418,10 @@ class BaseStudy(ABC):
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _may_begin(self) -> bool:
-        """Return whether a trial may begin. Raise InputError if the folder is that of another study now."""
         self._require_own_folder()
         return self._ready()
 
     def _remove_checkpoints(self) -> None:
-        """Remove the checkpoints of trials that have ended. Raise InputError if the folder is that of another study
-        now."""
         self._require_own_folder()
         ended = {trial.origin for trial in self._stored.trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.out / CHECKPOINTS):
@@ -472,8 +429,6 @@ class BaseStudy(ABC):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _save_meanwhile(self) -> None:
-        """Save the results of the trials that have ended, unless saving has taken more than the share ``SAVING`` of
-        the time."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -481,7 +436,7 @@ class BaseStudy(ABC):
         try:
             state = self.save()
         except InputError as error:  # for example a full disk; the trials are in the store
-            self._screen.note(str(error))
+            self._note(str(error))
             return
         self._screen.ended(state)
         now = time.monotonic()
@@ -493,7 +448,7 @@ class BaseStudy(ABC):
         Its ``best`` is set once a command has run the search to its end, and stays set while a larger budget runs.
         """
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
-        over = self._over or bool(self._stored.study.user_attrs.get(ANSWERED))
+        over = bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(
             stored,
             space.dimensions,
@@ -527,7 +482,7 @@ class BaseStudy(ABC):
             return self._write()
 
     def _write(self) -> StudyDocument:
-        self._require_same_study(self._saved_results()[0], self._stored.random_id)
+        self._require_own_folder()
         try:
             state = self.state()
             return write_results(self.out, self.space, state, self._note_once, self._inputs(state))
@@ -541,7 +496,7 @@ class BaseStudy(ABC):
     def _note_once(self, text: str) -> None:
         if text not in self._noted:
             self._noted.add(text)
-            self._screen.note(text)
+            self._note(text)
 
 
 def write_results(
@@ -551,11 +506,11 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json, and return its document. If there is a best point, also write best.toml and fewest.toml. If
-    ``state.fewer`` is None, remove fewest.toml instead.
+    """Write study.json, and return its document. If there is a best point, also write best.toml, and write or
+    remove fewest.toml.
 
-    A recipe file that the user has edited, or replaced by a link, is never overwritten or removed. It stays while the
-    answer is the same, and is moved aside before another answer is written. ``note`` tells the user.
+    A file that the user has edited, or replaced by a link, is never overwritten or removed. It stays while the answer
+    is the same, and is moved aside before another answer is written. ``note`` tells the user.
 
     Args:
         inputs: further files for the best point, written in the same way: texts by path in ``out``.
@@ -588,23 +543,24 @@ def write_results(
             moved = next(free for k in count(1) if not (free := out / f"{file}.{k}").exists())
             path.rename(moved)
             note(f"{path} was edited; it is now {moved}, because the search has another answer")
-        if inputs:
-            make_folder(path.parent)
+        make_folder(path.parent)
         write_text(path, text)
         written[file] = new
     state = state.model_copy(update={"written": written})
-    text = state.model_dump_json(indent=2).removesuffix("\n}")
-    seal = digest_of(json.loads(f"{text}\n}}"))
-    write_text(out / "study.json", f'{text},\n  "{DIGEST}": "{seal}"\n}}\n')
+    document = sealed(json.loads(state.model_dump_json()))
+    write_text(out / "study.json", to_json(document, indent=2).decode() + "\n")
     return state
 
 
 def _saved(out: Path) -> dict[str, Any]:
-    """Return the content of study.json, or {} if the file is missing or damaged."""
+    """Return the content of study.json, or {} if it is missing or damaged. Raise InputError if it cannot be read."""
+    path = out / "study.json"
     try:
-        document = json.loads(read(out / "study.json"))
-    except (OSError, ValueError, RecursionError):
+        document = json.loads(read(path))
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     return document if isinstance(document, dict) else {}
 
 
