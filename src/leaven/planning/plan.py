@@ -154,7 +154,7 @@ class ClusterPlan:
         totals = [memory.total for memory in stages]
         activations = activation_parts(model, how, totals.index(max(totals)), code)
         table = blueprint(model)
-        matrices = sum(block.matrices + block.experts for block in table.blocks)
+        matrices = sum(block.matrices for block in table.blocks)
         cost = cluster_cost(cluster, self.seconds, price)
         others = [other for other in self.exploration.layouts if other.arrangement.layout != how.layout]
         untrained = self.exploration.untrained
