@@ -70,7 +70,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make a fused Adam optimizer skip its steps from now on, without counting them, if the scalar ``skip`` is true."""
+    """Make a fused Adam skip its steps from now on, without counting them, if the scalar ``skip`` is true."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
@@ -185,7 +185,8 @@ def causal_attention(
 
     On a CPU, torch's own kernel takes about as long in fp32 and up to 1.9 times as long in bf16 (measured:
     docs/log.md), and it has no softcap. The softmax, and in the backward pass the sums over blocks of `BLOCK`
-    queries, are computed in fp32 or wider. Torch function modes intercept this function as they intercept torch's own.
+    queries, are computed in fp32 or wider. Torch function modes intercept this function as they intercept torch's
+    own.
 
     Args:
         window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
@@ -259,7 +260,8 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may attend."""
+    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may
+    attend."""
     ends = [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
     starts = [max(first - window + 1, 0) if window else 0 for first, _ in ends]
     return [(slice(*end), slice(start, end[1])) for end, start in zip(ends, starts, strict=True)]

@@ -35,8 +35,8 @@ EXAMPLE = (
     "network = { gb_s = 25 } }"
 )
 _WRITE = f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
-# Assumed for accelerators without a measurement: fastest matmul / peak (the median of the measured NVIDIA boards), and
-# speed of large products in training / speed of the fastest matmul, alone on a cool device.
+# Assumed for accelerators without a measurement: fastest matmul / peak (the median of the measured NVIDIA boards),
+# and speed of large products in training / speed of the fastest matmul, alone on a cool device.
 USUAL_MATMUL_SHARE = 0.80
 SUSTAINED = 0.90
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
@@ -90,7 +90,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype, or 80% of the peak, or None without a peak."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype; if not measured, 80% of the peak, if any."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 

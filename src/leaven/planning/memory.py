@@ -1,7 +1,7 @@
 """Compute the memory of one rank by part, in bytes.
 
-Weights, gradients and optimizer states are sharded as in the ZeRO paper (arXiv 1910.02054). Activations are mainly the
-tensors that autograd saves for the backward pass. Compared with published measurements in
+Weights, gradients and optimizer states are sharded as in the ZeRO paper (arXiv 1910.02054). Activations are mainly
+the tensors that autograd saves for the backward pass. Compared with published measurements in
 docs/evidence/planner-accuracy.md, and with leaven's own steps in benchmarks/memory.py.
 """
 
@@ -231,8 +231,8 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the first rank, the last, and the earliest of those with the same blocks, which has the most micro-batches
-    in flight."""
+    """Return the first rank, the last, and the earliest of those with the same blocks, which has the most
+    micro-batches in flight."""
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
 
@@ -277,7 +277,8 @@ def operators_kept(
 ) -> dict[str, float]:
     """Return the bytes per token that each operator of a block saves on one rank, without recomputation.
 
-    Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Tokens are assumed to be spread evenly over experts.
+    Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Tokens are assumed to be spread evenly over
+    experts.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
@@ -332,7 +333,6 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """Return the activation memory of one block on one rank, in bytes per token, with the given recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1

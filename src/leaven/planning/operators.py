@@ -112,7 +112,8 @@ def block_operators(
     found.append(_activation(block, work, accelerator, code))
     found += _sorting(block, work, accelerator, code)
     # Rotary positions: queries and keys are read and written once if fused, otherwise four times. Also counted for
-    # blocks with other positions, except those with dropout: with an exact condition, errors on MPT (ALiBi) are larger.
+    # blocks with other positions, except those with dropout: with an exact condition, errors on MPT (ALiBi) are
+    # larger.
     if not block.dropout:
         heads = (block.core.heads + block.core.kv_heads) / work.tp
         moved = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)

@@ -1,13 +1,12 @@
-"""Compute the time of a step from the numbers of the accelerator: operators, transfers, bubble, optimizer.
+"""Compute the time of a step: operators, transfers, bubble, optimizer.
 
-The times of operators are in operators.py, those of collectives in collectives.py. training_codes.toml says how
-training codes (programs such as Megatron-LM) differ. Ranks exchange gradients and weights as follows:
+Ranks exchange gradients and weights as follows:
 
 - Gradients: under ZeRO 0 and 1 once per step, under ZeRO 2 and 3 during the backward pass of every micro-batch.
 - Weights: under ZeRO 1 and 2 once per step, under ZeRO 3 during every pass.
 - Parameters outside the blocks (embedding, last norm, unembedding): FSDP exchanges them together, as its root unit.
-  This exchange does not overlap with compute. The first operator of a pass waits for the weights of the root unit,
-  and the gradients of the root unit are complete only at the end of the backward pass.
+  The first operator of a pass waits for the root unit's weights, and its gradients are complete only at the end of
+  the backward pass, so this exchange does not overlap with compute.
 
 Stragglers, congestion and a slow host are not modelled.
 """
@@ -100,8 +99,7 @@ def _block_time(  # noqa: PLR0917 (a cache)
 
 
 def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
-    """Return the seconds that recomputation adds to the backward pass of a block. ``once`` is the time of its forward
-    pass."""
+    """Return the seconds that recomputation adds to a block's backward pass; ``once``: those of its forward pass."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")
@@ -115,9 +113,8 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor-parallel ranks exchange activations after attention and after the MLP. Experts that are not split over
-    these ranks need no exchange. Context-parallel ranks send keys and values around a ring, which overlaps with
-    attention.
+    Tensor-parallel ranks exchange activations after attention and after the MLP, except after experts that they do
+    not split. Context-parallel ranks send keys and values around a ring, which overlaps with attention.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
@@ -146,7 +143,7 @@ def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds that the logits and the loss of one micro-batch take, forward and backward."""
+    """Return the seconds of the logits and the loss of one micro-batch, forward and backward."""
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
 
@@ -159,7 +156,7 @@ def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator,
 
 
 def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to send the activations of one micro-batch to the next stage."""
+    """Return the seconds in which the activations of one micro-batch are sent to the next stage."""
     table, layout = blueprint(model), how.layout
     if layout.pp == 1:
         return 0.0
@@ -174,7 +171,6 @@ def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCo
 
 
 def _tokens(table: Blueprint, how: Arrangement) -> int:
-    """Return the number of tokens of a micro-batch on one rank."""
     return how.micro_batch * table.seq_len // how.layout.cp
 
 
@@ -191,10 +187,8 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     """Return the time of one optimizer step.
 
     With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long as one
-    micro-batch on the slowest rank.
-
-    A zero-bubble schedule computes gradients of weights in the bubble, which is then (p - 1) (F + I - W). F is the
-    time of a forward pass, I + W that of a backward pass, W the part for gradients of weights (ZB-H1, Qi et al. 2023,
+    micro-batch on the slowest rank. The bubble of a zero-bubble schedule is (p - 1) (F + I - W), where F is the time
+    of a forward pass, I + W that of a backward pass, and W the part for gradients of weights (ZB-H1, Qi et al. 2023,
     arXiv 2401.10241).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
@@ -232,9 +226,9 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
-    The ranks that share a pipeline stage take turns at its matrices: a rank receives a whole matrix, applies the
-    Newton-Schulz iterations, and sends the result in 16 bits. An iteration on a matrix with m rows and n >= m columns
-    has three products, or 4 m^2 n + 2 m^3 FLOPs.
+    The ranks of a pipeline stage take turns at its matrices: a rank receives a whole matrix, applies the
+    Newton-Schulz iterations, and sends the result in 16 bits. On a matrix of m rows and n >= m columns, an iteration
+    has three products.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
     copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part

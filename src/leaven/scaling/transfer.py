@@ -1,9 +1,8 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as they are written for the base. The scaling rule computes the values of each parameter from
-them. The warm-up, a batch ramp and stages, and intervals such as ``evaluation.every_tokens`` keep their share of the
-run. The smaller batches of a ramp or of stages keep their share of the full batch. Transfer directly from the base,
-because each transfer rounds to whole sequences.
+The hyperparameters stay as they are written for the base. The warm-up, a batch ramp and stages, and intervals such as
+``evaluation.every_tokens`` keep their share of the run. The smaller batches of a ramp or of stages keep their share
+of the full batch. Transfer directly from the base, because each transfer rounds to whole sequences.
 """
 
 import re
@@ -22,7 +21,7 @@ from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
-# In the reason that leaven tune writes for a value. A user may write a note before it.
+# In the reason that ``leaven tune`` writes for a value. A user may write a note before it.
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
@@ -59,7 +58,7 @@ _FREE_FIELDS = {
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a model that tuned recipe and target must share, by names such as ``experts.number``."""
+    """Return the values of a model that a tuned recipe and its target must share."""
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
@@ -93,10 +92,9 @@ def transfer(
             raise InputError(
                 f"--{option} {format_quantity(count)}: {reason}; give {format_quantity(largest)} or less"
             )
-    target_tokens = tokens or recipe.data.tokens
-    target_batch = batch_tokens or recipe.batch.tokens
-    if target_batch % recipe.model.seq_len:
-        seq_len = recipe.model.seq_len
+    target_tokens, target_batch = tokens or recipe.data.tokens, batch_tokens or recipe.batch.tokens
+    seq_len = recipe.model.seq_len
+    if target_batch % seq_len:
         lower = max(target_batch // seq_len, 1) * seq_len
         raise InputError(
             f"--batch-tokens {target_batch:,} is not a multiple of the sequence length {seq_len:,}; "
