@@ -11,7 +11,7 @@ from functools import cache
 
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
-from leaven.planning.stages import in_flight, rank_blocks, rank_parameters
+from leaven.planning.stages import in_flight, rank_blocks, rank_parameters, sharers
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -132,14 +132,12 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     in_blocks, experts, ends = rank_parameters(table, layout, stage, code)
     dense = ends + in_blocks
-    # Experts are sharded only over the ranks that hold the same experts.
-    sharers = layout.dp * layout.cp // layout.dp_replicate
-    expert_sharers = max(1, sharers // layout.ep)
+    ranks, ranks_of_expert = sharers(layout)
 
     def held(bytes_each: float, sharded_from: int, parameters: float, of_experts: float) -> float:
         if layout.zero < sharded_from:
             return bytes_each * (parameters + of_experts)
-        return bytes_each * (parameters / sharers + of_experts / expert_sharers)
+        return bytes_each * (parameters / ranks + of_experts / ranks_of_expert)
 
     vectors = sum(count * (block.vectors + block.split_vectors / t) for block, count in blocks)
     matrices = in_blocks - vectors
@@ -169,8 +167,8 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         optimizer=optimizer + held(code.average, 1, dense, experts),
         gathered=gathered,
         units=units,
-        buffers=code.bucket if sharers > 1 else 0,
-        exchange=code.exchange * unit if layout.zero and sharers > 1 else 0.0,
+        buffers=code.bucket if ranks > 1 else 0,
+        exchange=code.exchange * unit if layout.zero and ranks > 1 else 0.0,
         update=held(code.update_copy, 1, dense, experts),
         stays=stays,
         once=once,

@@ -106,6 +106,12 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
     )
 
 
+def sharers(layout: Layout) -> tuple[int, int]:
+    """Return over how many ranks ZeRO shards a parameter, and a parameter of an expert: ranks with this expert."""
+    ranks = layout.dp * layout.cp // layout.dp_replicate
+    return ranks, max(1, ranks // layout.ep)
+
+
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 

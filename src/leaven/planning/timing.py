@@ -22,7 +22,7 @@ from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.collectives import all_reduce, all_to_all, hop, ring, send_once
 from leaven.planning.hardware import Cluster
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
-from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, stage_layers
+from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, sharers, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -207,9 +207,9 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
     share = held.total
-    if layout.zero:  # an expert is sharded over the ranks that have this expert
-        sharers = layout.dp * layout.cp // layout.dp_replicate
-        share = (held.blocks + held.ends) / sharers + held.experts / max(1, sharers // layout.ep)
+    if layout.zero:
+        ranks, ranks_of_expert = sharers(layout)
+        share = (held.blocks + held.ends) / ranks + held.experts / ranks_of_expert
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
@@ -274,8 +274,7 @@ def _data_parallel(
     if not code.shared_nics and cluster.nodes > 1:  # each ring has one NIC, as with one GPU per node
         accelerator = replace(accelerator, node_size=1)
     tp, ep, often = layout.tp, layout.ep, layout.zero > 1
-    sharers = ranks // layout.dp_replicate
-    expert_sharers = max(1, sharers // ep)
+    shard, expert_shard = sharers(layout)
     each, units = code.accumulation or code.grads, code.units * most
     # With FSDP, parameters outside the blocks are a unit of their own. Without FSDP, they are in the same messages as
     # the blocks.
@@ -285,26 +284,26 @@ def _data_parallel(
 
     def over(collective: Callable[..., float], of_each: float) -> float:
         """Return the seconds of a collective over all blocks, with ``of_each`` bytes for each parameter."""
-        of_blocks = collective(of_each * blocks, sharers, tp, accelerator, messages)
-        of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, accelerator, messages)
+        of_blocks = collective(of_each * blocks, shard, tp, accelerator, messages)
+        of_experts = collective(of_each * held.experts, expert_shard, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)
 
     if layout.zero == 0:
         root = all_reduce(each * ends, ranks, tp, accelerator) if ends else 0.0
         return root + max(0.0, over(all_reduce, each) - hidden)
     # Replicas (dp_replicate) all-reduce the gradients of their shards once per step, during the last backward pass.
-    between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, accelerator, units or 1)
+    between = all_reduce(each * blocks / shard, layout.dp_replicate, tp * shard, accelerator, units or 1)
     if held.experts:
-        copies, stride = ranks // ep // expert_sharers, tp * ep * expert_sharers
-        between += all_reduce(each * held.experts / expert_sharers, copies, stride, accelerator, units or 1)
+        copies, stride = ranks // ep // expert_shard, tp * ep * expert_shard
+        between += all_reduce(each * held.experts / expert_shard, copies, stride, accelerator, units or 1)
     scatter, root, after = over(ring, each), 0.0, 0.0
     if ends:
-        root = ring(each * ends, sharers, tp, accelerator)
-        after = all_reduce(each * ends / sharers, layout.dp_replicate, tp * sharers, accelerator)
+        root = ring(each * ends, shard, tp, accelerator)
+        after = all_reduce(each * ends / shard, layout.dp_replicate, tp * shard, accelerator)
     cut = layout.zero >= code.shards_weights_from
     copy = (code.compute_copy if cut else 0) or code.weights
     gather = over(ring, copy)
-    first = ring(ends * (code.gathered_ends or copy), sharers, tp, accelerator) if ends else 0.0
+    first = ring(ends * (code.gathered_ends or copy), shard, tp, accelerator) if ends else 0.0
     if layout.zero == 3:
         scatter += gather
         fetched = m * (first + max(0.0, gather - forward))

@@ -133,11 +133,7 @@ def transfer(
         every = read(recipe, path)
         if every is not None:
             changes[path] = max(round(every * longer), 1)
-    try:
-        moved = recipe.replace(changes)
-    except ValidationError as error:
-        raise InputError(explain(error)) from None
-    _require_moments(moved)
+    moved = _moved(recipe, changes)
     return moved.replace({"why": recipe.why | _reasons(recipe, moved)})
 
 
@@ -187,11 +183,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     if "batch.tokens" in searched:
         sequences = changes.pop("batch.tokens") / target.model.seq_len
         changes["batch"] = moved_batch(target, max(round(sequences), 1) * target.model.seq_len)
-    try:
-        moved = target.replace(changes)
-    except ValidationError as error:
-        raise InputError(f"--like: {explain(error)}") from None
-    _require_moments(moved)
+    moved = _moved(target, changes, "--like: ")
     values = ("hyperparameters", "scaling.")
     kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
     transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
@@ -219,19 +211,25 @@ def searched_paths(recipe: Recipe) -> set[str]:
     return {path for path, why in recipe.why.items() if _STUDY.search(why)}
 
 
-def _require_moments(recipe: Recipe) -> None:
-    """Raise InputError if a beta of Adam would be near 0, because the run has far fewer steps than its base."""
-    base = recipe.hyperparameters
-    for row in parameter_table(recipe).rows:
+def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
+    """Return the changed recipe. Raise InputError if it is invalid, or if a beta of Adam would be near 0, because the
+    run has far fewer steps than its base."""
+    try:
+        moved = recipe.replace(changes)
+    except ValidationError as error:
+        raise InputError(f"{option}{explain(error)}") from None
+    base = moved.hyperparameters
+    for row in parameter_table(moved).rows:
         for name in () if row.match else ("beta1", "beta2"):  # a scaling rule does not change the momentum of Muon
             if getattr(row, name) < _LEAST_BETA <= getattr(base, name):
-                steps = recipe.data.tokens / recipe.batch.tokens
-                base_steps = recipe.base.tokens / recipe.base.batch_tokens
+                steps = moved.data.tokens / moved.batch.tokens
+                base_steps = moved.base.tokens / moved.base.batch_tokens
                 raise InputError(
                     f"the run has too few steps for Adam: {steps:,.0f}, and its base {base_steps:,.0f}, so the "
                     f"rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
                     "give more --tokens or a smaller --batch-tokens"
                 )
+    return moved
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
