@@ -41,11 +41,8 @@ class Arrangement:
     grad_accumulation: int  # micro-batches of a rank per step
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **self.layout.model_dump(),
-            "micro_batch": self.micro_batch,
-            "grad_accumulation": self.grad_accumulation,
-        }
+        counts = {"micro_batch": self.micro_batch, "grad_accumulation": self.grad_accumulation}
+        return self.layout.model_dump() | counts
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> "Arrangement":
