@@ -286,15 +286,14 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap). Without ``softcap``,
     the second result is None."""
-    rows, keys = block
-    first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
-    size, groups = last - first, q_NGTE.shape[1]
-    bias_ts = q_NGTE.new_zeros(size, last - start)
-    bias_ts[:, first - start :] = q_NGTE.new_full((size, size), -torch.inf).triu(1)
-    if window and last > window:
-        row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
-        bias_ts.masked_fill_(torch.arange(start, last, device=q_NGTE.device) <= row_t - window, -torch.inf)
-    bias_ts, q_NtE = bias_ts.repeat(groups, 1), q_NGTE[:, :, rows].flatten(1, 2)
+    (rows, keys), tanh_Nts = block, None
+    row_t1 = torch.arange(rows.start, rows.stop, device=q_NGTE.device)[:, None]
+    key_s = torch.arange(keys.start, keys.stop, device=q_NGTE.device)
+    hidden_ts = key_s > row_t1
+    if window:
+        hidden_ts |= key_s <= row_t1 - window
+    bias_ts = q_NGTE.new_zeros(hidden_ts.shape).masked_fill_(hidden_ts, -torch.inf).repeat(q_NGTE.shape[1], 1)
+    q_NtE = q_NGTE[:, :, rows].flatten(1, 2)
     if softcap is None:
         scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, keys].mT, alpha=scale)
     else:
@@ -302,7 +301,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
         tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
         scores_Nts = tanh_Nts * softcap + bias_ts
     if allowed_B1TT is not None:
-        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
+        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, *hidden_ts.shape)
         scores_BHts.masked_fill_(~allowed_B1TT[:, :, rows, keys], -torch.inf)
     # For a lower precision, torch computes the softmax in fp32.
     return scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts

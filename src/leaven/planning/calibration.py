@@ -143,9 +143,10 @@ def calibration(
     times, memories = [], []
     found = found[-NEWEST:]
     for _, weight, record, took in found:
-        # If the current planner cannot plan the run, use the prediction in the record.
-        optimizer = {"ns_steps": record.ns_steps, "averages": record.averages}
-        expected = predicted(record.model, record.arrangement, accelerator, compute, **optimizer) or record.predicted
+        expected = predicted(
+            record.model, record.arrangement, accelerator, compute, ns_steps=record.ns_steps, averages=record.averages
+        )
+        expected = expected or record.predicted  # if the current planner cannot plan the run
         if expected is None:
             continue
         times.append((took.step_seconds / expected.step_seconds, weight))
