@@ -289,10 +289,10 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     (rows, keys), tanh_Nts = block, None
     row_t1 = torch.arange(rows.start, rows.stop, device=q_NGTE.device)[:, None]
     key_s = torch.arange(keys.start, keys.stop, device=q_NGTE.device)
-    hidden_ts = key_s > row_t1
+    masked_ts = key_s > row_t1
     if window:
-        hidden_ts |= key_s <= row_t1 - window
-    bias_ts = q_NGTE.new_zeros(hidden_ts.shape).masked_fill_(hidden_ts, -torch.inf).repeat(q_NGTE.shape[1], 1)
+        masked_ts |= key_s <= row_t1 - window
+    bias_ts = q_NGTE.new_zeros(masked_ts.shape).masked_fill_(masked_ts, -torch.inf).repeat(q_NGTE.shape[1], 1)
     q_NtE = q_NGTE[:, :, rows].flatten(1, 2)
     if softcap is None:
         scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, keys].mT, alpha=scale)
@@ -301,7 +301,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
         tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
         scores_Nts = tanh_Nts * softcap + bias_ts
     if allowed_B1TT is not None:
-        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, *hidden_ts.shape)
+        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, *masked_ts.shape)
         scores_BHts.masked_fill_(~allowed_B1TT[:, :, rows, keys], -torch.inf)
     # For a lower precision, torch computes the softmax in fp32.
     return scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts

@@ -24,7 +24,7 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     """Return (documents, targets), both (B, T), of the tokens in ``windows``, (B, T + 1).
 
     ``documents`` has the index of each token's document in its row. An end-of-text token belongs to the document that
-    it ends, and its target is `IGNORED`.
+    it ends. Its target is `IGNORED`, because the next token begins an unrelated document.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -60,7 +60,7 @@ class WholeVocabulary:
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """The backward pass of :meth:`gather`."""
+        """Return the gradient of the argument of :meth:`gather`, given that of its result."""
         return grad_ND
 
     def loss(

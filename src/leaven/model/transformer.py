@@ -26,7 +26,7 @@ class RMSNorm(nn.RMSNorm):
         dtype = _compute_dtype(x)
         if x.is_cpu and not torch.compiler.is_compiling():
             return rms_norm(x, self.weight, self.eps or 0.0, dtype)
-        return super().forward(x.to(self.weight.dtype)).to(dtype)  # slow in torch if both have different dtypes
+        return super().forward(x.to(self.weight.dtype)).to(dtype)  # torch is slow with two dtypes
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -372,9 +372,10 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model, and the ends of the model or the loss.
+    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model.
 
-    The constructor removes everything else from ``model``. Parameters keep their names, with the prefix ``model.``.
+    The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. The
+    constructor removes everything else from ``model``. Parameters keep their names, with the prefix ``model.``.
 
     Args:
         dtype: the dtype of matrix products.

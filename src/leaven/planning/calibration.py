@@ -190,6 +190,7 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _features(layout: Layout) -> set[str]:
+    """Return the layout's features that affect the planner's error."""
     degrees = {key for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     other = {"zero": layout.zero == 3, "recompute": layout.recompute == "full", "compile": layout.compile}
     return degrees | {key for key, there in other.items() if there}

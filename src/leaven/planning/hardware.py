@@ -94,7 +94,7 @@ def _even_nodes(gpus: int, node: int) -> int:
 def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
 
-    If several accelerators fit, this is the first in the table, which lists SXM before PCIe, and larger memory first.
+    If several accelerators fit, the first in the table is meant: SXM before PCIe, and larger memory first.
 
     Raises:
         InputError: if no accelerator has this name.

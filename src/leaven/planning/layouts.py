@@ -237,7 +237,7 @@ def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
-    """Return whether no tensor-parallel group of ``tp`` ranks spans two nodes."""
+    """Return whether tensor-parallel groups of ``tp`` ranks divide the GPUs, and none spans two nodes."""
     return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
 
 

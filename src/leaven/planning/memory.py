@@ -1,8 +1,8 @@
 """Compute the memory of one rank by part, in bytes.
 
 Weights, gradients and optimizer states are sharded as in the ZeRO paper (arXiv 1910.02054). Activations are mainly
-the tensors that autograd saves for the backward pass. Compared with published measurements in
-docs/evidence/planner-accuracy.md, and with leaven's own steps in benchmarks/memory.py.
+the tensors that autograd saves for the backward pass. docs/evidence/planner-accuracy.md compares the results with
+published measurements, and benchmarks/memory.py with leaven's own steps.
 """
 
 from collections import defaultdict
@@ -229,7 +229,7 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the first rank, the last, and the earliest of those with the same blocks, which has the most
+    """Return the first rank, the last, and of ranks with the same blocks the earliest, which has the most
     micro-batches in flight."""
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))

@@ -196,9 +196,8 @@ def _latent(arch: PublishedArchitecture, heads: int, rank: int) -> tuple[list[Ma
     d, queries = arch.d_model or 0, arch.q_lora_rank
     nope, rope, value = (_known(arch, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     rows = [Matmul("attention.query", queries or d, heads * (nope + rope), "column")]
-    if (
-        queries is not None
-    ):  # "none": as in Megatron, every tensor-parallel rank stores projections to a latent in full
+    # "none": as in Megatron, every tensor-parallel rank stores projections to a latent in full.
+    if queries is not None:
         rows.insert(0, Matmul("attention.query_latent", d, queries, "none"))
     rows += [
         Matmul("attention.latent", d, rank + rope, "none"),

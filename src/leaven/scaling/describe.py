@@ -46,8 +46,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits, nearest first, with the mean over ``found`` of abs(log2(own std / published
-    std))."""
+    """Return the published inits, nearest first; ``octaves``: mean of abs(log2(own std / published std))."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]

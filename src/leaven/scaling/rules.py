@@ -11,8 +11,7 @@ A table has a row for each role of a tensor, such as embedding, hidden weight (i
   term falls, but the sum does not, so eps does not change with the number of heads: the fan out of a shared gain is
   the head dimension. Gains that are separate for each head are treated as other norms inside the blocks.
 - **Decay of gains and biases** only if the hyperparameter ``decay_norm_and_bias`` is true. The default is false, as
-in
-  nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral value 1.
+  in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral value 1.
 - **Norms on a branch's output.** The papers only have norms before branches. With a norm on the output y of a branch,
   the block adds m g norm(y) to the residual stream, where m is the branch's multiplier and g is the norm's gain.
 
