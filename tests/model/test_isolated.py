@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.model.test_transformer import random_model, shape
+from tests.model.test_transformer import random_model
 
 from leaven.model.loss import IGNORED, isolated
-from leaven.model.transformer import Positions, places
+from leaven.model.transformer import places
 
 END = 49
 FAMILIES = {
@@ -64,12 +64,3 @@ def test_documents_and_targets_of_a_window() -> None:
     assert isinstance(rows, torch.Tensor)
     assert rows.tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
     assert places(None, documents).tolist() == list(range(7))
-
-
-def test_positions_start_at_0_in_each_document() -> None:
-    # Logits only depend on differences of positions, so they cannot show this.
-    documents = torch.tensor([[0, 0, 0, 1, 1]])
-    alone = Positions(shape({}), 5, torch.ones(1))
-    packed = Positions(shape({}), 5, torch.ones(1), documents)
-    assert torch.equal(packed.cos_TE[0], alone.cos_TE[[0, 1, 2, 0, 1]])
-    assert torch.equal(packed.sin_TE[0], alone.sin_TE[[0, 1, 2, 0, 1]])

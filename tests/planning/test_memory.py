@@ -37,18 +37,13 @@ def layer_activation_bytes(model: ModelShape, sequences: int, tp: int, code: Tra
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
-def test_korthikanti_2022_equation_2_activations_of_a_gpt_block(t: int) -> None:
+def test_korthikanti_2022_equations_2_and_4_activations_of_a_gpt_block(t: int) -> None:
     shape, a, s, h = gpt(48, 6144, 64), 64, 2048, 6144
     unfused = layer_activation_bytes(shape, 4, t, MEGATRON_FP16)
     assert unfused == pytest.approx(SBH * (10 + 24 / t + 5 * a * s / (h * t)))
+    assert layer_activation_bytes(shape, 4, t, MEGATRON) == pytest.approx(SBH / t * (34 + 5 * a * s / h))
     together = TrainingCode(sequence_parallel=True)  # with a flash kernel: 34 s b h / t
     assert layer_activation_bytes(shape, 4, t, together) == pytest.approx(34 * SBH / t)
-
-
-@pytest.mark.parametrize("t", [2, 8])
-def test_korthikanti_2022_equation_4_with_sequence_parallelism_all_of_it_is_shared(t: int) -> None:
-    shape, a, s, h = gpt(48, 6144, 64), 64, 2048, 6144
-    assert layer_activation_bytes(shape, 4, t, MEGATRON) == pytest.approx(SBH / t * (34 + 5 * a * s / h))
 
 
 def test_korthikanti_2022_figure_9_activations_of_530b_on_35_stages() -> None:
@@ -205,23 +200,13 @@ def test_activations_of_experts_count_for_the_tokens_that_are_sent_to_them() -> 
     assert "mlp" not in by_operator
 
 
-@pytest.mark.parametrize(
-    ("layout", "flying"),
-    [
-        (Layout(pp=4, schedule="gpipe"), [16, 16, 16, 16]),
-        (Layout(pp=4), [4, 3, 2, 1]),
-        # The passes before the first backward one, Narayanan et al. 2021, figure 4: 11, 9, 7, 5 halves of a rank.
-        (Layout(pp=4, schedule="interleaved", stages_per_rank=2), [11 / 2, 9 / 2, 7 / 2, 5 / 2]),
-        (Layout(pp=4, schedule="zero-bubble"), [4, 4, 4, 4]),
-        (Layout(pp=4, schedule="zero-bubble", stages_per_rank=2), [4, 4, 4, 4]),
-    ],
-)
-def test_micro_batches_in_flight(layout: Layout, flying: list[float]) -> None:
-    assert [in_flight(layout, rank, 16) for rank in range(4)] == flying
-    p, v = layout.pp, layout.stages_per_rank
-    if layout.schedule == "interleaved":  # Korthikanti 2022, 4.2.3
-        assert flying[0] == p * (1 + (p - 1) / (p * v))
-    assert in_flight(layout, 0, 1) == 1
+def test_narayanan_2021_figure_4_and_korthikanti_2022_section_4_2_3_micro_batches_in_flight() -> None:
+    """11, 9, 7 and 5 passes before the first backward one, each through half of a rank. test_schedule.py has other
+    schedules."""
+    layout = Layout(pp=4, schedule="interleaved", stages_per_rank=2)
+    flying = [in_flight(layout, rank, 16) for rank in range(4)]
+    assert flying == [11 / 2, 9 / 2, 7 / 2, 5 / 2]
+    assert flying[0] == 4 * (1 + (4 - 1) / (4 * 2))
 
 
 def test_zero_shards_within_a_replica() -> None:

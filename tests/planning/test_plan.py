@@ -20,7 +20,7 @@ from leaven.planning.memory import GIB
 from leaven.planning.plan import plan as plan_job
 from leaven.planning.plan import plan_recipe
 from leaven.planning.published import plan_run
-from leaven.planning.training_codes import OFFERED, TRAINING_CODES, Moments
+from leaven.planning.training_codes import OFFERED, Moments
 from leaven.recipe.batch import Batch, BatchStage
 from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
@@ -37,14 +37,6 @@ def test_runs_and_recipes_are_planned_for_every_program_that_is_offered(name: st
     recipe = read_recipe(Path("examples/350m.toml"))
     half = recipe.replace({"precision.compute": "bf16"})
     assert plan_recipe(half, "8xH100-80GB", code=name).job.code.name == name
-    with pytest.raises(InputError, match=r"computes in fp32; plan with --set precision\.compute=bf16"):
-        plan_recipe(recipe.replace({"precision.compute": "fp32"}), "8xH100-80GB", code=name)
-
-
-@pytest.mark.parametrize("name", [*sorted(TRAINING_CODES.keys() - OFFERED), "megatron-2027", ""])
-def test_programs_that_lack_some_of_the_layouts_are_not_offered(name: str) -> None:
-    with pytest.raises(InputError, match=rf"--code {name}: unknown; give one of {', '.join(OFFERED)}$"):
-        plan_run("olmo-1b", "64xH100-80GB", code=name)
 
 
 def test_layouts_are_parsed() -> None:
@@ -216,12 +208,9 @@ def test_a_recipe_with_experts_is_planned_and_expert_parallelism_is_explained() 
     assert (document.params, document.params_active) == (shape.params, shape.params_active)
     screen = shown(document)
     assert format_parameters(shape.params, shape.params_active) in screen
-    assert "dp 64 · tp 1 · pp 1 · ep 8 · zero 1" in screen
     assert "exchange in blocks" in screen
     assert "all-reduce" not in screen
     assert "published mixtures of experts" in screen
-    dense = plan(LLAMA_8B, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=3").document()
-    assert "of which a token uses" not in shown(dense)
     # the experts of a rank are an eighth, and its gradients and weights with them
     one = plan(shape, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=1")
     routed = 16 * 64 * 3 * 2048 * 1024

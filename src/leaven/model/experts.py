@@ -47,7 +47,7 @@ class SequenceWeights:
 
 @dataclass
 class RouterTally:
-    """Two sums over the tokens of a step. The backward passes of one layer add to them."""
+    """Two sums over the tokens of a step, to which the backward passes of one layer add."""
 
     load_E: Tensor | float = 0.0  # number of tokens sent to each expert
     balance: Tensor | float = 0.0  # balance loss without its coefficient, summed over the targets
@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         self.losses = losses
         self.counts_losses = True  # False if another rank adds the gradients of the losses for the same tokens
         self.register_buffer("bias_E", None, persistent=False)
-        self.tally = RouterTally()  # sums over the backward passes of a step
+        self.tally = RouterTally()
 
     def forward(self, x_BTD: Tensor, sequences: SequenceWeights | None = None) -> Tensor:
         chosen_BTk, weights_BTk, load_BE = self._route(x_BTD, sequences)
@@ -128,8 +128,8 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chosen experts of each token (B, T, k), their weights (B, T, k), and the load of each expert in
-        each sequence (B, E)."""
+        """Return each token's experts (B, T, k), their weights (B, T, k), and the load of each expert by sequence (B,
+        E)."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -186,8 +186,8 @@ class MixtureOfExperts(nn.Module):
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
     """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies`` of ``x_ND``.
 
-    ``order_R`` is a permutation of the numbers below R, and ``inverse_R`` is its inverse. The backward pass gathers
-    rows, too. If it scattered them, gradients on a GPU would differ from run to run.
+    ``inverse_R`` is the inverse of the permutation ``order_R``. With it, the backward pass gathers rows: scattering
+    them would make gradients on a GPU differ from run to run.
     """
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD

@@ -1,7 +1,7 @@
 """Initialise parameters with the distributions that the parameter table defines.
 
-The values of a parameter depend on its name, shape, mean, standard deviation and the seed, not on how processes share
-the model. They are drawn in blocks of rows, each with its own seed, so a process draws only the blocks that it needs.
+Values do not depend on how processes share the model. They are drawn in blocks of rows, each with its own seed, so
+that a process draws only the blocks that it needs.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-Functions for other purposes, such as :func:`norms`, call private functions of torch, such as ``torch._foreach_norm``,
-which may change.
+Other functions, such as :func:`norms`, are here because they call private functions of torch, which may change.
 
 Shape suffixes of attention: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E
 entries of a head, t queries of a block, s keys that the block attends to. Elsewhere D, F, K, M and N are any sizes.
@@ -20,21 +19,27 @@ from torch.utils.flop_counter import register_flop_formula
 
 from leaven.planning.this_machine import processor
 
+# Number of queries in a block of attention. Smaller blocks make small, slow products. Larger blocks compute more
+# scores that the causal mask discards (measured).
 BLOCK = 128
-"""Number of queries in a block of attention. Smaller blocks make small, slow products; larger blocks compute more
-scores that the causal mask discards (measured)."""
-
+# Without a softcap, sequences of at most this many tokens keep their attention probabilities for the backward pass.
+# A step is then 3 to 4% faster (measured: docs/log.md). Longer sequences would need too much memory.
 KEPT_LENGTH = 512
-"""Without a softcap, sequences of at most this many tokens keep their attention probabilities for the backward pass.
-This makes a step 3 to 4% faster (measured: docs/log.md). The probabilities of longer sequences need too much
-memory."""
+# Products with fewer multiplications are computed by torch, because a call of oneDNN takes longer (measured).
+SMALL_PRODUCT = 2**24
+# oneDNN computes the gradient of a weight only if its longer side has at least this length (measured: docs/log.md):
+# oneDNN needs a transposed copy, which torch makes on one thread.
+WIDE = 1024
+# Whether to multiply fp32 matrices with oneDNN: on AMD it is faster than torch's MKL (measured: docs/log.md).
+PREFERS_ONEDNN = (
+    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    and "AMD" in processor()
+)
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norms of the tensors as one tensor, (number of tensors,).
-
-    A few kernels compute the norms of all tensors together. A loop over the tensors would launch hundreds.
-    """
+    """Return the 2-norms of the tensors as one tensor, (number of tensors,), computed by a few kernels together."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
@@ -61,15 +66,11 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return the tensor in the widest dtype of its device."""
     return x.to(wide(x.device))
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make a fused Adam optimizer skip its steps from now on, without counting them, if ``skip`` is true.
-
-    ``skip`` is a scalar on the device of the parameters.
-    """
+    """Make a fused Adam skip its steps from now on, without counting them, if the scalar ``skip`` is true."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
@@ -101,22 +102,6 @@ def on_host(sizes: Tensor, total: int) -> list[int]:
     """
     found: list[int] = sizes.tolist()
     return found
-
-
-SMALL_PRODUCT = 2**24
-"""Products with fewer multiplications are computed by torch, because a call of oneDNN takes longer (measured)."""
-
-WIDE = 1024
-"""oneDNN computes the gradient of a weight only if its longer side has at least this length (measured: docs/log.md).
-oneDNN needs a transposed copy, which torch makes on one thread: a loss if the weight is short."""
-
-
-PREFERS_ONEDNN = (
-    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    and "AMD" in processor()
-)
-"""Whether to multiply fp32 matrices with oneDNN: on AMD it is faster than torch's MKL (measured: docs/log.md)."""
 
 
 def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
@@ -153,7 +138,7 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
     """Return a @ b.T, (N, M), without a gradient."""
     if not uses_onednn(a_NK, b_MK):
         return a_NK @ b_MK.T
-    y_NM: Tensor = (torch.ops.leaven.onednn if torch.compiler.is_compiling() else _onednn)(a_NK.contiguous(), b_MK)
+    y_NM: Tensor = torch.ops.leaven.onednn(a_NK.contiguous(), b_MK)
     return y_NM
 
 
@@ -169,27 +154,21 @@ def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
     return times_transposed(a_KN.T, b_KM.T)
 
 
+# torch compiles its private oneDNN product only if the second matrix is constant. An operator of our own has no such
+# condition: compiled code calls it.
+torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
+torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
+
+
+@torch.library.impl("leaven::onednn", "cpu")
 def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
     y_NM: Tensor = torch.ops.mkldnn._linear_pointwise(a_NK, b_MK, None, "none", [], "")
     return y_NM
 
 
-# torch compiles its private oneDNN product only if the second matrix is constant. A registered operator has no such
-# condition: compiled code calls it.
-torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
-torch.library.impl("leaven::onednn", "cpu")(_onednn)
-torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
-
-
+@register_flop_formula(torch.ops.leaven.onednn)
 def _onednn_flops(a_NK: tuple[int, ...], b_MK: tuple[int, ...], *others: Any, **named: Any) -> int:
     return 2 * a_NK[0] * a_NK[1] * b_MK[0]
-
-
-# torch's FlopCounterMode counts no FLOPs of operators that it does not know.
-_COUNTED = [torch.ops.leaven.onednn]
-if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-    _COUNTED.append(torch.ops.mkldnn._linear_pointwise)
-register_flop_formula(_COUNTED)(_onednn_flops)
 
 
 def causal_attention(
@@ -204,24 +183,23 @@ def causal_attention(
 ) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
-    Use this function on a CPU: torch's own kernel takes about as long in fp32 and up to 1.9 times as long in bf16
-    (measured: docs/log.md). Use it also with a softcap, which torch's kernel does not support.
+    On a CPU, torch's own kernel takes about as long in fp32 and up to 1.9 times as long in bf16 (measured:
+    docs/log.md), and it has no softcap. The softmax, and in the backward pass the sums over blocks of `BLOCK`
+    queries, are computed in fp32 or wider. Torch function modes intercept this function as they intercept torch's
+    own.
 
     Args:
         window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
         softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
         allowed_B1TT: False where a query (row) must not attend to a key (column); None: True everywhere.
-
-    Attention probabilities are stored for the backward pass only for sequences of at most `KEPT_LENGTH` tokens
-    without a softcap. The softmax, and in the backward pass the sums over blocks of `BLOCK` queries, are computed in
-    fp32 or wider. Torch function modes intercept this function as they intercept torch's own.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
-        arguments = q_BHTE, k_BKTE, v_BKTE
+        tensors = q_BHTE, k_BKTE, v_BKTE
         how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "allowed_B1TT": allowed_B1TT}
-        return handle_torch_function(causal_attention, arguments, *arguments, **how)
-    all_arguments = q_BHTE, k_BKTE, v_BKTE, allowed_B1TT, scale, window, softcap
-    y_BHTE: Tensor = _CausalAttention.apply(*all_arguments)  # type: ignore[no-untyped-call]
+        return handle_torch_function(causal_attention, tensors, *tensors, **how)
+    y_BHTE: Tensor = _CausalAttention.apply(  # type: ignore[no-untyped-call]
+        q_BHTE, k_BKTE, v_BKTE, allowed_B1TT, scale, window, softcap
+    )
     return y_BHTE
 
 
@@ -282,10 +260,8 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may attend.
-
-    For example, the second block has the queries 128 to 255. Without a window, its keys are 0 to 255.
-    """
+    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may
+    attend."""
     ends = [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
     starts = [max(first - window + 1, 0) if window else 0 for first, _ in ends]
     return [(slice(*end), slice(start, end[1])) for end, start in zip(ends, starts, strict=True)]
@@ -310,15 +286,14 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap). Without ``softcap``,
     the second result is None."""
-    rows, keys = block
-    first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
-    size, groups = last - first, q_NGTE.shape[1]
-    bias_ts = q_NGTE.new_zeros(size, last - start)
-    bias_ts[:, first - start :] = q_NGTE.new_full((size, size), -torch.inf).triu(1)
-    if window and last > window:
-        row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
-        bias_ts.masked_fill_(torch.arange(start, last, device=q_NGTE.device) <= row_t - window, -torch.inf)
-    bias_ts, q_NtE = bias_ts.repeat(groups, 1), q_NGTE[:, :, rows].flatten(1, 2)
+    (rows, keys), tanh_Nts = block, None
+    row_t1 = torch.arange(rows.start, rows.stop, device=q_NGTE.device)[:, None]
+    key_s = torch.arange(keys.start, keys.stop, device=q_NGTE.device)
+    masked_ts = key_s > row_t1
+    if window:
+        masked_ts |= key_s <= row_t1 - window
+    bias_ts = q_NGTE.new_zeros(masked_ts.shape).masked_fill_(masked_ts, -torch.inf).repeat(q_NGTE.shape[1], 1)
+    q_NtE = q_NGTE[:, :, rows].flatten(1, 2)
     if softcap is None:
         scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, keys].mT, alpha=scale)
     else:
@@ -326,7 +301,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
         tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
         scores_Nts = tanh_Nts * softcap + bias_ts
     if allowed_B1TT is not None:
-        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
+        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, *masked_ts.shape)
         scores_BHts.masked_fill_(~allowed_B1TT[:, :, rows, keys], -torch.inf)
     # For a lower precision, torch computes the softmax in fp32.
     return scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts
@@ -341,7 +316,7 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension, as ``dtype``.
 
-    The gradient is hand-written, because autograd would read and write memory twice as often.
+    Autograd would read and write memory twice as often as the gradient below.
     """
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y

@@ -13,22 +13,18 @@ from torch.autograd.function import once_differentiable
 
 from leaven.model.kernels import times_transposed, transposed_times
 
-IGNORED = -100
-"""A target with this value does not count in the loss."""
-
+IGNORED = -100  # a target with this value does not count in the loss
+# Number of logits in a chunk, by device type, and on other devices. Larger chunks make larger products, which are
+# faster, and need more memory.
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-"""Number of logits in a chunk, by device type. Larger chunks make larger products, which are faster, and need more
-memory."""
-
 CHUNK_ELEMENTS_ELSEWHERE = 2**22
-"""Number of logits in a chunk on devices that `CHUNK_ELEMENTS` lacks."""
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     """Return (documents, targets), both (B, T), of the tokens in ``windows``, (B, T + 1).
 
     ``documents`` has the index of each token's document in its row. An end-of-text token belongs to the document that
-    it ends. The target of this token is `IGNORED`, because the next token begins an unrelated document.
+    it ends. Its target is `IGNORED`, because the next token begins an unrelated document.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -36,10 +32,10 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 
 class ZLoss:
-    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exponentials of its logits (Chowdhery et
-    al. 2022, arXiv 2204.02311, section 5). It keeps log Z near 0.
+    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exponentials of its logits.
 
-    Only the gradients of :func:`cross_entropy` contain the z-loss, not the returned loss.
+    Only the gradients of :func:`cross_entropy` contain the z-loss, not the returned loss. Source: Chowdhery et al.
+    2022, arXiv 2204.02311, section 5.
     """
 
     def __init__(self, coefficient: float) -> None:
@@ -121,9 +117,8 @@ def cross_entropy(
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
     how = multiplier, softcap, factor, compute, repeatable, vocabulary or WholeVocabulary(), z_loss
-    total: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, -2), weight_VD, targets.flatten(), *how
-    )
+    tensors = hidden.flatten(0, -2), weight_VD, targets.flatten()
+    total: Tensor = _CrossEntropy.apply(*tensors, *how)  # type: ignore[no-untyped-call]
     return total
 
 

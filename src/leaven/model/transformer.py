@@ -1,6 +1,6 @@
-"""Define the transformer that a model shape describes, and its stages for pipeline parallelism.
+"""The transformer that a model shape describes, and its stages for pipeline parallelism.
 
-The parameters have the names and shapes that ``ModelShape.parameters()`` lists.
+Parameters have the names and shapes that ``ModelShape.parameters()`` lists.
 
 Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_rotary / 2
 for cosines and sines), V vocabulary.
@@ -20,16 +20,13 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm that computes in the dtype of its gain (fp32). torch's is slow if the input has another dtype.
-
-    The result has the dtype of the next matrix product: that of autocast, or without autocast that of the input.
-    """
+    """An RMSNorm that computes in the dtype of its gain (fp32), and returns the dtype of the next matrix product."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = _compute_dtype(x)
         if x.is_cpu and not torch.compiler.is_compiling():
             return rms_norm(x, self.weight, self.eps or 0.0, dtype)
-        return super().forward(x.to(self.weight.dtype)).to(dtype)
+        return super().forward(x.to(self.weight.dtype)).to(dtype)  # torch is slow with two dtypes
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -127,8 +124,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
 
-    If the output of a branch is normalised, the factor comes after this norm: x + a norm(attention(...)). The norm
-    would undo an earlier factor. With parallel branches, the MLP reads the same input as attention.
+    A norm on the output of a branch comes before the factor: x + a norm(attention(...)). With parallel branches, the
+    MLP reads the same input as attention.
     """
 
     def __init__(
@@ -141,13 +138,12 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         norms = {name: _norm(shape, shape.d_model) for name in shape.block_norms}
-        if shape.qk_norm_whole:
-            sides = {"query": shape.n_heads, "key": shape.n_kv_heads}
-            norms |= {side: _norm(shape, heads * shape.d_head, bias=False) for side, heads in sides.items()}
-        elif shape.qk_norm_per_head:
-            norms |= {"query": PerHeadNorm(shape, shape.n_heads), "key": PerHeadNorm(shape, shape.n_kv_heads)}
-        elif shape.qk_norm:
-            norms |= {side: _norm(shape, shape.d_head, bias=False) for side in ("query", "key")}
+        for side, heads in (("query", shape.n_heads), ("key", shape.n_kv_heads)) if shape.qk_norm else ():
+            if shape.qk_norm_per_head:
+                norms[side] = PerHeadNorm(shape, heads)
+            else:
+                size = heads * shape.d_head if shape.qk_norm_whole else shape.d_head
+                norms[side] = _norm(shape, size, bias=False)
         self.norm = nn.ModuleDict(norms)
         self.attention = Attention(shape, attention_scale, shape.window_of(layer))
         self.dropout, self.parallel = shape.dropout, shape.parallel_branches
@@ -187,9 +183,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer from tokens to logits.
-
-    :func:`leaven.model.initialisation.build_model` makes one with initial values.
+    """A decoder-only transformer from tokens to logits. :func:`leaven.model.initialisation.build_model` makes one.
 
     Args:
         multipliers: factors on the outputs of parameters, by the name of the parameter; the default is 1.
@@ -239,7 +233,7 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the final hidden states, (B, T, D), which are the input of the unembedding.
+        """Return the input of the unembedding, (B, T, D).
 
         ``documents_BT`` is the number of each token's document, in non-decreasing order along T. With it, every
         document begins at position 0, and tokens attend only to their own document.
@@ -277,8 +271,7 @@ class Transformer(nn.Module):
         ``length`` is the number of tokens of a sequence: T, unless a rank has only a part of each sequence.
         With ``sequences``, the backward pass adds the gradients of the routers' losses.
         """
-        positions = Positions(self.shape, length, x_BTD, documents_BT)
-        positions.sequences = sequences
+        positions = Positions(self.shape, length, x_BTD, documents_BT, sequences)
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)
         return x_BTD
@@ -293,9 +286,17 @@ class Positions:
     - Mask of a sliding window: (T, T).
     """
 
-    def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        length: int,
+        like: Tensor,
+        documents_BT: Tensor | None = None,
+        sequences: SequenceWeights | None = None,
+    ) -> None:
         self.bias_HTT: Tensor | None = None
-        self.sequences: SequenceWeights | None = None  # for the routers of experts
+        self.window_TT: Tensor | None = None
+        self.sequences = sequences  # for the routers of experts
         self.cos_TE = self.sin_TE = None
         device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps lacks float64
         places_T = torch.arange(length, device=device, dtype=torch.float64)
@@ -310,7 +311,6 @@ class Positions:
             slopes_H = torch.tensor(alibi_slopes(shape.n_heads), device=device, dtype=torch.float64)
             bias_HTT = slopes_H[:, None, None] * distance_TT
             self.bias_HTT = bias_HTT.masked_fill(distance_TT > 0, -torch.inf).to(like.device, like.dtype)
-        self.window_TT: Tensor | None = None
         if shape.window:
             behind_TT = places_T[:, None] - places_T[None, :]
             self.window_TT = ((behind_TT >= 0) & (behind_TT < shape.window)).to(like.device)
@@ -325,9 +325,8 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer. ``window`` is None in a layer without a sliding
-        window. The result None means that a token attends to all tokens of its sequence up to its own position.
-        """
+        """Return the bias or mask of the attention scores in a layer with or without a sliding window. With None, a
+        token attends to all tokens of its sequence up to its own position."""
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
@@ -357,11 +356,9 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """Return the ALiBi slopes: 2^(-8 i / n) for the i-th of n heads if n is a power of two.
-
-    For other n, let p be the largest power of two below n. The first p heads get the slopes of a model with p heads.
-    The remaining n - p heads get the first, third, fifth, ... of the slopes of a model with 2 p heads (Press et al.
-    2021, arXiv 2108.12409, and their released code).
+    """Return the ALiBi slopes: 2^(-8 i / n) for the i-th of n heads if n is a power of two (Press et al. 2021, arXiv
+    2108.12409). For other n, as in their code: the slopes of p heads, p being the largest power of two below n, and
+    then the first, third, fifth, ... of the slopes of 2 p heads.
     """
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -389,7 +386,6 @@ class Stage(nn.Module):
         self, model: Transformer, first: int, last: int, dtype: torch.dtype, *, splits_backward: bool = False
     ) -> None:
         super().__init__()
-        self.splits_backward = splits_backward
         shape = model.shape
         self.begins, self.ends = first == 0, last == shape.n_layers
         for layer in range(shape.n_layers):
@@ -406,7 +402,7 @@ class Stage(nn.Module):
             del model.norm["final"]
             if not shape.tied_embeddings:
                 del model.unembedding
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.splits_backward = model, dtype, splits_backward
         self.factor: Tensor | float = 1.0  # multiplies the loss; set it before a forward pass
         self.loss: Callable[..., Tensor] = cross_entropy
         self.z_loss: ZLoss | None = None  # added to the gradients
@@ -416,11 +412,10 @@ class Stage(nn.Module):
         return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Run the layers of this stage.
+        """Return the activations, (B, T, D), or in the last stage ``factor`` times the loss, (1,), in nats and summed
+        over all targets that are not ignored.
 
-        The first stage takes tokens, (B, T), and every other stage the activations of the previous one, (B, T, D).
-        The last stage returns ``factor`` times the loss, (1,), in nats and summed over all targets that are not
-        ignored. Every other stage returns its activations.
+        ``x`` is tokens, (B, T), in the first stage, and the activations of the previous stage in the others.
         """
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):

@@ -1,7 +1,6 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file (:func:`user_file`) has the same format. It adds accelerators, or replaces groups of numbers (such as
-``memory``) of built-in accelerators.
+The user's file has the same format. It adds accelerators, or replaces groups of numbers, such as ``memory``.
 """
 
 import os
@@ -36,10 +35,9 @@ EXAMPLE = (
     "network = { gb_s = 25 } }"
 )
 _WRITE = f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
-# Fastest matmul / peak, assumed for accelerators without a measurement: the median of the measured NVIDIA boards.
+# Assumed for accelerators without a measurement: fastest matmul / peak (the median of the measured NVIDIA boards),
+# and speed of large products in training / speed of the fastest matmul, alone on a cool device.
 USUAL_MATMUL_SHARE = 0.80
-# Share of the best measured matmul rate that large products sustain in training, assumed for accelerators without
-# measured rates (``sustained``). The best rate is measured with the best shape, in isolation and on a cool device.
 SUSTAINED = 0.90
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 _Positive = Annotated[float, Field(gt=0)]
@@ -92,8 +90,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype. If none was measured, return 80% of the peak,
-        or None without a peak."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype; if not measured, 80% of the peak, if any."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
@@ -125,7 +122,7 @@ class Accelerator:
 
 
 class _Rates(_Group):
-    """A group of rates in TFLOP/s by dtype."""
+    """Rates in TFLOP/s by dtype."""
 
     bf16: _Positive | None = None
     fp16: _Positive | None = None
@@ -189,8 +186,7 @@ class _Entry(Part):
 
 def user_file() -> Path:
     """Return the path of the user's file of accelerators, whether or not the file exists."""
-    named = os.environ.get("LEAVEN_ACCELERATORS")
-    if named:
+    if named := os.environ.get("LEAVEN_ACCELERATORS"):
         return storage.expanded(named)
     return storage.expanded(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "leaven" / "accelerators.toml"
 
@@ -228,17 +224,16 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(storage.read(path).decode())
     except FileNotFoundError:
-        raise InputError(f"LEAVEN_ACCELERATORS is {path}: no such file; create it, or unset the variable") from None
+        message = f"LEAVEN_ACCELERATORS is {path}: no such file; create it, or unset the variable"
     except OSError as error:
-        raise InputError(
-            f"{path}: this file of accelerators cannot be read: {error.strerror}; give a readable TOML file"
-        ) from None
+        message = f"{path}: this file of accelerators cannot be read: {error.strerror}; give a readable TOML file"
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not TOML: {error}; {_WRITE}") from None
+        message = f"{path}: not TOML: {error}; {_WRITE}"
+    raise InputError(message)
 
 
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: Path | None) -> Accelerator:
-    """Return the accelerator that a TOML table describes; ``sources`` maps short names of sources to full names."""
+    """Return the accelerator of a TOML table; ``sources`` maps short names of sources to full names."""
     try:
         entry = validated(_Entry, values, f"{file}: {name}")
     except InputError as error:

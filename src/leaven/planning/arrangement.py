@@ -1,8 +1,4 @@
-"""Parse, write and check layouts and arrangements.
-
-A layout has the degrees of parallelism, the ZeRO stage and the recomputation. An arrangement is a layout with a
-micro-batch size and a number of gradient accumulation steps.
-"""
+"""Parse, write and check layouts and arrangements."""
 
 import math
 from collections.abc import Mapping
@@ -45,11 +41,8 @@ class Arrangement:
     grad_accumulation: int  # micro-batches of a rank per step
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **self.layout.model_dump(),
-            "micro_batch": self.micro_batch,
-            "grad_accumulation": self.grad_accumulation,
-        }
+        counts = {"micro_batch": self.micro_batch, "grad_accumulation": self.grad_accumulation}
+        return self.layout.model_dump() | counts
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> "Arrangement":
@@ -107,10 +100,10 @@ def parse_keys(text: str) -> dict[str, Any]:
 
 
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Return the layout and the micro-batch size of text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
+    """Return the layout and the micro-batch size (None without ``mbs``) of text such as ``tp=8,pp=12,zero=1,mbs=2``.
 
-    Without ``mbs``, the micro-batch size is None. Without ``dp``, dp is ``gpus`` / (tp x pp x cp), or 1 if this is
-    not whole or ``gpus`` is None. ``compile`` is the default of the key ``compile``.
+    Without ``dp``, dp is ``gpus`` / (tp x pp x cp), or 1 if this is not whole or ``gpus`` is None. ``compile`` is the
+    default of the key ``compile``.
 
     Raises:
         InputError: if a key or a value is wrong, or two values cannot be combined.
@@ -130,11 +123,8 @@ def written(layout: Layout) -> str:
 
 
 def tensor_degrees(model: Model) -> list[int]:
-    """Return the tensor-parallel degrees that a model allows, smallest first.
-
-    A degree divides seq_len and all sizes that it splits: with 12 heads and 4 key-value heads, it is 1, 2 or 4. If
-    one QK-norm normalises all heads together, only 1 is possible.
-    """
+    """Return the tensor-parallel degrees that a model allows, smallest first: divisors of seq_len and of all sizes
+    that tensor parallelism splits, or only 1 if one QK-norm normalises all heads together."""
     if isinstance(model, ModelShape) and model.qk_norm_whole:
         return [1]
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
@@ -173,8 +163,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
 
 
 def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
-    """Return why a model cannot be split over ``tp`` tensor-parallel ranks: ``qk_norm_whole``, or sizes of which not
-    all are divisible by ``tp``."""
+    """Return why a model cannot be split over ``tp`` tensor-parallel ranks."""
     sizes = "the heads and widths of the blocks"
     if isinstance(model, ModelShape):
         if model.qk_norm_whole:
@@ -186,23 +175,17 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Return the share of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
-
-    p is ``stages`` (pipeline ranks), v ``stages_per_rank``, m ``micro_batches`` (arXiv 2104.04473, section 2.2).
-    """
+    """Return the share of a step in which one of ``stages`` pipeline ranks is idle (arXiv 2104.04473, 2.2)."""
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
 def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
-    """Return how many micro-batches a rank runs in a step of ``batch_tokens`` tokens, rounded up."""
+    """Return how many micro-batches a rank runs in a step, rounded up."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Return why the smallest batch of a run cannot fill the pipeline and what to change, or None if it can.
-
-    A pipeline is full if each rank gets at least pp micro-batches.
-    """
+    """Return why the smallest batch of a run gives ranks fewer than pp micro-batches and what to change, or None."""
     count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None

@@ -1,7 +1,7 @@
-"""Describe models as tables of matrix products, from which the planner computes FLOPs, memory and time.
+"""Models as tables of matrix products, from which the planner computes FLOPs, memory and time.
 
-A :class:`Blueprint` is made from a :class:`ModelShape` or from the architecture of a published run. It can also
-describe models that leaven cannot build, for example with latent attention.
+A :class:`Blueprint` is made from a :class:`ModelShape`, or from the architecture of a published run, which leaven may
+not be able to build.
 """
 
 from collections import Counter
@@ -35,12 +35,12 @@ class Matmul:
 
     @property
     def size(self) -> int:
-        """The number of weights of the matrix. For routed experts, this is the sum over all experts."""
+        """The number of weights, of all experts together."""
         return self.stored * self.k * self.n
 
     @property
     def flops(self) -> int:
-        """The FLOPs per token in a forward pass. For routed experts, this is the sum over those that a token uses."""
+        """The FLOPs per token in a forward pass, of all experts that a token uses."""
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Core:
     window: int | None = None  # keys that a query attends to, its own position included; None: all
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the FLOPs per token, in a forward pass, of queries times keys and of probabilities times values.
+        """Return the FLOPs of a forward pass per token.
 
         With ``full``, a query attends to all w keys of its window; with ``causal``, to about w - w^2 / (2 T) keys on
         average, where T is ``seq_len``. Without a window, w is T.
@@ -83,44 +83,46 @@ class BlockTable:
     # Norms over the width, by their names in :attr:`leaven.recipe.shape.ModelShape.block_norms`.
     norms: tuple[str, ...] = ("attention", "mlp")
 
+    # Numbers of parameters:
+
     @cached_property
     def vectors(self) -> int:
-        """The number of gains and biases that every tensor-parallel rank stores in full."""
+        """Gains and biases that every tensor-parallel rank stores in full."""
         # The bias of a row-parallel product is added after the sum over ranks.
         return self.gains + sum(row.n for row in self.matmuls if row.bias and row.split == "row")
 
     @cached_property
     def split_vectors(self) -> int:
-        """The number of parameters in the gains and biases that tensor-parallel ranks split."""
+        """Gains and biases that tensor-parallel ranks split."""
         return self.split_gains + sum(row.n for row in self.matmuls if row.bias and row.split == "column")
 
     @cached_property
     def matrices(self) -> int:
-        """The number of weights in matrices, without routed experts."""
-        return sum(row.size for row in self.matmuls if not row.routed)
+        """All matrices, also those of routed experts."""
+        return sum(row.size for row in self.matmuls)
 
     @cached_property
     def experts(self) -> int:
-        """The number of weights in routed experts."""
+        """Matrices of routed experts."""
         return sum(row.size for row in self.matmuls if row.routed)
 
     @cached_property
     def params(self) -> int:
-        return self.matrices + self.experts + self.vectors + self.split_vectors
+        return self.matrices + self.vectors + self.split_vectors
 
     @cached_property
     def active(self) -> int:
-        """The number of parameters that one token uses."""
+        """Parameters that one token uses."""
         return self.params - sum((row.stored - row.passed) * row.k * row.n for row in self.matmuls)
 
     @cached_property
     def whole(self) -> int:
-        """The number of parameters that every tensor-parallel rank stores in full. Routed experts are not counted."""
+        """Parameters that every tensor-parallel rank stores in full, without routed experts."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property
     def cut(self) -> int:
-        """The number of parameters that tensor-parallel ranks split among them. Routed experts are not counted."""
+        """Parameters that tensor-parallel ranks split, without routed experts."""
         return self.params - self.experts - self.whole
 
 
@@ -169,7 +171,6 @@ class Blueprint:
 
     @cached_property
     def active_params(self) -> int:
-        """The number of parameters that one token uses."""
         return self.ends + sum(count * block.active for block, count in self.kinds)
 
     @cached_property
@@ -188,13 +189,12 @@ class Blueprint:
 
 
 Model: TypeAlias = ModelShape | Blueprint
-"""A model in either form that the planner accepts."""
 
 
 def attention_rows(
     d: int, heads: int, kv_heads: int, d_head: int, *, bias: bool = False, qkv_bias: bool = False
 ) -> list[Matmul]:
-    """Return the matrix products of grouped-query attention: query, key, value and output projections."""
+    """Return the matrix products of grouped-query attention."""
     return [
         Matmul("attention.query", d, heads * d_head, "column", qkv_bias),
         Matmul("attention.key", d, kv_heads * d_head, "column", qkv_bias),
@@ -215,9 +215,9 @@ def mlp_rows(
 
 
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
-    """Return the matrix products of a mixture of experts: the router, the routed experts and the shared experts.
+    """Return the matrix products of a mixture of experts; ``shared`` experts are one wider MLP.
 
-    ``experts`` is (routed experts in a layer, routed experts that a token uses). Shared experts are one wider MLP.
+    ``experts`` is (routed experts in a layer, routed experts that a token uses).
     """
     stored, passed = experts
     return [

@@ -1,8 +1,7 @@
 """Find the model sizes and numbers of tokens that a cluster can train in a given time.
 
-A scaling law gives the best number of parameters N for a budget of FLOPs. But the FLOPs that a cluster delivers in
-the given time depend on N. So N is found by iteration: N -> shape -> fastest layout -> FLOPs -> N. A few iterations
-suffice, because the speed changes slowly with N.
+A scaling law gives the best number of parameters N for a budget of FLOPs. The FLOPs that a cluster delivers in the
+given time depend on N, so N is found by iteration: N -> shape -> fastest layout -> FLOPs -> N.
 """
 
 import math
@@ -38,10 +37,10 @@ from leaven.recipe.batch import Batch
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
+# Tokens per parameter: Chinchilla's rule of thumb, and more for models that are cheap at inference (Llama 2 7B: 290,
+# Llama 3 8B: 1,900).
 RULE_OF_THUMB = 20
 OVER_TRAINED = (RULE_OF_THUMB, 100, 500, 2000)
-"""Tokens per parameter: Chinchilla's rule of thumb, and more for models that are cheap at inference (Llama 2 7B: 290,
-Llama 3 8B: 1,900)."""
 _SECONDS = {"h": 3_600, "d": 86_400, "w": 7 * 86_400}
 _TIME = r"(?P<time>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>h|d|w)(?:ours?|rs?|ays?|eeks?|ks?)?"
 _BUDGET = re.compile(rf"(?P<cluster>.+?)\s*[x×*,]\s*{_TIME}\s*", re.IGNORECASE)
@@ -70,10 +69,10 @@ def _seconds(time: re.Match[str]) -> float:
 
 
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
-    """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
+    """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``, by each scaling law and ratio in
+    `OVER_TRAINED`.
 
-    There is one row for each scaling law, and one for each ratio in `OVER_TRAINED`. Rows that cannot be planned are
-    in ``refused``. If ``mfu`` is given, the speed is this share of the GPUs' dense peak, and no layout is planned.
+    With ``mfu``, the speed is this share of the GPUs' dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
@@ -141,7 +140,6 @@ def size_for_time(
 
 
 def _params_at(ratio: int, flops: float) -> float:
-    """Return the size of a model whose training on ``ratio`` tokens per parameter takes ``flops`` FLOPs."""
     return math.sqrt(flops / 6 / ratio)
 
 
@@ -168,10 +166,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the model size that a law recommends for the budget.
-
-        ``size`` is the law's function from training FLOPs to the best number of parameters.
-        """
+        """Return the model size of a law, whose ``size`` gives the best number of parameters for training FLOPs."""
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
@@ -199,12 +194,8 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model with ``params`` parameters. If a model within 5% of this size is known
-        already, return its speed.
-
-        Raises:
-            InputError: if leaven cannot plan this number of parameters or tokens.
-        """
+        """Return the training speed of a model with ``params`` parameters, or that of a planned model within 5% of
+        this size. Raise InputError if leaven cannot plan this number of parameters or tokens."""
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

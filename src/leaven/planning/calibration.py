@@ -27,15 +27,11 @@ from leaven.recipe.shape import ModelShape
 
 # File names: the file that records are appended to, and the previous, full file.
 _NAME, _FULL = "history.jsonl", "history-before.jsonl"
-# A past run corrects a plan if the numbers of parameters of the run and the plan differ by a factor of at most FAR.
-# If there are runs with a factor of at most NEAR and the same :func:`_features` of the layout, only these correct it.
+# Factors between the numbers of parameters of a past run and a plan; see :func:`calibration`.
 NEAR, FAR = 4.0, 16.0
-# Only this many of the newest runs correct a plan, because older runs may have used other versions of leaven.
-NEWEST = 100
-# Size of a full history file, about 400 lines. A full file replaces the previous full file.
-LIMIT_BYTES = 512 * 1024
-# How long to wait for the lock before the record is dropped.
-LOCK_SECONDS = 5.0
+NEWEST = 100  # only so many runs correct a plan, because older runs may have used other versions of leaven
+LIMIT_BYTES = 512 * 1024  # size of a full history file, about 400 lines; it replaces the previous full file
+LOCK_SECONDS = 5.0  # how long to wait for the lock before the record is dropped
 
 
 class StepCost(BaseModel):
@@ -79,10 +75,7 @@ class CalibrationRecord(BaseModel):
 def predicted(
     model: ModelShape, how: Arrangement, accelerator: str, compute: str, *, ns_steps: int = 0, averages: bool = False
 ) -> StepCost | None:
-    """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned.
-
-    Only the memory of tensors is planned, because runs do not measure the device context or fragmentation.
-    """
+    """Return the planned time and memory of a step of leaven's trainer, or None if the step cannot be planned."""
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
         cluster, code = in_precision(cluster, compute)
@@ -135,10 +128,8 @@ def calibration(
     (1 + log2(ratio of the parameters) + d), where d is the number of :func:`_features` that differ.
 
     The newest 100 runs of a size within a factor of 16 are used: in much smaller models, kernel launches dominate. If
-    there are runs within a factor of 4 with the same features, only these are used.
-
-    Args:
-        step_seconds: uncorrected time of a step, copied to the result.
+    there are runs within a factor of 4 with the same features, only these are used. ``step_seconds`` is the
+    uncorrected time of a step, copied to the result.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
@@ -152,18 +143,10 @@ def calibration(
     times, memories = [], []
     found = found[-NEWEST:]
     for _, weight, record, took in found:
-        # If the current planner cannot plan the run, use the prediction in the record.
-        expected = (
-            predicted(
-                record.model,
-                record.arrangement,
-                accelerator,
-                compute,
-                ns_steps=record.ns_steps,
-                averages=record.averages,
-            )
-            or record.predicted
+        expected = predicted(
+            record.model, record.arrangement, accelerator, compute, ns_steps=record.ns_steps, averages=record.averages
         )
+        expected = expected or record.predicted  # if the current planner cannot plan the run
         if expected is None:
             continue
         times.append((took.step_seconds / expected.step_seconds, weight))

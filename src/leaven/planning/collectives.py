@@ -1,7 +1,7 @@
-"""Compute the time of communication between accelerators: reduce-scatter, all-gather, all-reduce, all-to-all.
+"""Compute the time of communication in a group of ranks: reduce-scatter, all-gather, all-reduce, all-to-all.
 
-A group is the set of ranks that communicate. ``stride`` is the distance from one rank of the group to the next: for
-example, with tp = 8 a data-parallel group has the ranks 0, 8, 16, ... and stride 8.
+``stride`` is the distance from one rank of the group to the next. With tp = 8, a data-parallel group has the ranks 0,
+8, 16, ... and stride 8.
 """
 
 from math import ceil, comb, log2
@@ -21,16 +21,20 @@ def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
-        members = max(1, accelerator.node_size // stride)
-        gb_s = min(gb_s, members * accelerator.network_gb_s)
+        gb_s = min(gb_s, _in_a_node(ranks, stride, accelerator) * accelerator.network_gb_s)
     return gb_s * 1e9 * LINK_SHARE
+
+
+def _in_a_node(ranks: int, stride: int, accelerator: Accelerator) -> int:
+    """Return how many ranks of a group are in the same node."""
+    return min(ranks, max(1, accelerator.node_size // stride))
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
     """Return the seconds of a reduce-scatter or an all-gather of ``size`` bytes, split into ``messages`` messages."""
     if ranks == 1:
         return 0.0
-    nodes = _nodes(ranks, stride, accelerator)
+    nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))
     between = nodes if nodes > 1 else 0
     latency = between * NETWORK_LATENCY + (ranks - 1 - between) * LINK_LATENCY
     return (ranks - 1) / ranks * size / bandwidth(ranks, stride, accelerator) + messages * max(0.0, latency)
@@ -43,27 +47,21 @@ def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, m
     """
     if ranks == 1:
         return 0.0
-    nodes = _nodes(ranks, stride, accelerator)
+    nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))
     tree = 2 * ceil(log2(nodes)) * NETWORK_LATENCY + 2 * (ceil(ranks / nodes) - 1) * LINK_LATENCY
     rings = 2 * ring(0.0, ranks, stride, accelerator)
     moved = 2 * (ranks - 1) / ranks * size / bandwidth(ranks, stride, accelerator)
     return moved + messages * min(tree, rings)
 
 
-def _nodes(ranks: int, stride: int, accelerator: Accelerator) -> int:
-    """Return the number of nodes over which a group is spread."""
-    size = accelerator.node_size
-    return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
-
-
 def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the seconds of an all-to-all of ``size`` bytes per rank, among ranks whose numbers are ``stride`` apart.
+    """Return the seconds of an all-to-all of ``size`` bytes per rank.
 
     Links and network send at the same time, so the longer time counts.
     """
     if ranks == 1:
         return 0.0
-    near = min(ranks, max(1, accelerator.node_size // stride))  # ranks of the group in a node
+    near = _in_a_node(ranks, stride, accelerator)
     inside = hop((near - 1) / ranks * size, near * stride, accelerator) if near > 1 else 0.0
     across = hop((ranks - near) / ranks * size, ranks * stride, accelerator) if ranks > near else 0.0
     return max(inside, across)
@@ -80,8 +78,8 @@ def send_once(
 ) -> float:
     """Return the seconds in which a rank sends its tokens to their experts, without sending a token twice to a rank.
 
-    A token crosses the network once for each other node with at least one of the token's experts. The links of that
-    node pass the token on. Links and network send at the same time, so the longer time counts.
+    A token crosses the network once for each other node with any of the token's experts. Links and network send at
+    the same time, so the longer time counts.
 
     Args:
         size: bytes of the rank's tokens.
@@ -90,13 +88,12 @@ def send_once(
     """
     if ranks == 1:
         return 0.0
-    near = min(ranks, max(1, accelerator.node_size // stride))  # ranks of the group in a node
+    near = _in_a_node(ranks, stride, accelerator)
     nodes = ceil(ranks / near)
     number, used = experts
 
     def reached(groups: int) -> float:
-        """Return how many of ``groups`` equal groups of experts have, on average, at least one of a token's
-        experts."""
+        """Return how many of ``groups`` groups of experts have any of a token's experts, on average."""
         each = max(1, number // groups)
         return number // each * (1 - comb(number - each, used) / comb(number, used))
 
@@ -109,10 +106,10 @@ def send_once(
 
 
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
-    """Return the seconds that a rank needs to send ``size`` bytes to other ranks.
+    """Return the seconds in which a rank sends ``size`` bytes to other ranks, at a ``share`` of the bandwidth.
 
-    ``span`` is the number of neighbouring ranks that include the sender and all receivers. If it is above the size of
-    a node, the bytes go over the network. ``share`` is the share of the bandwidth that is reached.
+    The bytes go over the network if ``span``, the number of neighbouring ranks that include sender and receivers, is
+    above the size of a node.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

@@ -25,27 +25,23 @@ PARTS = {
 }
 
 
+_N_NOT = 4  # neighbours of the chosen layout that are listed at most
+_SLOWER = 0.03  # a neighbour that fits into memory is listed if slower by more than this share
+# If nothing fits into memory, these multiples of the number of GPUs are tried.
+_MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
+_TRIED = 64  # smaller numbers of GPUs that are tried if no layout divides the batch over the GPUs
+
+
 def part_name(part: str, ep: int = 1) -> str:
     """Return the name that messages use for a part of a step. ``ep`` is the number of expert-parallel ranks."""
     return "exchange in blocks" if part == "tensor_parallel" and ep > 1 else PARTS[part]
 
 
-# At most this many neighbours of the chosen layout are listed.
-_N_NOT = 4
-# A neighbour that fits into memory is listed if slower by more than this share.
-_SLOWER = 0.03
-# If nothing fits into memory, these multiples of the number of GPUs are tried.
-_MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
-# If no layout divides the batch over the GPUs, this many smaller numbers of GPUs are tried.
-_TRIED = 64
-
-
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Return a comparison of the chosen layout with the best layout that has the values ``asked``, such as
-    ``pp=8,zero=1``.
+    """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If no layout with these values fits into memory, the chosen layout is compared with the one that needs the least
-    memory. If there is no layout with these values, ``line`` of the result says why.
+    If none with these values fits, the one that needs the least memory is compared. If there is none, ``line`` of the
+    result says why.
 
     Raises:
         InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.
@@ -91,7 +87,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about requested values that the search never tries or leaven cannot train, or "" if none."""
+    """Return a note about requested values that the search never tries or leaven cannot train, or ""."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -118,8 +114,8 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen, the least slow first.
 
-    A neighbour has the next lower or higher tp, pp or zero, or another recompute. Neighbours that do not fit come
-    last. A neighbour that is at most 3% slower is not listed. In ``pp 2 (with zero 1)``, zero had to change too.
+    A neighbour has the next lower or higher tp, pp or zero, or another recompute. In ``pp 2 (with zero 1)``, zero had
+    to change too.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -149,18 +145,14 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``, without the value of ``key``.
-
-    Also left out are dp, compile, and keys that have no effect in ``layout``.
-    """
+    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``. Left out are ``key``, dp,
+    compile, and keys that have no effect in ``layout``."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
 
 
 def _against_chosen(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return a text that says how a layout differs from the chosen one in time and memory and, if it is slower,
-    why."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -194,7 +186,6 @@ def memory_and_limit(candidate: LayoutCandidate) -> str:
 
 
 def no_layout(seen: Exploration) -> InputError:
-    """Return the error for a search that found no layout: one line with the reason and the remedy."""
     job, beyond = seen.job, seen.untrained
     if seen.misfits:
         message = _nothing_fits(seen.misfits[0])
@@ -213,7 +204,6 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
-    """Return a message: not even ``least``, the layout with the least memory, fits. It also says what to change."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
@@ -233,8 +223,8 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether a layout of the job with one stage per pipeline rank fits into memory. With ``job.by_leaven``,
-    only layouts without context parallelism count."""
+    """Return whether a layout with one stage per pipeline rank fits into memory, which leaven can train if
+    ``job.by_leaven``."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:
@@ -256,10 +246,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below the job's on which a layout fits.
-
-    Return None if none of the 64 largest possible numbers fits.
-    """
+    """Return the largest number of GPUs below the job's on which a layout fits, if any of the 64 largest does."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -275,8 +262,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or "" if no
-    layout fits."""
+    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or ""."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

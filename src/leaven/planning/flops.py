@@ -28,8 +28,7 @@ class ForwardFlops:
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs of a forward pass per token. Attention to later tokens counts if ``attention`` is ``full``,
-    and does not count if it is ``causal``."""
+    """Return the FLOPs of a forward pass per token. With ``causal``, attention to later tokens does not count."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
@@ -52,9 +51,9 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
     """Return the FLOPs of training on one token, with full attention and with recomputation.
 
-    Recomputation ``full`` adds the forward pass of all blocks (Narayanan 2021, equation 3). ``selective`` adds the
-    scores and weighted sums of attention: 4 s h FLOPs per layer and token, for sequence length s and width h. (The
-    formula of Korthikanti 2022, arXiv 2205.05198, adds 12 s h.)
+    ``full`` adds the forward pass of all blocks (Narayanan 2021, equation 3). ``selective`` adds the scores and
+    weighted sums of attention: 4 s h FLOPs per layer and token, for sequence length s and width h. (The formula of
+    Korthikanti 2022, arXiv 2205.05198, adds 12 s h.)
     """
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}
@@ -62,11 +61,8 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 
 
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
-    """Return the utilisations mfu, mfu_causal and hfu of a run that has the MFU ``mfu``.
-
-    ``mfu`` counts full attention, ``mfu_causal`` causal attention, and ``hfu`` (hardware FLOPs utilisation) full
-    attention and recomputation.
-    """
+    """Return the utilisations of a run: ``mfu``, ``mfu_causal`` (with causal attention) and ``hfu`` (hardware FLOPs
+    utilisation: with full attention and recomputation)."""
     full = flops_per_token(model)
     return {
         "mfu": mfu,

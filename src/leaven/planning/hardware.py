@@ -85,30 +85,28 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` from node / 2 to node. If there is none or ``gpus`` <= ``node``, return
-    ``node``."""
-    if gpus <= node:
-        return node
-    return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
+    """Return the largest divisor of ``gpus`` from node / 2 to node, or ``node`` if there is none or one node is
+    enough."""
+    divisors = (each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0)
+    return node if gpus <= node else next(divisors, node)
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``. If
-    several accelerators fit, return the first in the table.
+    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
+
+    If several accelerators fit, the first in the table is meant: SXM before PCIe, and larger memory first.
 
     Raises:
         InputError: if no accelerator has this name.
     """
-    exact = next((known for key, known in accelerators().items() if key.upper() == name.upper().strip()), None)
-    if exact is not None:
-        return exact
+    by_upper = {known.upper(): found for known, found in accelerators().items()}
+    if name.upper().strip() in by_upper:
+        return by_upper[name.upper().strip()]
     wanted = [word for word in _words(name) if word not in _MAKERS]
-    # Several accelerators may have every word. The table lists SXM before PCIe, and larger memory first.
-    for known in accelerators().values():
-        if _is_called(_words(known.name), wanted):
-            return known
-    by_upper = {known.upper(): known for known in accelerators()}
-    nearest = [by_upper[upper] for upper in get_close_matches(name.upper(), by_upper, n=3, cutoff=0.0)]
+    for found in by_upper.values():
+        if _is_called(_words(found.name), wanted):
+            return found
+    nearest = [by_upper[upper].name for upper in get_close_matches(name.upper(), by_upper, n=3, cutoff=0.0)]
     word = re.sub(r"[^\w.\-]+", "-", name).strip("-") or "Z1-64GB"
     raise InputError(
         f"no accelerator {name!r} in the table; the nearest are {', '.join(nearest)} (leaven hardware lists all); "
@@ -117,8 +115,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, or None if it is
-    unknown."""
+    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, if it is known."""
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
         return None
@@ -141,7 +138,7 @@ def _words(name: str) -> list[str]:
 def _is_called(own: list[str], wanted: list[str]) -> bool:
     """Return whether the words ``wanted`` name the accelerator with the words ``own``; ``RTX4090`` names RTX 4090.
 
-    The word SXM in ``wanted`` only excludes PCIe and NVL boards, because names of SXM boards may lack this word.
+    Names of SXM boards may lack the word SXM, so a wanted SXM only excludes PCIe and NVL boards.
     """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]

@@ -25,24 +25,18 @@ from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.units import listed
 
-# Share of an accelerator's memory that a layout may need. The rest is for the planner's error: on published runs it
-# underestimates memory by up to 16% (docs/evidence/planner-accuracy.md).
+# Share of an accelerator's memory that a layout may need: on published runs, the planner underestimates memory by up
+# to 16% (docs/evidence/planner-accuracy.md).
 USABLE = 0.85
 # Up to this many tokens per forward pass, a larger micro-batch saves kernel launches; above, it gains nothing.
 _ENOUGH_TOKENS = 8192
-# Largest micro-batch that is searched, in tokens and in sequences. The largest in 131 published runs of MPT is 64
-# sequences of 1,024 tokens.
-_MOST_TOKENS = 65_536
-_LARGEST = 64
-# Context parallelism leaves each rank at least this many tokens of a sequence.
-_LEAST_CONTEXT = 4096
-# Stages per pipeline rank that are searched; more stages send too many messages.
-_STAGES_PER_RANK = (1, 2, 4, 8)
+# Largest micro-batch that is searched, in tokens and in sequences: the largest of 131 published runs of MPT.
+_MOST_TOKENS, _LARGEST = 65_536, 64
+_LEAST_CONTEXT = 4096  # tokens of a sequence that context parallelism leaves each rank at least
+_STAGES_PER_RANK = (1, 2, 4, 8)  # more stages send too many messages
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
-# Micro-batches per pipeline rank that keep the bubble small: a rule of thumb (Narayanan et al. 2021).
-FILLS = 4
-# Times that differ by less than this share count as equal.
-EQUAL = 0.01
+FILLS = 4  # micro-batches per pipeline rank that keep the bubble small: a rule of thumb (Narayanan et al. 2021)
+EQUAL = 0.01  # times that differ by less than this share count as equal
 # A layout that leaven cannot train is mentioned if faster by this share than all layouts that leaven can train.
 _MENTIONED_IF_FASTER_BY = 0.02
 
@@ -75,8 +69,7 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each micro-batch size that the batch allows, the smallest first.
 
-        Sizes are at most 64 sequences and 65,536 tokens, unless :attr:`micro_batch` requires a size. Sizes with which
-        the smallest batch of the run cannot fill the pipeline are left out.
+        Sizes with which the smallest batch of the run cannot fill the pipeline are left out.
 
         Raises:
             InputError: if the batch cannot be split evenly over the ranks, or no size fills the pipeline.
@@ -177,8 +170,8 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The fastest layout that fits but that leaven cannot train, if it is more than 2% faster than all
-        ``choices``; otherwise None. Always None without ``job.by_leaven``."""
+        """With ``job.by_leaven``: the fastest layout that fits but that leaven cannot train, if it is more than 2%
+        faster than all ``choices``."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -244,15 +237,12 @@ def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
-    """Return whether tensor-parallel groups of ``tp`` ranks fit into the nodes so that no group spans two nodes."""
+    """Return whether tensor-parallel groups of ``tp`` ranks divide the GPUs, and none spans two nodes."""
     return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Return the result of trying every layout of :func:`layouts` with every micro-batch size.
-
-    Multiples of a size that does not fit into memory are not tried.
-    """
+    """Return the result of trying every layout of :func:`layouts` with every micro-batch size."""
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
@@ -306,5 +296,4 @@ def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
 
 
 def thin_pipeline(how: Arrangement) -> bool:
-    """Return whether a pipeline has fewer than four micro-batches per pipeline rank (``FILLS``, a rule of thumb)."""
     return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp

@@ -1,10 +1,8 @@
 """Compute the memory of one rank by part, in bytes.
 
-The parts are the fields of :class:`Memory`. Weights, gradients and optimizer states are sharded as in the ZeRO paper
-(arXiv 1910.02054). Activations are mainly the tensors that autograd saves for the backward pass.
-
-The results are compared with published measurements in docs/evidence/planner-accuracy.md, and with leaven's own steps
-in benchmarks/memory.py.
+Weights, gradients and optimizer states are sharded as in the ZeRO paper (arXiv 1910.02054). Activations are mainly
+the tensors that autograd saves for the backward pass. docs/evidence/planner-accuracy.md compares the results with
+published measurements, and benchmarks/memory.py with leaven's own steps.
 """
 
 from collections import defaultdict
@@ -13,7 +11,7 @@ from functools import cache
 
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
-from leaven.planning.stages import in_flight, rank_blocks, rank_parameters
+from leaven.planning.stages import in_flight, rank_blocks, rank_parameters, sharers
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -71,10 +69,7 @@ class _States:
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
-    """Return the memory of one rank. ``stage`` is its pipeline rank, from 0 to pp - 1.
-
-    The logits and the temporary memory of a block's backward pass never exist together, so only the larger counts.
-    """
+    """Return the memory of one rank. ``stage`` is its pipeline rank, from 0 to pp - 1."""
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
     tokens = how.micro_batch * table.seq_len / layout.cp
@@ -99,6 +94,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             if layout.tp > 1:
                 logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
+    # The logits and the temporary memory of a block's backward pass never exist together: only the larger counts.
     in_block = max(0.0, max(inside, inside - tokens * rank.freed + rank.exchange) + rank.units - logits)
     exchange = min(rank.exchange, in_block)
     units = min(rank.units, in_block - exchange)
@@ -136,14 +132,12 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     in_blocks, experts, ends = rank_parameters(table, layout, stage, code)
     dense = ends + in_blocks
-    # Experts are sharded only over the ranks that hold the same experts.
-    sharers = layout.dp * layout.cp // layout.dp_replicate
-    expert_sharers = max(1, sharers // layout.ep)
+    ranks, ranks_of_expert = sharers(layout)
 
     def held(bytes_each: float, sharded_from: int, parameters: float, of_experts: float) -> float:
         if layout.zero < sharded_from:
             return bytes_each * (parameters + of_experts)
-        return bytes_each * (parameters / sharers + of_experts / expert_sharers)
+        return bytes_each * (parameters / ranks + of_experts / ranks_of_expert)
 
     vectors = sum(count * (block.vectors + block.split_vectors / t) for block, count in blocks)
     matrices = in_blocks - vectors
@@ -173,8 +167,8 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         optimizer=optimizer + held(code.average, 1, dense, experts),
         gathered=gathered,
         units=units,
-        buffers=code.bucket if sharers > 1 else 0,
-        exchange=code.exchange * unit if layout.zero and sharers > 1 else 0.0,
+        buffers=code.bucket if ranks > 1 else 0,
+        exchange=code.exchange * unit if layout.zero and ranks > 1 else 0.0,
         update=held(code.update_copy, 1, dense, experts),
         stays=stays,
         once=once,
@@ -183,7 +177,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return the number of parameters on one rank in the largest FSDP unit, and in the largest two adjacent units."""
+    """Return the number of parameters of a rank in the largest FSDP unit, and in the largest two adjacent units."""
     t, ep = layout.tp, layout.ep
     whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)
     if code.units != 2:
@@ -235,10 +229,8 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return pipeline ranks, one of which needs the most memory.
-
-    Of ranks with the same blocks, the earliest is enough, because it has the most micro-batches in flight.
-    """
+    """Return the first rank, the last, and of ranks with the same blocks the earliest, which has the most
+    micro-batches in flight."""
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
 
@@ -248,9 +240,8 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all other
-    activations: those outside the blocks, those that a pipeline stage keeps after sending them, and those that exist
-    only during a backward pass.
+    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has the activations
+    outside the blocks, those kept after sending, and those that exist only during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp
@@ -278,16 +269,13 @@ class Kept:
     mlp: float  # activations of the MLP, which are free when the MLP's gradients are exchanged
 
 
-@cache
 def operators_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
     """Return the bytes per token that each operator of a block saves on one rank, without recomputation.
 
-    For b sequences of length s, width h, a heads, d_ff = 4h, t tensor-parallel ranks and bf16, a GPT block with
-    dropout and without a flash kernel saves s b h (10 + 24/t + 5 a s/(h t)) bytes (Korthikanti 2022, arXiv
-    2205.05198, equation 2). With sequence parallelism the whole sum is divided by t (equation 4). Tokens are assumed
-    to be spread evenly over experts.
+    Source: Korthikanti 2022, arXiv 2205.05198, equations 2 and 4. Tokens are assumed to be spread evenly over
+    experts.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
@@ -342,7 +330,6 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """Return the activation memory of one block on one rank, in bytes per token, with the given recomputation."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1

@@ -1,8 +1,8 @@
 """Compute the time of the operators of one block on one accelerator.
 
 A matrix product is computed in tiles, at a fraction of the device's fastest matmul rate. Flash attention runs at a
-fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. All devices without
-measured fractions (``sustained``) share the constants below. Sources: docs/evidence/planner-accuracy.md.
+fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. Sources of the
+constants: docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,8 @@ FLASH = 0.85
 # Share of the rate if n or k is not a multiple of 64 elements (128 bytes). Source: bigscience,
 # train/tr11-176B-ml/chronicles-prequel.md, line 582 (h 14,400 at tp 8).
 UNALIGNED = 0.75
-# Share of the rate if n or k is not a multiple of 8 elements (16 bytes). The value is from one pair of measurements
-# in the same file, batched products of scores on an A100: line 833 (heads of width 108) against line 831 (width 216).
-# For wide products (d_ff 14,337 instead of 14,336), the same value is assumed, because no measurement is published.
+# Share of the rate if n or k is not a multiple of 8 elements (16 bytes): in the same file, products of scores on an
+# A100, line 833 (heads of width 108) against line 831 (width 216). Wide products are assumed to be as slow.
 MISALIGNED = 0.15
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
@@ -112,8 +111,9 @@ def block_operators(
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
     found += _sorting(block, work, accelerator, code)
-    # Rotary positions; blocks with dropout are assumed to have none. Queries and keys are read and written once if
-    # fused, otherwise four times.
+    # Rotary positions: queries and keys are read and written once if fused, otherwise four times. Also counted for
+    # blocks with other positions, except those with dropout: with an exact condition, errors on MPT (ALiBi) are
+    # larger.
     if not block.dropout:
         heads = (block.core.heads + block.core.kv_heads) / work.tp
         moved = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
@@ -123,7 +123,7 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Return the matrix products of a block in groups with the same input, such as query, key and value."""
+    """Return the matrix products of a block, grouped by their input: query, key and value are one group."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -149,11 +149,10 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Return scores, softmax and the weighted sum of values as one operator.
 
-    A flash kernel has two products forward and five backward, where it recomputes the scores. Without a flash kernel,
-    softmax and dropout read and write all scores.
+    Without a flash kernel, softmax and dropout read and write all scores.
     """
     core = block.core
-    if code.flash_attention:
+    if code.flash_attention:  # two products forward and five backward, where scores are recomputed
         forward, backward = flash_flops(accelerator)
         once = work.tokens * core.flops(work.seq_len) / work.tp
         return Operator("attention", max(once / forward, LAUNCH), max(2.5 * once / backward, LAUNCH))
@@ -168,16 +167,13 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 
 
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the norms and residual additions of a block's two branches (attention and MLP) as one operator.
-
-    A norm whose name ends in ``_out`` is on a branch's output. The other norms read the residual stream.
-    """
+    """Return the norms and the two residual additions of a block as one operator."""
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
     added = stream_seconds(2 * stream + hidden + mask, accelerator)
     forward = backward = 2 * added
     for name in block.norms:
-        read = hidden if name.endswith("_out") else stream
+        read = hidden if name.endswith("_out") else stream  # "_out": on the output of a branch
         forward += stream_seconds(read + hidden, accelerator)
         backward += stream_seconds(2 * read + hidden, accelerator)
     return Operator("norms and residuals", forward, backward)

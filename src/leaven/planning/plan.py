@@ -41,10 +41,7 @@ ACCURACY_OF_EXPERTS = (
 
 @cache
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
-    """Return rows of measured / planned times of published runs on an accelerator such as H100-SXM-80GB.
-
-    Boards of one generation (H100-SXM, H100-PCIe) count as one. ``experts``: whether the models have experts.
-    """
+    """Return the rows of published runs on an accelerator such as H100-SXM-80GB, or on a board like H100-PCIe."""
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
     return [row for row in found if (row.accelerator, row.experts) == (accelerator.partition("-")[0], experts)]
@@ -59,7 +56,7 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``, if any."""
+        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``."""
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -77,12 +74,10 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its micro-batch size: the fastest that fits into memory.
-
-        A layout that the user gave is planned even if it needs too much memory.
+        """The planned layout with its micro-batch size: ``layout``, or the fastest that fits into memory.
 
         Raises:
-            InputError: if the user's layout is impossible, or if the user gave none and nothing fits.
+            InputError: if ``layout`` is impossible, or None and nothing fits.
         """
         if self.layout is None:
             if not self.exploration.layouts:
@@ -115,7 +110,6 @@ class ClusterPlan:
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """Warnings, for example that the plan does not fit into memory, relies on guesses or has a large bubble."""
         chosen, device = self.chosen, self.job.cluster.accelerator
         found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
         if any(source.confidence == "guess" for source in device.sources):
@@ -144,17 +138,14 @@ class ClusterPlan:
         return tuple(found)
 
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
-        """Return the document of ``leaven plan``, without the commands to run next.
-
-        ``asked`` is the text of ``--explain``. ``share`` is passed to :func:`plan_ramp`.
-        """
+        """Return the document of ``leaven plan``, without commands to run next. ``asked``: text of ``--explain``."""
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
         stages = [stage_memory(model, how, rank, code) for rank in range(how.layout.pp)]
         totals = [memory.total for memory in stages]
         activations = activation_parts(model, how, totals.index(max(totals)), code)
         table = blueprint(model)
-        matrices = sum(block.matrices + block.experts for block in table.blocks)
+        matrices = sum(block.matrices for block in table.blocks)
         cost = cluster_cost(cluster, self.seconds, price)
         others = [other for other in self.exploration.layouts if other.arrangement.layout != how.layout]
         untrained = self.exploration.untrained
@@ -198,8 +189,9 @@ def plan_recipe(
 ) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
 
-    ``moments`` is the optimizer whose states are counted, by default the recipe's. ``code`` is the name of the
-    training code, by default leaven's own.
+    Args:
+        moments: the optimizer whose states are counted; None: the recipe's.
+        code: name of the training code; None: leaven's own.
 
     Raises:
         InputError: if the training code or the cluster is unknown, if the plan is not possible in the recipe's dtype,
@@ -225,8 +217,8 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, there is one GPU for each. Otherwise, with n = :func:`estimated_gpus`,
-    the count is the first of n, 2n, 4n, ... 128n on which the recipe fits, or n if it fits on none of them.
+    The count is that of the layout's ranks, if there are several. Otherwise, with n = :func:`estimated_gpus`, it is
+    the first of n, 2n, 4n, ... 128n on which the recipe fits, or n.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"
@@ -241,8 +233,7 @@ def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
     A given ``layout``, such as ``tp=8,pp=12,mbs=2``, is planned even if it needs too much memory.
 
     Raises:
-        InputError: if the layout, batch or cluster is impossible, or if ``layout`` is None and nothing fits into
-            memory.
+        InputError: if the layout or the batch is impossible, or if ``layout`` is None and nothing fits into memory.
     """
     asked = None
     if layout:

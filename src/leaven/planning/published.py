@@ -18,8 +18,6 @@ from leaven.recipe.recipe import Recipe
 
 
 class LayerWidths(NamedTuple):
-    """The number of heads and the MLP's width of one layer."""
-
     n_heads: int
     n_kv_heads: int
     d_ff: int | None  # width of the MLP; None if the layer has experts
@@ -28,9 +26,8 @@ class LayerWidths(NamedTuple):
 def plan_run(
     id: str, gpus: str, layout: str | None = None, moments: Moments = "adam", code: str | None = None
 ) -> ClusterPlan:
-    """Plan a published run of any architecture by its id, as the training code ``code`` would train it.
-
-    The default code is Megatron-LM with flash attention. The vocabulary is padded to a multiple of 128.
+    """Plan a published run of any architecture by its id, as ``code`` would train it; None: Megatron-LM with flash
+    attention. The vocabulary is padded to a multiple of 128.
 
     Raises:
         InputError: if there is no such run, cluster or training code, if too little is published to plan the run, or
@@ -39,8 +36,8 @@ def plan_run(
     run = find_run(id)
     seq_len = run.data.seq_len if run.data else None
     known = {"sequence length": seq_len, "batch": run.batch_tokens, "number of tokens": run.tokens}
-    missing = [name for name, value in known.items() if value is None]
     if seq_len is None or run.batch_tokens is None or run.tokens is None:
+        missing = [name for name, value in known.items() if value is None]
         raise InputError(
             f"{id}: no {' and no '.join(missing)} is published; plan a recipe instead: leaven new --from {id}"
         )
@@ -65,8 +62,9 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
     d_ff, and with the same tokens within 1%. The recipe's layout must have a rank for each GPU of the cluster. With a
     published run, it may also have a single rank.
     """
-    planned_for = re.search(r"fits (\S+):", recipe.why.get("layout.dp", ""))
-    if planned_for:
+    # A recipe has no key for a cluster. ``leaven new --gpus`` writes it only into the reason for the layout, as the
+    # message "reason" of [cluster] in catalogue/messages.toml.
+    if planned_for := re.search(r"fits (\S+):", recipe.why.get("layout.dp", "")):
         with suppress(InputError):
             cluster = parse_cluster(planned_for[1])
             if cluster.gpus == recipe.layout.ranks:
@@ -91,15 +89,12 @@ def _sequences(batch_tokens: int, seq_len: int) -> int:
     count = batch_tokens / seq_len
     if count == int(count):
         return int(count)
-    units = [2**n for n in range(20, -1, -1)]
-    near = [round(count / unit) * unit for unit in units]
+    near = [round(count / 2**n) * 2**n for n in range(20, -1, -1)]
     return next((sequences for sequences in near if abs(sequences / count - 1) <= 0.05), max(round(count), 1))
 
 
 def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
-    """Return the matrix products of a published architecture, as a blueprint with sequence length ``seq_len``.
-
-    Layers without experts come first. Sliding windows are ignored: every layer attends to all keys.
+    """Return a published architecture as a blueprint, with layers without experts first, and no sliding windows.
 
     Raises:
         InputError: if a part of the shape is not published.
@@ -121,7 +116,6 @@ def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
 
 
 def _known(arch: PublishedArchitecture, name: str) -> Any:
-    """Return a value of an architecture. Raise InputError if it is not published."""
     value = getattr(arch, name)
     if value is None:
         raise InputError(f"the shape is not published in full: {name} is not known; plan a run with a complete shape")
@@ -129,7 +123,6 @@ def _known(arch: PublishedArchitecture, name: str) -> Any:
 
 
 def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
-    """Return the number of heads and the MLP width of every layer. Layers without experts come first."""
     if arch.layerwise_scaling is not None:
         return _scaled_widths(arch, arch.layerwise_scaling)
     n_layers, n_heads = _known(arch, "n_layers"), _known(arch, "n_heads")
@@ -199,13 +192,11 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
 
 
 def _latent(arch: PublishedArchitecture, heads: int, rank: int) -> tuple[list[Matmul], Core]:
-    """Return the matrix products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1).
-
-    Every tensor-parallel rank stores the projections to a latent in full, as in Megatron.
-    """
+    """Return the matrix products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
     d, queries = arch.d_model or 0, arch.q_lora_rank
     nope, rope, value = (_known(arch, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     rows = [Matmul("attention.query", queries or d, heads * (nope + rope), "column")]
+    # "none": as in Megatron, every tensor-parallel rank stores projections to a latent in full.
     if queries is not None:
         rows.insert(0, Matmul("attention.query_latent", d, queries, "none"))
     rows += [

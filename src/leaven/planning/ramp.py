@@ -1,7 +1,5 @@
 """Plan a batch ramp (a batch size that grows during the run), by throughput or by the measured gradient noise scale.
 
-:func:`plan_ramp` finds a batch to start from and the hours that the ramp adds, because small batches are slow.
-
 :func:`noise_ramp` proposes a ramp that stays below a multiple of the gradient noise scale. To reach a given loss, a
 batch of m times the noise scale needs 1 + m times the minimum number of tokens and 1 + 1/m times the minimum number
 of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale may be measured on a smaller model at the same
@@ -35,10 +33,8 @@ SHARE = 0.7
 # Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
 _MOST_INCREMENTS = 64
-# Number of measurements that are skipped at the start, because a running average of few values is noisy.
-SETTLING = 10
-# Number of measurements that a fit needs besides the skipped ones.
-FEWEST = 10
+# Measurements that a fit skips at the start, because a running average of few values is noisy, and those it needs.
+SETTLING, FEWEST = 10, 10
 
 
 class RampThroughput:
@@ -66,7 +62,6 @@ class RampThroughput:
         return self.step(batch_tokens // self.job.model.seq_len)[1]
 
     def point(self, sequences: int) -> RampPoint:
-        """Return micro-batch, gradient accumulation and throughput at a batch of ``sequences`` sequences."""
         job = self.job
         (how, seconds), full = self.step(sequences), self.seconds(job.batch.tokens)
         rate = sequences * job.model.seq_len / seconds
@@ -83,7 +78,7 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run over ``tokens`` tokens; ``sizes`` has pairs (first token, batch in tokens)."""
+        """Return the seconds of a run; ``sizes`` has pairs (first token, batch in tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
@@ -147,9 +142,10 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment, in sequences, of a ramp of at most 64 equal increments up to ``sequences``.
+    """Return the smallest increment, in sequences, with which at most 64 equal increments reach ``sequences``.
 
-    It is a multiple of dp x ``micro_batch`` if this divides the full batch into 8 or more parts, otherwise of dp.
+    The increment is a multiple of dp x ``micro_batch`` if this divides ``sequences`` into 8 or more parts, otherwise
+    of dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -218,9 +214,8 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    A stage has the full batch, or half, a quarter and so on, down to one sequence. The first stage has the largest of
-    these batches that is at most ``multiple`` x the noise scale at the start of the run, or else one sequence. Each
-    larger batch begins as soon as the noise scale allows it.
+    The batches are the full batch, half of it, a quarter and so on, down to one sequence. Each begins as soon as it
+    is at most ``multiple`` x the noise scale, and one sequence at the start of the run.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

@@ -1,7 +1,5 @@
 """Simulate a pipeline step pass by pass: which rank computes what, and when.
 
-The times give the bubble (idle time) and the micro-batches in flight, also for uneven stages.
-
 With p ranks, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). GPipe: Huang et al.
 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
 """
@@ -38,7 +36,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank in order. Times have the unit of the durations that were given to :func:`simulate`."""
+    """The passes of every rank in order, with times in the unit of the durations that :func:`simulate` was given."""
 
     ranks: tuple[tuple[Pass, ...], ...]
 
@@ -53,8 +51,7 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return the largest number of a rank's forward passes that wait at once for their backward or ``weight``
-        pass."""
+        """Return how many of a rank's forward passes wait at most at once for their backward or ``weight`` pass."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -65,14 +62,9 @@ class Timeline:
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order; ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
-    A rank begins with forward passes only. Then forward and backward passes alternate. With rank r, p pipeline ranks
-    and v stages per rank, it begins with this number of forward passes:
-
-    - GPipe: all forward passes;
-    - interleaved: (v - 1) p + 2 (p - 1 - r);
-    - other schedules: (v - 1) p + p - 1 - r.
-
-    A zero-bubble schedule delays each ``weight`` pass by r ``input`` passes, so that all ranks end together.
+    A rank begins with forward passes only: all of them in GPipe, otherwise ``ahead`` of them. Then forward and
+    backward passes alternate. On rank r, a zero-bubble schedule delays each ``weight`` pass by r ``input`` passes, so
+    that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

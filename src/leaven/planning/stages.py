@@ -38,8 +38,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
         return max(loads), sum(stage**2 for stage in loads)
 
     def split(first: int, last: int) -> tuple[int, ...] | None:
-        """Return the number of blocks of every stage, if there are ``first`` in the first and ``last`` in the last
-        stage. Return None if this is impossible."""
+        """Return the number of blocks of every stage, with ``first`` and ``last`` at the ends, if possible."""
         rest = n_layers - first - last
         if rest < middle or (not middle and rest):
             return None
@@ -52,16 +51,13 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage by the rule ``work``: stages have about the same FLOPs.
-
-    ``weights`` has the FLOPs / 2 of each block, and ``unembedding`` those of the unembedding.
-    """
+    """Return the number of blocks of each stage by the rule ``work``. ``weights`` has the FLOPs / 2 of each block,
+    and ``unembedding`` those of the unembedding."""
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
-    for number, weight in enumerate(weights):
+    for left, weight in zip(reversed(range(len(weights))), weights, strict=True):
         layers[stage] += 1
         done += weight
-        left = len(weights) - number - 1
         if stage < stages - 1 and (done > share * (stage + 1) or left == stages - 1 - stage):
             stage += 1
     return tuple(layers)
@@ -110,12 +106,17 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
     )
 
 
+def sharers(layout: Layout) -> tuple[int, int]:
+    """Return over how many ranks ZeRO shards a parameter, and a parameter of an expert: ranks with this expert."""
+    ranks = layout.dp * layout.cp // layout.dp_replicate
+    return ranks, max(1, ranks // layout.ep)
+
+
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    With v stages per rank, interleaved 1F1B keeps the activations of at most 2 (p - r - 1) + (v - 1) p + 1 passes on
-    rank r of p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). A pass goes through one stage, so it counts as
-    1/v micro-batch. Zero-bubble keeps up to p micro-batches, because it delays the gradients of weights.
+    Interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; a pass goes through one of v stages, so it
+    counts as 1/v micro-batch. Zero-bubble delays the gradients of weights.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

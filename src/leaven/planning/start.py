@@ -26,10 +26,9 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-_ROUNDING = 1.05  # a text says "outside" if a value is beyond the published, rounded range by more than this factor
-# ``outside`` of a :class:`ComparedRow` is true if its value is beyond the published range by more than this factor.
-# Smaller factors are usual, because published values are chosen by hand.
-FAR = 1.25
+# A value is called "outside" in the text if it is beyond the published range by more than the first factor, and in a
+# :class:`ComparedRow` by more than the second. Published values are rounded, and chosen by hand.
+_ROUNDING, FAR = 1.05, 1.25
 
 
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
@@ -137,8 +136,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Return ``started`` with the planned GPU-hours of all tuning trials in the reasons for the proxy. If these hours
-    are not known or below 1, return ``started`` unchanged."""
+    """Add the planned GPU-hours of all tuning trials, if known and at least 1, to the reasons for the proxy."""
     tuning = started.tuning
     assert tuning.proxy
     try:
@@ -162,9 +160,8 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
     """Return rows that compare hyperparameters of the target with their ranges in the published runs ``near``.
 
-    Hyperparameters that none of these runs publishes are left out. A value of the target is the median over its
-    hidden matrices or embeddings, after the scaling rule is applied. Betas are compared as 1 / (1 - beta), the number
-    of steps over which Adam averages.
+    A value of the target is the median over its hidden matrices or embeddings, after the scaling rule is applied.
+    Betas are compared as 1 / (1 - beta), the number of steps over which Adam averages.
     """
     rows = parameter_table(target).rows
 

@@ -52,14 +52,12 @@ def this_machine() -> Accelerator:
 
 
 def devices_here() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``: ``0``, ``1``, ...
-
-    As in CUDA, a negative name such as -1 ends the list. If the variable is not set, all GPUs are returned.
-    """
-    if (visible := os.environ.get(VISIBLE)) is not None:
-        names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
-        return tuple(dict.fromkeys(name for name in names if name))
-    return tuple(map(str, range(gpus_here())))
+    """Return the names of the GPUs that this process may use, as in ``CUDA_VISIBLE_DEVICES``: ``0``, ``1``, ..."""
+    if (visible := os.environ.get(VISIBLE)) is None:
+        return tuple(map(str, range(gpus_here())))
+    # As in CUDA, a negative name such as -1 ends the list.
+    names = takewhile(lambda name: not name.startswith("-"), map(str.strip, visible.split(",")))
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:

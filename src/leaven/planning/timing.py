@@ -1,13 +1,12 @@
-"""Compute the time of a step from the numbers of the accelerator: operators, transfers, bubble, optimizer.
+"""Compute the time of a step: operators, transfers, bubble, optimizer.
 
-The times of operators are in operators.py, those of collectives in collectives.py. training_codes.toml says how
-training codes (programs such as Megatron-LM) differ. Ranks exchange gradients and weights as follows:
+Ranks exchange gradients and weights as follows:
 
 - Gradients: under ZeRO 0 and 1 once per step, under ZeRO 2 and 3 during the backward pass of every micro-batch.
 - Weights: under ZeRO 1 and 2 once per step, under ZeRO 3 during every pass.
 - Parameters outside the blocks (embedding, last norm, unembedding): FSDP exchanges them together, as its root unit.
-  This exchange does not overlap with compute. The first operator of a pass waits for the weights of the root unit,
-  and the gradients of the root unit are complete only at the end of the backward pass.
+  The first operator of a pass waits for the root unit's weights, and its gradients are complete only at the end of
+  the backward pass, so this exchange does not overlap with compute.
 
 Stragglers, congestion and a slow host are not modelled.
 """
@@ -23,7 +22,7 @@ from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.collectives import all_reduce, all_to_all, hop, ring, send_once
 from leaven.planning.hardware import Cluster
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
-from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, stage_layers
+from leaven.planning.stages import RankParameters, rank_blocks, rank_parameters, sharers, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -100,8 +99,7 @@ def _block_time(  # noqa: PLR0917 (a cache)
 
 
 def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
-    """Return the seconds that recomputation adds to the backward pass of a block. ``once`` is the time of its forward
-    pass."""
+    """Return the seconds that recomputation adds to a block's backward pass; ``once``: those of its forward pass."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")
@@ -115,9 +113,8 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor-parallel ranks exchange activations after attention and after the MLP. Experts that are not split over
-    these ranks need no exchange. Context-parallel ranks send keys and values around a ring, which overlaps with
-    attention.
+    Tensor-parallel ranks exchange activations after attention and after the MLP, except after experts that they do
+    not split. Context-parallel ranks send keys and values around a ring, which overlaps with attention.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
@@ -146,20 +143,15 @@ def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds that the logits and the loss of one micro-batch take, forward and backward."""
-    table = blueprint(model)
-    return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
-
-
-@cache
-def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator, code: TrainingCode) -> float:
-    n, k = table.vocab_size // tp, table.d_model
+    """Return the seconds of the logits and the loss of one micro-batch, forward and backward."""
+    table, accelerator = blueprint(model), cluster.accelerator
+    m, n, k = _tokens(table, how), table.vocab_size // how.layout.tp, table.d_model
     products = sum(matmul_seconds(sizes, accelerator) for sizes in ((m, n, k), (m, k, n), (n, k, m)))
     return products + stream_seconds(2.0 * code.logit * m * n, accelerator)
 
 
 def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to send the activations of one micro-batch to the next stage."""
+    """Return the seconds in which the activations of one micro-batch are sent to the next stage."""
     table, layout = blueprint(model), how.layout
     if layout.pp == 1:
         return 0.0
@@ -174,7 +166,6 @@ def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCo
 
 
 def _tokens(table: Blueprint, how: Arrangement) -> int:
-    """Return the number of tokens of a micro-batch on one rank."""
     return how.micro_batch * table.seq_len // how.layout.cp
 
 
@@ -191,10 +182,8 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     """Return the time of one optimizer step.
 
     With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long as one
-    micro-batch on the slowest rank.
-
-    A zero-bubble schedule computes gradients of weights in the bubble, which is then (p - 1) (F + I - W). F is the
-    time of a forward pass, I + W that of a backward pass, W the part for gradients of weights (ZB-H1, Qi et al. 2023,
+    micro-batch on the slowest rank. The bubble of a zero-bubble schedule is (p - 1) (F + I - W), where F is the time
+    of a forward pass, I + W that of a backward pass, and W the part for gradients of weights (ZB-H1, Qi et al. 2023,
     arXiv 2401.10241).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
@@ -213,9 +202,9 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
     share = held.total
-    if layout.zero:  # an expert is sharded over the ranks that have this expert
-        sharers = layout.dp * layout.cp // layout.dp_replicate
-        share = (held.blocks + held.ends) / sharers + held.experts / max(1, sharers // layout.ep)
+    if layout.zero:
+        ranks, ranks_of_expert = sharers(layout)
+        share = (held.blocks + held.ends) / ranks + held.experts / ranks_of_expert
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
@@ -232,9 +221,9 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
-    The ranks that share a pipeline stage take turns at its matrices: a rank receives a whole matrix, applies the
-    Newton-Schulz iterations, and sends the result in 16 bits. An iteration on a matrix with m rows and n >= m columns
-    has three products, or 4 m^2 n + 2 m^3 FLOPs.
+    The ranks of a pipeline stage take turns at its matrices: a rank receives a whole matrix, applies the
+    Newton-Schulz iterations, and sends the result in 16 bits. On a matrix of m rows and n >= m columns, an iteration
+    has three products.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
     copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part
@@ -280,8 +269,7 @@ def _data_parallel(
     if not code.shared_nics and cluster.nodes > 1:  # each ring has one NIC, as with one GPU per node
         accelerator = replace(accelerator, node_size=1)
     tp, ep, often = layout.tp, layout.ep, layout.zero > 1
-    sharers = ranks // layout.dp_replicate
-    expert_sharers = max(1, sharers // ep)
+    shard, expert_shard = sharers(layout)
     each, units = code.accumulation or code.grads, code.units * most
     # With FSDP, parameters outside the blocks are a unit of their own. Without FSDP, they are in the same messages as
     # the blocks.
@@ -291,26 +279,26 @@ def _data_parallel(
 
     def over(collective: Callable[..., float], of_each: float) -> float:
         """Return the seconds of a collective over all blocks, with ``of_each`` bytes for each parameter."""
-        of_blocks = collective(of_each * blocks, sharers, tp, accelerator, messages)
-        of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, accelerator, messages)
+        of_blocks = collective(of_each * blocks, shard, tp, accelerator, messages)
+        of_experts = collective(of_each * held.experts, expert_shard, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)
 
     if layout.zero == 0:
         root = all_reduce(each * ends, ranks, tp, accelerator) if ends else 0.0
         return root + max(0.0, over(all_reduce, each) - hidden)
     # Replicas (dp_replicate) all-reduce the gradients of their shards once per step, during the last backward pass.
-    between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, accelerator, units or 1)
+    between = all_reduce(each * blocks / shard, layout.dp_replicate, tp * shard, accelerator, units or 1)
     if held.experts:
-        copies, stride = ranks // ep // expert_sharers, tp * ep * expert_sharers
-        between += all_reduce(each * held.experts / expert_sharers, copies, stride, accelerator, units or 1)
+        copies, stride = ranks // ep // expert_shard, tp * ep * expert_shard
+        between += all_reduce(each * held.experts / expert_shard, copies, stride, accelerator, units or 1)
     scatter, root, after = over(ring, each), 0.0, 0.0
     if ends:
-        root = ring(each * ends, sharers, tp, accelerator)
-        after = all_reduce(each * ends / sharers, layout.dp_replicate, tp * sharers, accelerator)
+        root = ring(each * ends, shard, tp, accelerator)
+        after = all_reduce(each * ends / shard, layout.dp_replicate, tp * shard, accelerator)
     cut = layout.zero >= code.shards_weights_from
     copy = (code.compute_copy if cut else 0) or code.weights
     gather = over(ring, copy)
-    first = ring(ends * (code.gathered_ends or copy), sharers, tp, accelerator) if ends else 0.0
+    first = ring(ends * (code.gathered_ends or copy), shard, tp, accelerator) if ends else 0.0
     if layout.zero == 3:
         scatter += gather
         fetched = m * (first + max(0.0, gather - forward))

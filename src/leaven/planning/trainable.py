@@ -15,22 +15,20 @@ from leaven.recipe.recipe import Recipe
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
     """Raise InputError if leaven cannot train a recipe in its layout on this number of processes, or cannot measure
-    the gradient noise scale as the recipe says."""
+    its gradient noise scale."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
         )
     _require_ranks(recipe, processes)
     micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
-    refusal = (
+    if refusal := (
         shape_refusal(recipe.model, recipe.layout)
         or pipeline_refusal(recipe.layout, recipe.model.seq_len, recipe.batch.smallest_tokens, micro_batch)
         or _zero_bubble_refusal(recipe)
-    )
-    if refusal:
+    ):
         raise InputError(f"[layout] {refusal}")
-    refusal = _noise_refusal(recipe)
-    if refusal:
+    if refusal := _noise_refusal(recipe):
         raise InputError(f"[stability] noise_scale_every_tokens {refusal}")
 
 
@@ -45,7 +43,6 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def _require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if the layout does not have ``processes`` ranks. The message says what to change."""
     layout = recipe.layout
     if layout.ranks == processes:
         return
@@ -71,11 +68,8 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the gradient noise scale cannot be measured. Return None if it can, or if the recipe does not
-    measure it.
-
-    The noise scale is measured by comparing the gradients of the first micro-batch with those of the whole batch.
-    """
+    """Return why the gradient noise scale cannot be measured, by comparing the gradients of the first micro-batch
+    with those of the whole batch. Return None if it can, or need not."""
     if recipe.stability.noise_scale_every_tokens is None:
         return None
     layout = recipe.layout
@@ -102,7 +96,6 @@ def _noise_refusal(recipe: Recipe) -> str | None:
 
 
 def _zero_bubble_refusal(recipe: Recipe) -> str | None:
-    """Return why a zero-bubble schedule cannot be used; None if it can, or if the layout has another schedule."""
     if recipe.layout.schedule != "zero-bubble":
         return None
     torch = version("torch")

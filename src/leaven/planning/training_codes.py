@@ -1,7 +1,6 @@
-"""Describe training codes: programs that train models, such as Megatron-LM or leaven.
+"""Training codes: programs, such as Megatron-LM or leaven, which decide how tensors are stored, copied and exchanged.
 
-A training code decides how tensors are stored, copied and exchanged, and so the memory and the step time. The values
-of all training codes are in training_codes.toml.
+Their values are in training_codes.toml.
 """
 
 import math
@@ -102,7 +101,6 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def averaging(self, averages: bool) -> "TrainingCode":
-        """Return the training code, with an fp32 average of the weights if ``averages`` is true."""
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
@@ -121,15 +119,12 @@ class TrainingCode:
         )
 
     def with_muon(self, ns_steps: int) -> "TrainingCode":
-        """Return the training code with leaven's Muon, or unchanged if ``ns_steps`` is 0."""
+        """Return the training code with leaven's Muon; 0: without Muon."""
         return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield (name, training code) for each table of a TOML file.
-
-    A table with the key ``like`` starts from the values of the earlier table with this name.
-    """
+    """Yield (name, training code) for each table of a TOML file; ``like`` names the earlier table that it changes."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
@@ -141,17 +136,13 @@ def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
 
 TRAINING_CODES: Mapping[str, TrainingCode] = dict(_read(Path(__file__).with_suffix(".toml")))
 LEAVEN_BF16, LEAVEN_FP32 = TRAINING_CODES["leaven-bf16"], TRAINING_CODES["leaven-fp32"]
-# Programs for which layouts may be searched. The other programs lack, or may lack, something that the search tries,
-# such as a ZeRO stage, a pipeline or experts. They are only compared with published measurements.
+# Programs for which layouts may be searched. The others may lack something that the search tries, such as a ZeRO
+# stage. They are only compared with published measurements.
 OFFERED = ("megatron-flash", "megatron-2026", "megatron-moe", "megatron-deepep", "megatron-deepep-overlap")
 
 
 def training_code(name: str) -> TrainingCode:
-    """Return the training code with a name in `OFFERED`.
-
-    Raises:
-        InputError: if there is no such name.
-    """
+    """Return a training code in `OFFERED` by its name. Raise InputError if there is none."""
     if name not in OFFERED:
         raise InputError(f"--code {name}: unknown; give one of {', '.join(OFFERED)}")
     return TRAINING_CODES[name]
@@ -160,12 +151,10 @@ def training_code(name: str) -> TrainingCode:
 def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]:
     """Return the cluster with its speed in the dtype ``compute``, and leaven's training code for this dtype.
 
-    fp16 is planned like bf16, because accelerators have the same peak for both.
-
     Raises:
         InputError: if ``compute`` is fp32 and the accelerator's fp32 peak is unknown.
     """
-    if compute != "fp32":
+    if compute != "fp32":  # accelerators have the same peak for bf16 and fp16
         return cluster, LEAVEN_BF16
     accelerator = cluster.accelerator
     if accelerator.peak("fp32") is None:

@@ -60,11 +60,10 @@ def tensor_ratios(
     """Return the ratios (target scale / base scale) of one tensor.
 
     Args:
-        shape, base_shape: the tensor's shapes at target and base. A matrix is (fan out, fan in), as in ``nn.Linear``;
-            matrices of experts are (experts, fan out, fan in); a router is (experts, fan in); embeddings and
-            unembedding are (vocabulary or positions, width).
+        shape, base_shape: of target and base. A matrix is (fan out, fan in), as in ``nn.Linear``; matrices of experts
+            are (experts, fan out, fan in); embeddings and unembedding are (vocabulary or positions, width).
         at: the ratios of the run.
-        head: head dimension of the target / head dimension of the base.
+        head: ratio of the head dimensions.
 
     Raises:
         ValueError: if a matrix has the wrong number of dimensions, or if the number of experts changes.

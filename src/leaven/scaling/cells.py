@@ -42,8 +42,8 @@ class Ratios:
 class TensorRatios:
     """The ratios (target / base) of a tensor and its run. Vocabulary, positions and experts have the ratio 1."""
 
-    fan_in: float = 1.0  # of this tensor
-    fan_out: float = 1.0  # of this tensor
+    fan_in: float = 1.0
+    fan_out: float = 1.0
     head: float = 1.0  # head dimension of the model
     depth: float = 1.0  # number of layers of the model
     batch: float = 1.0  # batch size of the run in tokens

@@ -13,7 +13,7 @@ from leaven.recipe.init_std import COMPARED, INITS, usual_std
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.apply import AT_BASE
-from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table, ramp_factors
+from leaven.scaling.table import ParameterTable, parameter_table, ramp_factors
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,15 @@ class ModuleStart:
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     """Return the initial std of each module's matrices: one entry, or two (first and last block) if blocks differ."""
-    by_module: dict[str, list[ParameterRow]] = {}
+    by_module: dict[str, list[ModuleStart]] = {}
     depth = recipe.model.n_layers
     for row in table.rows:
         if row.role.is_matrix:
-            by_module.setdefault(row.module, []).append(row)
-    found: list[ModuleStart] = []
-    for rows in by_module.values():
-        lines = []
-        for row in rows:
             published = {name: init.std(row, depth, recipe.model.gated) for name, init in COMPARED.items()}
             layer = "" if row.layer is None else str(row.layer)
-            lines.append(ModuleStart(row.module, layer, row.init_std, published))
+            by_module.setdefault(row.module, []).append(ModuleStart(row.module, layer, row.init_std, published))
+    found: list[ModuleStart] = []
+    for lines in by_module.values():
         if len({(line.std, *line.published.values()) for line in lines}) > 1:
             found += (lines[0], lines[-1])
         else:
@@ -49,10 +46,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits and their distances from the recipe's init in octaves, nearest first.
-
-    A distance is the mean over ``found`` of abs(log2(std in the recipe / std in the published init)).
-    """
+    """Return the published inits, nearest first; ``octaves``: mean of abs(log2(own std / published std))."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]
@@ -67,10 +61,7 @@ def describe(
     warnings: Sequence[CautionRow] = (),
     worth: Sequence[WorthRow] = (),
 ) -> ShowDocument:
-    """Return the document of ``leaven show`` and ``leaven transfer`` for a recipe.
-
-    ``worth`` has the factors by which the training tokens would have to grow to lower the loss as much as tuning did.
-    """
+    """Return the document of ``leaven show`` and ``leaven transfer`` for a recipe."""
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip
     first, _ = ramp_factors(recipe, 0)

@@ -1,8 +1,8 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
 Each value is the product of the hyperparameter, the factor of the scaling rule, the multiplier of the module and the
-multiplier for the depth of the block. Betas are raised to a power instead
-(:meth:`leaven.scaling.apply.Factors.beta`). No other file of leaven computes these values.
+multiplier for the depth of the block; for betas, see :meth:`leaven.scaling.apply.Factors.beta`. No other file of
+leaven computes these values.
 """
 
 import math
@@ -66,7 +66,6 @@ class ParameterTable:
 
 
 def ratios(recipe: Recipe) -> Ratios:
-    """Return the ratios of a recipe's width, depth, batch and tokens to those of its base."""
     base = recipe.base
     return Ratios(
         width=recipe.model.d_model / base.width,
@@ -119,9 +118,8 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return how a batch ramp, or batch stages, change the hyperparameters at step ``step`` (counted from 0).
 
     Returns:
-        The factors of the scaling rule for the batch of this step / the full batch. They are 1 with
-        ``batch.rule`` "fixed".
-        The half-life of Adam's moments in steps, divided by the half-life at the previous step.
+        The factors of the scaling rule for batch of this step / full batch, which are 1 with ``batch.rule`` "fixed".
+        The half-life of Adam's moments in steps, divided by that at the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -136,13 +134,7 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
 
 
 def parameter_row(
-    parameter: Parameter,
-    at: TensorRatios,
-    *,
-    scaling: Scaling,
-    base: Hyperparameters,
-    n_layers: int,
-    gated: bool,
+    parameter: Parameter, at: TensorRatios, *, scaling: Scaling, base: Hyperparameters, n_layers: int, gated: bool
 ) -> ParameterRow:
     """Return the row of one parameter of any model.
 
@@ -194,8 +186,8 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, with ``param_names`` but without ``params``. Rows of a module with
-    equal values share a group."""
+    """Return parameter groups for an optimizer, with ``param_names`` but without ``params``: one for equal rows of a
+    module."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         by_muon = {"momentum": row.beta1, "match": row.match}
@@ -208,9 +200,8 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return factors on the weights that replace the multipliers of the forward pass, by parameter name.
+    """Return factors on the weights and biases that replace the multipliers of the forward pass, by parameter name.
 
-    A model without multipliers computes the same function with the weights (and biases) multiplied by these factors.
     Factors of 1 are left out. Where each multiplier is folded:
 
     - of a branch: into the norm on its output. Without such a norm, into the last matrix of the branch.

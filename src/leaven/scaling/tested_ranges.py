@@ -27,10 +27,9 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # With Muon, warn beyond this ratio of batch or tokens to the base: arXiv 2512.05620 tests only width and depth.
 MUON_FACTOR = 4.0
-# With norms on the outputs of branches, warn above this ratio of width or depth to the base.
+# With norms on the outputs of branches, warn above this ratio of width or depth to the base: the best lr was measured
+# to change with the ratio to these powers (docs/log.md, 29 November 2026: width 32 to 256, 2 to 16 layers, alpha 1).
 OUTPUT_NORM_FACTOR = 2.0
-# Measured there: the best lr changes with the ratio to this power (docs/log.md, 29 November 2026: width 32 to 256, 2
-# to 16 layers, alpha 1).
 OUTPUT_NORM_EXPONENTS = {"width": -0.22, "depth": -0.34}
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
@@ -41,12 +40,8 @@ LARGE_INIT = 3.0
 # LARGE_INIT names had 1.43 (trained) and 2.15 (did not).
 LARGE_LOGITS = 1.5
 
-# Sizes of a model that do not affect any scaling rule.
-_UNSCALED = ("vocab_size", "seq_len")
-
 
 def warnings(recipe: Recipe) -> list[CautionRow]:
-    """Return all warnings about a recipe."""
     table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),
@@ -79,8 +74,9 @@ def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]
 
     ``source``: the sizes of the model that gave the hyperparameters. Missing sizes are not compared.
     """
-    rows = [(name, getattr(recipe.model, name), source[name]) for name in _UNSCALED if source.get(name)]
-    return [_caution(name, value, there) for name, value, there in rows if there and value != there]
+    sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
+    pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
+    return [_caution(name, value, there) for name, value, there in pairs if there and value != there]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
@@ -102,18 +98,12 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
         low, high = tested[axis]
         if low <= ratio <= high or (axis == "batch" and 1 / high <= ratios.tokens / ratios.batch <= 1 / low):
             continue
-        facts: dict[str, Any] = {
-            "axis": axis,
-            "low": low,
-            "high": high,
-            "covered": low < high,
-            "rule": table.rule.name,
-        }
-        yield _caution(f"{axis} ratio", ratio, high if ratio > high else low, "ratio", tested=tested, **facts)
+        facts: dict[str, Any] = {"axis": axis, "low": low, "high": high, "covered": low < high, "tested": tested}
+        yield _caution(f"{axis} ratio", ratio, high if ratio > high else low, "ratio", rule=table.rule.name, **facts)
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Muon is used far from the base in batch or tokens, under a rule that scales with batch and tokens."""
+    """Warn about Muon far from the base in batch or tokens, under a rule that scales with batch and tokens."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -122,11 +112,8 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on branch outputs in a model more than twice as wide or more than twice as deep as the base.
-
-    Warn only for the rule complete-d-p, and about depth only if alpha is 1: there, the best lr was measured to
-    change.
-    """
+    """Warn about norms on branch outputs under the rule complete-d-p, for which the best lr was measured to change
+    with the width and, if alpha is 1, with the depth."""
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():
@@ -169,11 +156,10 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Yield a caution if Adam's eps is too large compared with sqrt(v) of a block's matrix. v is the second moment.
+    """Warn if Adam's eps is too large compared with sqrt(v) of a block's matrix, where v is the second moment.
 
     The estimate of sqrt(v) spreads the limit of the global gradient norm (1 if there is none) evenly over all
-    parameters. Real gradients in blocks are smaller: most of the norm is in the unembedding, and the norm soon falls
-    below 1.
+    parameters. Real gradients in blocks are smaller.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -198,7 +184,7 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
     The rules increase the decay with the width, which is right for AdamW. Relative to the gradient, an L2 term then
-    grows as width^1.5 (measured, widths 64 to 512). A coordinate check does not show this (microsoft/mup, PR 73).
+    grows as width^1.5 (measured, widths 64 to 512), which no coordinate check shows (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -210,12 +196,9 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about large initial logits, and about a matrix in a block with an initial std far above the usual one.
-
-    The RMS of the logits is sqrt(width) x std x multiplier of the unembedding, because the final norm gives
-    activations of RMS 1.
-    """
+    """Warn about large initial logits, and about a matrix in a block with an initial std far above the usual one."""
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
+    # RMS of the logits: the final norm gives activations of RMS 1.
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier
     if logits > LARGE_LOGITS:
         yield _caution("init of the logits", logits, LARGE_LOGITS, readout=readout, above=logits**2 / 2)

@@ -1,9 +1,8 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as they are written for the base. The scaling rule computes the values of each parameter from
-them. The warm-up, a batch ramp and stages, and intervals such as ``evaluation.every_tokens`` keep their share of the
-run. The smaller batches of a ramp or of stages keep their share of the full batch. Transfer directly from the base,
-because each transfer rounds to whole sequences.
+The hyperparameters stay as they are written for the base. The warm-up, a batch ramp and stages, and intervals such as
+``evaluation.every_tokens`` keep their share of the run. The smaller batches of a ramp or of stages keep their share
+of the full batch. Transfer directly from the base, because each transfer rounds to whole sequences.
 """
 
 import re
@@ -22,7 +21,7 @@ from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
-# In the reason that leaven tune writes for a value. A user may write a note before it.
+# In the reason that ``leaven tune`` writes for a value. A user may write a note before it.
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
@@ -59,7 +58,7 @@ _FREE_FIELDS = {
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a model that tuned recipe and target must share, by names such as ``experts.number``."""
+    """Return the values of a model that a tuned recipe and its target must share."""
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
@@ -93,10 +92,9 @@ def transfer(
             raise InputError(
                 f"--{option} {format_quantity(count)}: {reason}; give {format_quantity(largest)} or less"
             )
-    target_tokens = tokens or recipe.data.tokens
-    target_batch = batch_tokens or recipe.batch.tokens
-    if target_batch % recipe.model.seq_len:
-        seq_len = recipe.model.seq_len
+    target_tokens, target_batch = tokens or recipe.data.tokens, batch_tokens or recipe.batch.tokens
+    seq_len = recipe.model.seq_len
+    if target_batch % seq_len:
         lower = max(target_batch // seq_len, 1) * seq_len
         raise InputError(
             f"--batch-tokens {target_batch:,} is not a multiple of the sequence length {seq_len:,}; "
@@ -135,11 +133,7 @@ def transfer(
         every = read(recipe, path)
         if every is not None:
             changes[path] = max(round(every * longer), 1)
-    try:
-        moved = recipe.replace(changes)
-    except ValidationError as error:
-        raise InputError(explain(error)) from None
-    _require_moments(moved)
+    moved = _moved(recipe, changes)
     return moved.replace({"why": recipe.why | _reasons(recipe, moved)})
 
 
@@ -189,11 +183,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     if "batch.tokens" in searched:
         sequences = changes.pop("batch.tokens") / target.model.seq_len
         changes["batch"] = moved_batch(target, max(round(sequences), 1) * target.model.seq_len)
-    try:
-        moved = target.replace(changes)
-    except ValidationError as error:
-        raise InputError(f"--like: {explain(error)}") from None
-    _require_moments(moved)
+    moved = _moved(target, changes, "--like: ")
     values = ("hyperparameters", "scaling.")
     kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
     transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
@@ -221,19 +211,25 @@ def searched_paths(recipe: Recipe) -> set[str]:
     return {path for path, why in recipe.why.items() if _STUDY.search(why)}
 
 
-def _require_moments(recipe: Recipe) -> None:
-    """Raise InputError if a beta of Adam would be near 0, because the run has far fewer steps than its base."""
-    base = recipe.hyperparameters
-    for row in parameter_table(recipe).rows:
+def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
+    """Return the changed recipe. Raise InputError if it is invalid, or if a beta of Adam would be near 0, because the
+    run has far fewer steps than its base."""
+    try:
+        moved = recipe.replace(changes)
+    except ValidationError as error:
+        raise InputError(f"{option}{explain(error)}") from None
+    base = moved.hyperparameters
+    for row in parameter_table(moved).rows:
         for name in () if row.match else ("beta1", "beta2"):  # a scaling rule does not change the momentum of Muon
             if getattr(row, name) < _LEAST_BETA <= getattr(base, name):
-                steps = recipe.data.tokens / recipe.batch.tokens
-                base_steps = recipe.base.tokens / recipe.base.batch_tokens
+                steps = moved.data.tokens / moved.batch.tokens
+                base_steps = moved.base.tokens / moved.base.batch_tokens
                 raise InputError(
                     f"the run has too few steps for Adam: {steps:,.0f}, and its base {base_steps:,.0f}, so the "
                     f"rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
                     "give more --tokens or a smaller --batch-tokens"
                 )
+    return moved
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
