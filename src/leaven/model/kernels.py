@@ -138,7 +138,9 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
     """Return a @ b.T, (N, M), without a gradient."""
     if not uses_onednn(a_NK, b_MK):
         return a_NK @ b_MK.T
-    y_NM: Tensor = torch.ops.leaven.onednn(a_NK.contiguous(), b_MK)
+    # A call of an operator of our own takes longer, so it serves only compiled code.
+    product = torch.ops.leaven.onednn if torch.compiler.is_compiling() else _onednn
+    y_NM: Tensor = product(a_NK.contiguous(), b_MK)
     return y_NM
 
 
@@ -154,21 +156,27 @@ def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
     return times_transposed(a_KN.T, b_KM.T)
 
 
-# torch compiles its private oneDNN product only if the second matrix is constant. An operator of our own has no such
-# condition: compiled code calls it.
-torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
-torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
-
-
-@torch.library.impl("leaven::onednn", "cpu")
 def _onednn(a_NK: Tensor, b_MK: Tensor) -> Tensor:
     y_NM: Tensor = torch.ops.mkldnn._linear_pointwise(a_NK, b_MK, None, "none", [], "")
     return y_NM
 
 
-@register_flop_formula(torch.ops.leaven.onednn)
+# torch compiles its private oneDNN product only if the second matrix is constant. An operator of our own has no such
+# condition: compiled code calls it.
+torch.library.define("leaven::onednn", "(Tensor a_NK, Tensor b_MK) -> Tensor")
+torch.library.impl("leaven::onednn", "cpu")(_onednn)
+torch.library.register_fake("leaven::onednn")(lambda a_NK, b_MK: a_NK.new_empty(len(a_NK), len(b_MK)))
+
+
 def _onednn_flops(a_NK: tuple[int, ...], b_MK: tuple[int, ...], *others: Any, **named: Any) -> int:
     return 2 * a_NK[0] * a_NK[1] * b_MK[0]
+
+
+# torch's FlopCounterMode counts no FLOPs of operators that it does not know.
+_COUNTED = [torch.ops.leaven.onednn]
+if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    _COUNTED.append(torch.ops.mkldnn._linear_pointwise)
+register_flop_formula(_COUNTED)(_onednn_flops)
 
 
 def causal_attention(
@@ -286,14 +294,15 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
 ) -> tuple[Tensor, Tensor | None]:
     """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap). Without ``softcap``,
     the second result is None."""
-    (rows, keys), tanh_Nts = block, None
-    row_t1 = torch.arange(rows.start, rows.stop, device=q_NGTE.device)[:, None]
-    key_s = torch.arange(keys.start, keys.stop, device=q_NGTE.device)
-    masked_ts = key_s > row_t1
-    if window:
-        masked_ts |= key_s <= row_t1 - window
-    bias_ts = q_NGTE.new_zeros(masked_ts.shape).masked_fill_(masked_ts, -torch.inf).repeat(q_NGTE.shape[1], 1)
-    q_NtE = q_NGTE[:, :, rows].flatten(1, 2)
+    rows, keys = block
+    first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
+    size, groups = last - first, q_NGTE.shape[1]
+    bias_ts = q_NGTE.new_zeros(size, last - start)
+    bias_ts[:, first - start :] = q_NGTE.new_full((size, size), -torch.inf).triu(1)
+    if window and last > window:
+        row_t = torch.arange(first, last, device=q_NGTE.device)[:, None]
+        bias_ts.masked_fill_(torch.arange(start, last, device=q_NGTE.device) <= row_t - window, -torch.inf)
+    bias_ts, q_NtE = bias_ts.repeat(groups, 1), q_NGTE[:, :, rows].flatten(1, 2)
     if softcap is None:
         scores_Nts = torch.baddbmm(bias_ts, q_NtE, k_NTE[:, keys].mT, alpha=scale)
     else:
@@ -301,7 +310,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
         tanh_Nts = wide_Nts.mul_(scale / softcap).tanh_()
         scores_Nts = tanh_Nts * softcap + bias_ts
     if allowed_B1TT is not None:
-        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, *masked_ts.shape)
+        scores_BHts = scores_Nts.view(len(allowed_B1TT), -1, size, last - start)
         scores_BHts.masked_fill_(~allowed_B1TT[:, :, rows, keys], -torch.inf)
     # For a lower precision, torch computes the softmax in fp32.
     return scores_Nts.softmax(-1).to(q_NGTE.dtype), tanh_Nts

@@ -269,6 +269,7 @@ class Kept:
     mlp: float  # activations of the MLP, which are free when the MLP's gradients are exchanged
 
 
+@cache
 def operators_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:

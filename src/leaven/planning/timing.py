@@ -144,8 +144,13 @@ def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
     """Return the seconds of the logits and the loss of one micro-batch, forward and backward."""
-    table, accelerator = blueprint(model), cluster.accelerator
-    m, n, k = _tokens(table, how), table.vocab_size // how.layout.tp, table.d_model
+    table = blueprint(model)
+    return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
+
+
+@cache
+def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator, code: TrainingCode) -> float:
+    n, k = table.vocab_size // tp, table.d_model
     products = sum(matmul_seconds(sizes, accelerator) for sizes in ((m, n, k), (m, k, n), (n, k, m)))
     return products + stream_seconds(2.0 * code.logit * m * n, accelerator)
 
