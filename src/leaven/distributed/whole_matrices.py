@@ -38,8 +38,8 @@ class SplitMatrix:
 
 
 class WholeMatrices:
-    """Applies functions to whole matrices, which are selected by name. :meth:`map` is a collective: all processes of a
-    pipeline rank must call it."""
+    """Applies functions to whole matrices, which are selected by name. :meth:`map` is a collective of all processes
+    of a pipeline rank."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
         """``parameters`` are the matrices of this process's pipeline stages."""
