@@ -97,7 +97,7 @@ def require_file(path: Path | str) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, open for writing. It replaces ``path`` when the ``with`` block ends without an error.
 
-    If ``path`` is a device or a pipe, it is opened itself. Raise OSError if nobody reads the pipe.
+    If ``path`` is a device or a pipe, yield the device or pipe itself. Raise OSError if nobody reads the pipe.
     """
     if is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
@@ -158,8 +158,8 @@ def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: 
 
     Args:
         flags: further flags of :func:`os.open`, such as ``os.O_CREAT`` for a file that may be missing.
-        separate: whether to replace a file that has another name, too (a hard link, as in some backups), by a copy.
-            The other name then keeps the old content. False for a file that another process may have locked.
+        separate: whether a file with a second name (a hard link, as in some backups) is first replaced by a copy. The
+            second name then keeps the old content. Use False for a file that another process may have locked.
 
     Raises:
         InputError: if ``path`` is a link, a folder, a pipe or a device.
@@ -416,9 +416,9 @@ def _remove_leftovers(path: Path) -> None:
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
     """Append complete lines to a file. The caller must hold a lock.
 
-    If a crash has cut off the last line of the file, this line is removed. If it lacks only its newline, the newline
-    is added instead. After an error, the file may contain some of ``lines``, but no incomplete line. With ``sync``,
-    the lines survive a power cut. If ``create`` is false, the file must exist.
+    If a crash has cut off the last line of the file, this line is removed. If only its newline is missing, the
+    newline is added instead. After an error, the file may contain some of ``lines``, but no incomplete line. With
+    ``sync``, the lines survive a power cut. If ``create`` is false, the file must exist.
     """
     with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
         file = cast(FileIO, opened)
@@ -514,14 +514,15 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file during the ``with`` block, so that other processes and threads wait. Where flock works, a kill
-    releases the lock.
+    """Hold a lock file during the ``with`` block, so that other processes and threads wait.
+
+    Where flock works, a kill releases the lock. On a disk without flock, a killed process may leave its lock file. So
+    there, InputError is raised if the lock file stays empty. With ``seconds`` 0, it replaces TimeoutError there.
 
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. With a negative number, wait without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if ``path`` is a link, a folder, a pipe or a device. On a disk without flock, also if the lock
-            file stays empty, and instead of TimeoutError if ``seconds`` is 0: a dead process may have left the file.
+        InputError: if ``path`` is a link, a folder, a pipe or a device. On a disk without flock, also as above.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

@@ -3,6 +3,9 @@
 A document's key is the path of its file within the source, followed by the line or row, such as ``b/c.jsonl:7``. A
 hash of the key decides the split. So documents keep their split when files are added, except in corpora of very few
 documents.
+
+A part of a source is one file, or one split of a Hugging Face data set. The survey of a part has the counts and
+hashes of its documents. Surveys are cached.
 """
 
 import json
@@ -63,8 +66,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts and hashes of the documents in a file, or in a split of a Hugging Face data set. Blank documents are
-    left out."""
+    """Counts and hashes of the documents in a part of a source. Blank documents are left out."""
 
     documents: int
     bytes: int  # bytes of UTF-8 text
@@ -91,7 +93,7 @@ class Corpus:
 
     source: str
     parts: tuple[TextPart, ...]
-    surveys: tuple[Survey, ...]  # counts and hashes of each part (a file or a split of a Hugging Face data set)
+    surveys: tuple[Survey, ...]  # one for each part
     skipped: str  # one line about unreadable documents, unreadable files and files without text; "" if there are none
     memory: Path | None = field(default=None, compare=False)  # file that caches the surveys; None if none does
 
@@ -163,12 +165,12 @@ def open_corpora(
 ) -> list[Corpus]:
     """Return the corpus of each source of text.
 
-    Every file, or split of a Hugging Face data set, is read once to count its documents and to hash its text.
+    Every part of a source is read once to count its documents and to hash its text.
 
     Args:
         corrupt_share: largest share of the documents, and of the files, of a source that may be unreadable.
-        memory: folder that caches the counts and hashes of each file until it changes; None: there is no cache.
-        parts: the files or splits of each source; None: they are found by :func:`source_parts`.
+        memory: folder that caches the survey of each part until the part changes; None: there is no cache.
+        parts: the parts of each source; None: they are found by :func:`source_parts`.
 
     Raises:
         InputError: if a source has no readable text, or more than ``corrupt_share`` is unreadable.

@@ -1,6 +1,7 @@
 """Read token ids from files, a slice at a time.
 
-A block of a file is compared with its checksum when the block is first read, and again after the file has changed.
+Each block of a file (`BLOCK` bytes) is compared with its checksum when the block is first read. After the file has
+changed, its blocks are compared again.
 
 Files are read with ``pread``. Reading a memory map instead would end the process with SIGBUS if the file was
 truncated or the disk failed. Arrow files are an exception: the package ``datasets`` maps them, so their sizes are
@@ -65,7 +66,8 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """``count`` token ids in files or in memory. Index them with slices of step 1."""
+    """``count`` token ids in files or in memory, which are compared with checksums. Index them with slices of step
+    1."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count

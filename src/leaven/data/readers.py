@@ -27,7 +27,8 @@ FileStamp = list[int | str]
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """Return a stamp of a file. Return None if the file is missing, or changed less than `SETTLED_NS` ns ago."""
+    """Return a value that changes when the content of a file changes. Return None if the file is missing, or changed
+    less than `SETTLED_NS` ns ago."""
     try:
         found = path.stat()
     except OSError:
@@ -47,8 +48,8 @@ class TextRow(NamedTuple):
 
 
 class BrokenFile(Exception):
-    """Raised if a whole file or split cannot be used. The message, such as "is not UTF-8", has no subject: whoever
-    prints it puts the name of the file before it."""
+    """Raised if a whole file, or a split of a Hugging Face data set, cannot be used. The message, such as "is not
+    UTF-8", has no subject: whoever prints it puts the name of the file before it."""
 
 
 @dataclass(frozen=True)

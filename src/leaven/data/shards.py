@@ -245,7 +245,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
-    """Yield the pieces of a corpus in batches of at least `BATCH_CHARACTERS` characters (the last may have fewer)."""
+    """Yield pieces of the documents of a corpus, in batches of at least `BATCH_CHARACTERS` characters. The last batch
+    may have fewer."""
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():

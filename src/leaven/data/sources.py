@@ -61,8 +61,8 @@ def source_parts(source: DataSource) -> SourceParts:
       (:mod:`leaven.data.token_files`);
     - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
 
-    The key of a file that a pattern matches is its path below the last folder before the first wildcard: ``b/c.txt``
-    for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
+    The key of a file is its path within the source, below the last folder before the first wildcard. For example, the
+    file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt`` give ``b/c.txt``.
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
@@ -123,8 +123,8 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key. Add empty folders that the search enters to
-    ``empty``."""
+    """Return the key and path of each file of a source, sorted by key. ``empty`` receives the empty folders in which
+    the pattern looks for files."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":

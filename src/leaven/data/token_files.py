@@ -89,7 +89,7 @@ class TokenFile:
         return None if of_index is None else stamp + of_index
 
     def open(self) -> MappedTokens:
-        """Return the token ids. They are read when they are indexed.
+        """Return the token ids, which are only read when they are indexed.
 
         Raises:
             BrokenFile: if the file cannot be read, is truncated, has an unknown format, or has another dtype than the

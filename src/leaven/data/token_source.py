@@ -3,6 +3,8 @@
 Before the first run, every id is read, to check that it is in the vocabulary and to compute hashes and checksums. The
 results are cached until a file changes. During a run, each block of a file is compared with its checksum when the
 block is first read.
+
+A part of a source is one file, or one split of a Hugging Face data set.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -92,8 +94,8 @@ def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
             )
         if len(found) > 1:
             raise InputError(
-                f"a part of {found['both'].name} is held out, but a source with validation trains on all of its ids "
-                f"({found['train'].name}); give validation to both sources or to none"
+                f"a part of {found['both'].name} is held out, but a source with validation trains on all of the same "
+                f"ids ({found['train'].name}); give validation to both sources or to none"
             )
 
 

@@ -43,7 +43,7 @@ class TextPiece(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The token ids of pieces that belong to the same split."""
+    """The token ids of pieces that belong to the same split: training or validation."""
 
     ids: NDArray[Any]
     documents: int  # number of documents that end in these pieces

@@ -174,9 +174,9 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if a setting in ``data``, such as ``dtype``, does not fit the sources. Also if two parts with
-    the same token ids have different uses (see :func:`refuse_two_uses`). ``of_ids`` has the parts of each source of
-    token ids, by its name."""
+    """Raise InputError if a setting in ``data``, such as ``dtype``, does not fit the sources. Also raise it if two
+    files have the same token ids but different uses (see :func:`refuse_two_uses`). ``of_ids`` has the parts of each
+    source of token ids, by the name of the source."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")

@@ -40,8 +40,8 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Set when FSDP reduces a stage's gradients: in each backward pass if ``each`` is true, else at the end of a
-    step."""
+    """Choose when FSDP reduces a stage's gradients: in each backward pass if ``each`` is true, else once, at the end
+    of a step."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)
