@@ -1,8 +1,8 @@
 """Writes and locks files so that they survive kills, power cuts and full disks.
 
-It never writes through a link to a file, because somebody else may have made the link. If the new content of a file
-cannot be written, the old file stays. Functions for a path that a user has typed, such as :func:`write_text`, raise
-InputError.
+Nothing is written through a link to a file, because somebody else may have made the link. If the new content of a
+file cannot be written, the old file stays. Functions for a path that a user has typed, such as :func:`write_text`,
+raise InputError.
 """
 
 import errno
@@ -38,26 +38,27 @@ _ADDRESS = re.compile(r"\w{2}:/|password\s*=", re.IGNORECASE)
 _PAGE_SEAL = b"\n<!-- digest "  # before the digest at the end of a page
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
-"""Errors of a disk or quota that is full."""
+"""Error numbers of a disk or quota that is full."""
 
 _AWAY = """EIO ESTALE ENOTCONN ETIMEDOUT ENODEV ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ECONNABORTED
     ECONNREFUSED ECONNRESET EREMOTEIO ENOLINK ECOMM"""
 AWAY = {getattr(errno, name) for name in _AWAY.split() if hasattr(errno, name)}
-"""Errors of a disk, for example on a network, that is away for a while."""
+"""Error numbers of a disk, for example on a network, that cannot be reached for a while."""
 
 DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EKEYEXPIRED", errno.EACCES)}
-"""Errors of a disk that may not be written, for example because a ticket has expired."""
+"""Error numbers of a disk that may not be written, for example because a Kerberos ticket has expired."""
 
 EMPTY_LOCK_SECONDS = 10.0
-"""On a disk without flock, :func:`lock` refuses a lock file that stays empty for so many seconds. Such a file does
-not say which process holds the lock."""
+"""On a disk without flock, :func:`lock` raises InputError if a lock file stays empty for this many seconds. An empty
+file does not say which process holds the lock."""
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with the home folder in place of ~ or ~NAME. Raise InputError if the home folder is not known."""
+    """Return ``path`` with ~ or ~NAME replaced by the home folder. Raise InputError if the home folder is not
+    known."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -94,8 +95,10 @@ def require_file(path: Path | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces ``path`` when the ``with`` block ends without an error. If ``path`` is a
-    device or a pipe, yield ``path`` itself; raise OSError if nobody reads the pipe."""
+    """Yield a temporary file, open for writing. It replaces ``path`` when the ``with`` block ends without an error.
+
+    If ``path`` is a device or a pipe, yield the device or pipe itself. Raise OSError if nobody reads the pipe.
+    """
     if is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
         os.set_blocking(descriptor, True)
@@ -118,7 +121,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_device(path: Path) -> bool:
-    """Return whether a path is a device or a pipe, or a link in /dev or /proc, such as /dev/stdout."""
+    """Return whether a path is a device or a pipe. A link counts if it is in /dev or /proc, such as /dev/stdout."""
     if path.is_symlink():  # elsewhere, somebody else may have made the link
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
@@ -151,12 +154,15 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: bool = True) -> BinaryIO:
-    """Open a file to read and write it in place, but never through a link. ``flags`` are further flags of
-    :func:`os.open`.
+    """Open a file to read and write it in place, but never through a link.
 
-    A file with a second name (a hard link), as in some backups, is first replaced by a copy, so that the other name
-    keeps the old content. With ``separate`` false, the file is not replaced: another process may have locked it.
-    Raise InputError if :func:`require_plain_file` refuses the path.
+    Args:
+        flags: further flags of :func:`os.open`, such as ``os.O_CREAT`` for a file that may be missing.
+        separate: whether a file with a second name (a hard link, as in some backups) is first replaced by a copy. The
+            second name then keeps the old content. Use False for a file that another process may have locked.
+
+    Raises:
+        InputError: if ``path`` is a link, a folder, a pipe or a device.
     """
     require_plain_file(path)
     if separate and path.exists() and (there := path.stat()).st_nlink > 1:
@@ -186,7 +192,7 @@ def write_text(path: Path | str, text: str) -> None:
         there = ascii(text[max(0, error.start - 20) : error.end])
         raise InputError(
             f"{path}: cannot be written: its text {there} ends with a character that is not Unicode; change the "
-            "value, or rename the file, that has this text"
+            "value or the file name that contains this text"
         ) from None
     except OSError as error:
         unread = "a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
@@ -194,16 +200,20 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def digest(content: bytes | BufferedReader, size: int = 8) -> str:
-    """Return the BLAKE2b hash of bytes, or of a file that is open for reading: ``size`` bytes, as hexadecimal."""
+    """Return the BLAKE2b hash of bytes, or of a file that is open for reading. It has ``size`` bytes, each written as
+    two hexadecimal digits."""
     if isinstance(content, bytes):
         return blake2b(content, digest_size=size).hexdigest()
     return file_digest(content, lambda: blake2b(digest_size=size)).hexdigest()
 
 
 def require_page(path: Path) -> None:
-    """Raise InputError if ``path`` is a file that an HTML page must not replace: one that is neither a page nor
-    empty, or a page that was edited. In the folder of a run, study, check or demo, the name of a page must end in
-    .html."""
+    """Raise InputError if an HTML page must not be written to ``path``:
+
+    - a file exists there that is not empty and not an HTML page, or cannot be read;
+    - a page exists there that was edited after leaven wrote it;
+    - the path is in the folder of a run, study, check or demo, and does not end in .html.
+    """
     if is_device(path):
         return
     there = _content(path) if path.is_file() else b""
@@ -226,8 +236,8 @@ def _content(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page with its digest. Raise InputError if that fails, or :func:`require_page` refuses the
-    path."""
+    """Write an HTML page, with a digest at its end that shows later edits. Raise InputError if the page cannot be
+    written, or :func:`require_page` refuses the path."""
     require_page(path)
     content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
     seal = digest(content.replace(b"\r\n", b"\n"))
@@ -235,8 +245,11 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError if a path is a URL or a database login (it may contain a password), or is not UTF-8 (some
-    libraries cannot open it)."""
+    """Raise InputError for a path that must not be used for a folder:
+
+    - a URL or the login of a database, because it may contain a password;
+    - a path that is not UTF-8, because some libraries cannot open it.
+    """
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
@@ -248,7 +261,8 @@ def require_folder_name(path: Path) -> None:
 
 
 def is_full(folder: Path, size: int = 2**16) -> bool:
-    """Return whether a disk or quota is too full for ``size`` more bytes in a folder. Other errors give False."""
+    """Return whether a disk or quota is too full for ``size`` more bytes in a folder. Return False if writing there
+    fails for another reason."""
     try:
         with TemporaryFile(dir=folder) as file:
             file.write(bytes(size))
@@ -260,13 +274,13 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def may_pass(error: str) -> bool:
-    """Return whether an error message names a cause that a user can remove while a command waits: a disk that is
-    full, away or not writable."""
+    """Return whether an error message says that a disk is full, cannot be reached or may not be written. A user can
+    remove these causes while a command waits."""
     return any(os.strerror(number) in error for number in FULL | AWAY | DENIED)
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if a folder may not be written or created, or :func:`require_folder_name` refuses it."""
+    """Raise InputError if a folder may not be written or created, or :func:`require_folder_name` refuses its path."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -274,7 +288,8 @@ def require_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Raise InputError if that fails, or :func:`require_folder_name` refuses it."""
+    """Create a folder and its parents. Raise InputError if they cannot be created, or :func:`require_folder_name`
+    refuses the path."""
     require_folder_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -289,10 +304,13 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path, *, device: bool = False) -> None:
-    """Raise InputError if :func:`require_folder_name` refuses a path, or something other than an empty folder has it.
+    """Raise InputError if ``path`` cannot be created or replaced:
 
-    Also refuse the current folder and the root of a disk, which cannot be replaced. With ``device``, accept a device
-    or a pipe.
+    - something exists there that is not an empty folder;
+    - it is the current folder or the root of a disk;
+    - :func:`require_folder_name` refuses it.
+
+    With ``device`` true, a device or a pipe is accepted.
     """
     require_folder_name(path)
     if device and is_device(path):
@@ -338,7 +356,8 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file the permissions of a new file in its folder. Some libraries make private files."""
+    """Give a file the permissions that a new file in its folder gets. Some libraries create files that only their
+    owner can read."""
     new = _temporary(path)
     with new.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -353,8 +372,8 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to the disk. Does nothing on Windows, and on disks that cannot do this, such
-    as those that VirtualBox shares."""
+    """Flush the file names in a folder to the disk. Do nothing on Windows, and on disks that cannot do this, such as
+    those that VirtualBox shares."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -381,7 +400,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what killed processes of this machine have left of writing ``path``."""
+    """Remove temporary files and folders that killed processes of this machine have left while writing ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
@@ -397,9 +416,9 @@ def _remove_leftovers(path: Path) -> None:
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
     """Append complete lines to a file. The caller must hold a lock.
 
-    If a crash has cut off the last line of the file, the line is removed. If the line lacks only its newline, the
-    newline is added. After an error, the file may contain some of ``lines``, but no incomplete line. With ``sync``,
-    the lines survive a power cut. If ``create`` is false, the file must exist.
+    If a crash has cut off the last line of the file, this line is removed. If only its newline is missing, the
+    newline is added instead. After an error, the file may contain some of ``lines``, but no incomplete line. With
+    ``sync``, the lines survive a power cut. If ``create`` is false, the file must exist.
     """
     with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
         file = cast(FileIO, opened)
@@ -426,8 +445,8 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether a file ends with the line of ``document``: :func:`append_json` may raise OSError after
-    writing."""
+    """Return whether the last line of a file is ``document``. :func:`append_json` may raise OSError although it has
+    written the line."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -440,7 +459,7 @@ def _end(file: FileIO) -> int:
 
 
 def _torn(file: FileIO) -> bytes:
-    """Return the bytes after the last newline of a file, b"" if the last line is complete."""
+    """Return the bytes after the last newline of a file: b"" if the last line is complete."""
     tail, start = b"", _end(file)
     while start and b"\n" not in tail:
         size = min(start, 2**16)
@@ -464,8 +483,8 @@ class JsonLines:
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line counts if it lacks only its newline. If it is incomplete, it is ignored, and ``torn`` is true.
-    ``decode`` turns a line into a value, and raises ValueError if it cannot.
+    A last line that lacks only its newline is read like other lines. An incomplete last line is ignored, and ``torn``
+    is true. ``decode`` turns a line into a value, and raises ValueError if it cannot.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -485,7 +504,7 @@ def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> 
 
 
 def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dict[str, Any] | None:
-    """Return the JSON object in a line, or None if ``decode`` finds none."""
+    """Return the JSON object in a line, or None if the line is not one JSON object."""
     try:
         value = decode(line)
     except (ValueError, RecursionError):
@@ -495,14 +514,15 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file during the ``with`` block, so that other processes and threads wait. Where flock works, a kill
-    releases the lock.
+    """Hold a lock file during the ``with`` block, so that other processes and threads wait.
+
+    Where flock works, a kill releases the lock. On a disk without flock, a killed process may leave its lock file. So
+    there, InputError is raised if the lock file stays empty. With ``seconds`` 0, it replaces TimeoutError there.
 
     Raises:
-        TimeoutError: if the lock is not free after ``seconds``. A negative number waits without a limit.
+        TimeoutError: if the lock is not free after ``seconds``. With a negative number, wait without a limit.
         OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if :func:`require_plain_file` refuses the path. On a disk without flock, also if the lock is taken
-            and either ``seconds`` is 0 or the lock file is empty: a process that is gone may have left the file.
+        InputError: if ``path`` is a link, a folder, a pipe or a device. On a disk without flock, also as above.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

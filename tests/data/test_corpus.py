@@ -230,7 +230,7 @@ BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "CRC checksum verification failed",
     ),
     "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name one: source = ["),
-    "zeros": ("x.txt", lambda: b"text" + bytes(100), "has zero bytes, which no text has; write it again or leave"),
+    "zeros": ("x.txt", lambda: b"text" + bytes(100), "contains NUL bytes, which no text has; write it again"),
     "Latin-1": ("x.txt", lambda: b"caf\xe9", "is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 3"),
 }
 

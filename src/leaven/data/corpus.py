@@ -1,7 +1,11 @@
 """Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
-The split depends only on a document's key: the path of the file below the source, and the line or row in the file. So
-adding documents moves no other document to the other split, except in corpora of very few documents.
+A document's key is the path of its file within the source, followed by the line or row, such as ``b/c.jsonl:7``. A
+hash of the key decides the split. So documents keep their split when files are added, except in corpora of very few
+documents.
+
+A part of a source is one file, or one split of a Hugging Face data set. The survey of a part has the counts and
+hashes of its documents. Surveys are cached.
 """
 
 import json
@@ -43,7 +47,7 @@ AnySurvey = TypeVar("AnySurvey", bound="DataclassInstance")
 
 
 class Meter:
-    """Reports the progress of one stage, at most once every `REPORT_EVERY_BYTES` bytes."""
+    """Reports the progress of one stage, about every `REPORT_EVERY_BYTES` bytes and at the end."""
 
     def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
@@ -62,7 +66,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts and hashes of the documents in a file, or in a split of a data set. Blank documents are left out."""
+    """Counts and hashes of the documents in a part of a source. Blank documents are left out."""
 
     documents: int
     bytes: int  # bytes of UTF-8 text
@@ -78,20 +82,20 @@ class Survey:
 class TextDocument:
     """One document of a source."""
 
-    key: str  # path of the file below the source, or name of the split, followed by the line or row
+    key: str  # such as b/c.jsonl:7; in a Hugging Face data set, name of the split and row, such as train:7
     text: str
     validation: bool  # True for a validation document, False for a training document
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source. Each call of :meth:`documents` reads the files again, line by line."""
+    """The documents of a source. Each call of :meth:`documents` reads the files again."""
 
     source: str
     parts: tuple[TextPart, ...]
-    surveys: tuple[Survey, ...]  # counts and hashes of each part (a file or a split of a data set)
-    skipped: str  # one line about what could not be read, and files without text; "" if there is neither
-    memory: Path | None = field(default=None, compare=False)  # the cache file of the surveys, if they are cached
+    surveys: tuple[Survey, ...]  # one for each part
+    skipped: str  # one line about unreadable documents, unreadable files and files without text; "" if there are none
+    memory: Path | None = field(default=None, compare=False)  # file that caches the surveys; None if none does
 
     @property
     def n_documents(self) -> int:
@@ -111,12 +115,15 @@ class Corpus:
         return content.hexdigest()
 
     def documents(self) -> Iterator[TextDocument]:
-        """Yield every document that can be read and is not blank, marked as training or validation.
+        """Yield the documents that can be read and are not blank, each marked as training or validation.
 
-        Validation gets the documents whose keys have hashes in the lowest `VALIDATION_SHARE` of all possible hashes.
-        The lowest hash is always in validation and the highest in training, so neither split is empty. A single
-        document is cut in two, at the start of a line if possible. Raise InputError if a file or split has changed
-        since the corpus was opened.
+        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all possible
+        hashes. The document with the lowest hash is always in validation, and the one with the highest in training,
+        so neither split is empty. If the corpus has only one document, this document is cut in two, at the start of a
+        line if possible.
+
+        Raises:
+            InputError: after the last document of a file that has changed since the corpus was opened.
         """
         single = self.n_documents == 1
         lowest = min(survey.lowest for survey in self.surveys)
@@ -143,7 +150,7 @@ class Corpus:
             except BrokenFile as error:
                 why = f"it {error}"
             if digest.hexdigest() != survey.digest:
-                if self.memory is not None:  # the survey may be wrong, so the next command must make it again
+                if self.memory is not None:  # remove the survey: it may be wrong, so the next command makes a new one
                     with suppress(OSError):
                         _write(self.memory, {key: of for key, of in _read(self.memory).items() if key != part.key})
                 raise InputError(f"{part.name} changed while it was read: {why}; run the same command again")
@@ -156,14 +163,17 @@ def open_corpora(
     progress: OnProgress | None = None,
     parts: Sequence[tuple[TextPart, ...]] | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source of text.
+    """Return the corpus of each source of text.
 
-    Every part (file or split) is read once, to count the documents and to hash the text. These surveys are cached in
-    the folder ``memory``, if it is given, until the part changes. ``parts`` are the parts of each source, if known.
+    Every part of a source is read once to count its documents and to hash its text.
+
+    Args:
+        corrupt_share: largest share of the documents, and of the files, of a source that may be unreadable.
+        memory: folder that caches the survey of each part until the part changes; None: there is no cache.
+        parts: the parts of each source; None: they are found by :func:`source_parts`.
 
     Raises:
-        InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
-            files cannot be read.
+        InputError: if a source has no readable text, or more than ``corrupt_share`` is unreadable.
         OSError: if ``memory`` cannot be written.
     """
     parts = parts or [source_parts(source).texts for source in sources]
@@ -187,7 +197,8 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the file in ``folder`` that caches the surveys of a source which is read with ``options``."""
+    """Return the path of the cache file for the surveys of ``source``. It is in ``folder``, and differs for other
+    ``options``, such as the column of the text."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{storage.digest(_encoded(' '.join([at, *options])), 16)}.json"
 
@@ -205,7 +216,8 @@ def cached_surveys(
 
     Args:
         survey: reads a part and returns the survey (a data class).
-        cached: makes a survey from cached values. If it raises TypeError or ValueError, the part is read again.
+        cached: makes a survey from cached values. If it raises KeyError, TypeError or ValueError, the part is read
+            again.
     """
     known = {} if path is None else _read(path)
     surveys: list[AnySurvey] = []
@@ -227,7 +239,8 @@ def cached_surveys(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the entries of a cache file by part; {} if the file is missing, damaged or of another version."""
+    """Return the entries of a cache file, by the key of the part. Return {} if the file cannot be read, is damaged or
+    has another version."""
     try:
         document: Any = storage.json_object(storage.read(path))
         known = dict(document["parts"])
@@ -248,7 +261,7 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return a survey from the cache. Raise an error if the part was broken: it may be whole now."""
+    """Return a survey from the cache. Raise ValueError if the part could not be used, so that it is read again."""
     if values["broken"]:
         raise ValueError
     return Survey(**values | {"faults": tuple(values["faults"])})
@@ -282,8 +295,8 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about what is unreadable, or "". Raise InputError if more than ``corrupt_share`` of the documents
-    or of the files are unreadable."""
+    """Return a line about the unreadable documents and files, or "" if there are none. Raise InputError if more than
+    ``corrupt_share`` of the documents, or of the files, are unreadable."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

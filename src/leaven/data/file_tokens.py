@@ -1,9 +1,11 @@
 """Read token ids from files, a slice at a time.
 
-A block of a file is compared with its checksum when the block is first read, and again after the file has changed.
+Each block of a file (`BLOCK` bytes) is compared with its checksum when the block is first read. After the file has
+changed, its blocks are compared again.
 
-Files are read with ``pread``, because reading a memory map ends the process with SIGBUS if the file was truncated or
-the disk fails. The package ``datasets`` maps Arrow files; before each read, their sizes are checked.
+Files are read with ``pread``. Reading a memory map instead would end the process with SIGBUS if the file was
+truncated or the disk failed. Arrow files are an exception: the package ``datasets`` maps them, so their sizes are
+checked before each read.
 """
 
 import os
@@ -21,8 +23,8 @@ from numpy.typing import NDArray
 from leaven.errors import InputError
 
 BLOCK = 2**18
-"""Bytes that a checksum covers. Larger blocks would make the first steps of a run slow, smaller ones the index
-large."""
+"""Number of bytes in a block, which has one checksum. With larger blocks, the first steps of a run would be slower.
+With smaller blocks, the index of checksums would be larger."""
 MOST_OPEN = 128  # largest number of files that are held open
 ADVICE = "restore it, or write it again"
 
@@ -52,18 +54,20 @@ class BlockChecksums:
 
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
-    """Return whether ``checksums`` has the form that :class:`BlockChecksums` gives for ``n_bytes`` bytes."""
+    """Return whether ``checksums`` is a string with eight hexadecimal digits for each block of a file of ``n_bytes``
+    bytes."""
     right = isinstance(checksums, str) and len(checksums) == checksums_size(n_bytes)
     return right and set(checksums) <= set("0123456789abcdef")
 
 
 def checksums_size(n_bytes: int) -> int:
-    """Return the number of digits in the checksums of ``n_bytes`` bytes."""
+    """Return the number of hexadecimal digits in the checksums of ``n_bytes`` bytes."""
     return 8 * -(-n_bytes // BLOCK)
 
 
 class CheckedTokens:
-    """``count`` token ids in files or in memory. Index them with slices of step 1."""
+    """``count`` token ids in files or in memory, which are compared with checksums. Index them with slices of step
+    1."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count
@@ -71,8 +75,8 @@ class CheckedTokens:
         self.set_checksums("")
 
     def set_checksums(self, checksums: str) -> None:
-        """Compare each block, before it is used, with ``checksums`` from :class:`BlockChecksums`, if there are
-        any."""
+        """Set the checksums, from :class:`BlockChecksums`. From now on, each block is compared with its checksum
+        before it is used. With "", no block is compared."""
         self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums), "<u4")
         self._unread = np.ones(len(self._checksums), bool)  # the blocks that are not checked yet
         self._stamp: Any = None  # time stamps of the files at the last read
@@ -102,15 +106,16 @@ class CheckedTokens:
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
     def _stamp_now(self) -> Any:
-        """Return the time stamps of the files."""
+        """Return the time stamps of the files, to notice that a file has changed."""
         raise NotImplementedError
 
     def _read(self, first: int, last: int) -> bytes:
-        """Return the bytes from ``first`` up to ``last``. Raise InputError if they cannot be read."""
+        """Return the bytes ``first`` to ``last - 1``. Raise InputError if they cannot be read."""
         raise NotImplementedError
 
     def _damage(self, first: int, last: int) -> str:
-        """Return the error message for a block with a wrong checksum, the bytes from ``first`` up to ``last``."""
+        """Return the error message for a block with a wrong checksum. The block is the bytes ``first`` to
+        ``last - 1``."""
         raise NotImplementedError
 
 
@@ -118,8 +123,8 @@ class FileTokens(CheckedTokens):
     """The token ids in a file, or in a part of a file.
 
     Args:
-        offset: position of the first id in the file, bytes.
-        advice: what to do about a damaged file, in messages.
+        offset: position of the first id in the file, in bytes.
+        advice: what error messages tell the user to do about a damaged file.
     """
 
     def __init__(
@@ -171,7 +176,7 @@ class MappedFile:
 
 
 class ArrayTokens(CheckedTokens):
-    """The token ids in an array. ``files`` are the files that are mapped into the array, none for data in memory."""
+    """The token ids in an array. ``files`` are the files that are mapped into its memory, or () if there are none."""
 
     def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...]) -> None:
         super().__init__(ids.dtype, len(ids))

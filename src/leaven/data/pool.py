@@ -22,10 +22,11 @@ Done = tuple[int, tuple[Encoded, Encoded]]
 """A shard number and the tokens of a batch: of its training text and of its validation text."""
 
 BYTES_A_PROCESS = 2**24
-"""Least bytes of text for each process. To encode them takes several times as long as to start a process."""
+"""By default, each process has at least this many bytes of text to encode, which takes several times as long as to
+start the process."""
 
 NO_SEMAPHORE = {errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS}
-"""Error numbers if semaphores cannot be made, because /dev/shm is full, missing or cannot be written."""
+"""Error numbers of creating a semaphore while /dev/shm is full, missing or not writable."""
 
 _encoder: Encoder
 
@@ -34,8 +35,13 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
     """Encode batches of text, and yield the results in the order of the batches. Close this generator to end its
     processes.
 
-    ``n_bytes`` is the size of the text. By default, there is one process per core, or fewer for little text. With one
-    process, the calling process encodes the text itself, on all cores. Raise InputError if a process dies.
+    Args:
+        n_bytes: size of the text.
+        processes: number of processes; None: one per core, or fewer for little text. If the number is 1, none is
+            started, and the calling process encodes the text on all cores.
+
+    Raises:
+        InputError: if processes cannot be started, or one dies.
     """
     processes = processes or max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
     if processes == 1:
@@ -69,8 +75,8 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
 
 def new_processes(count: int, initialise: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
-    """Return an executor of ``count`` processes, each of which first calls ``initialise``. Raise InputError if the
-    semaphores of the executor cannot be made."""
+    """Return an executor of ``count`` processes, each of which first calls ``initialise(*arguments)``. Raise
+    InputError if the semaphores of the executor cannot be created."""
     try:
         with signals_blocked():  # this also starts the process that tracks the semaphores
             return ProcessPoolExecutor(count, get_context("spawn"), initializer=initialise, initargs=arguments)
@@ -87,8 +93,8 @@ def new_processes(count: int, initialise: Callable[..., None], *arguments: objec
 def signals_blocked() -> Iterator[None]:
     """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends. On Windows, do nothing.
 
-    Processes that are started inside the block never receive these signals, which terminals and schedulers send to
-    all processes of a command. Their parent ends them with SIGKILL.
+    Terminals and schedulers send these signals to all processes of a command. Processes that are started inside the
+    block never receive them. The parent process must end such processes with SIGKILL.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield

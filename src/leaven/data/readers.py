@@ -15,7 +15,8 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 LONGEST_LINE, LARGEST_TEXT = 2**27, 2**32
-"""Largest sizes in bytes of a line, and of a .txt file, which is one document. Each is read whole into memory."""
+"""Largest size of a line, and of a .txt file (one document), in bytes. Lines and .txt files are read whole into
+memory."""
 
 SETTLED_NS = 2 * 10**9
 """A file that changed less than this many ns ago may change again without a new modification time."""
@@ -26,7 +27,8 @@ FileStamp = list[int | str]
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """Return a stamp of a file. Return None if the file is missing, or changed less than `SETTLED_NS` ns ago."""
+    """Return a value that changes when the content of a file changes. Return None if the file is missing, or changed
+    less than `SETTLED_NS` ns ago."""
     try:
         found = path.stat()
     except OSError:
@@ -40,13 +42,14 @@ def file_stamp(path: Path) -> FileStamp | None:
 class TextRow(NamedTuple):
     """A document of a file, or a line or row that cannot be read."""
 
-    place: str  # ":LINE" or ":ROW", for messages after the file's name; "" if the whole file is one document
+    place: str  # ":7" for line or row 7, counted from 1; "" if the whole file is one document
     text: str = ""
     fault: str = ""  # why the line or row cannot be read; "" if it can be read
 
 
 class BrokenFile(Exception):
-    """A whole file or split cannot be used. The message, such as "is not UTF-8", lacks the name of the file."""
+    """Raised if a whole file, or a split of a Hugging Face data set, cannot be used. The message, such as "is not
+    UTF-8", has no subject: whoever prints it puts the name of the file before it."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ class File:
         """Yield the documents, and the lines or rows that cannot be read, in the order of the file.
 
         Raises:
-            BrokenFile: if the file cannot be read to its end, or has no column of text with the given name.
-            InputError: if a package is missing.
+            BrokenFile: if the file cannot be read to its end, a .txt file has NUL bytes or is not UTF-8, or a
+                .parquet file has no column of strings with the name ``self.text``.
+            InputError: if the package pyarrow is missing.
         """
         try:
             storage.require_file(self.path)
@@ -84,7 +88,7 @@ class File:
             elif self.path.name.endswith(".txt"):  # a file named exactly .txt has no suffix
                 content = storage.read(self.path, LARGEST_TEXT)
                 if b"\0" in content:  # left by a crash or an unfinished download
-                    raise BrokenFile("has zero bytes, which no text has; write it again or leave it out")
+                    raise BrokenFile("contains NUL bytes, which no text has; write it again or leave it out")
                 yield TextRow("", content.decode("utf-8-sig"))
             else:
                 with _open_lines(self.path) as lines:
@@ -108,10 +112,10 @@ class File:
 def _open_lines(path: Path) -> Any:
     if path.suffix not in COMPRESSIONS:
         return path.open("rb")
-    if not path.stat().st_size:  # read without an error as an empty text
+    if not path.stat().st_size:  # pyarrow reads it as an empty text, without an error
         raise ValueError("it has 0 bytes, which no compressed file has")
-    # gzip.open skips zeros between the members of a file, which a crash or an unfinished download leaves.
-    # A file, not a path: pyarrow opens no path that is not UTF-8.
+    # gzip.open would skip NUL bytes between the members of a file, which a crash or an unfinished download leaves.
+    # pyarrow gets an open file, because it opens no path that is not UTF-8.
     stream = _pyarrow(path).input_stream(path.open("rb"), compression=COMPRESSIONS[path.suffix])
     return io.BufferedReader(stream, 2**20)
 
@@ -141,7 +145,7 @@ def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def require_text_column(schema: Any, text: str) -> None:
-    """Raise BrokenFile if an Arrow schema has no column of strings named ``text``."""
+    """Raise BrokenFile if an Arrow schema has no column of strings with the name that ``text`` contains."""
     from pyarrow import types
 
     if text not in schema.names:
@@ -155,7 +159,7 @@ def require_text_column(schema: Any, text: str) -> None:
 
 
 def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:
-    """Yield the rows of a column of strings, which is given as Arrow arrays."""
+    """Yield the rows of a column of strings. ``chunks`` are the Arrow arrays that make up the column."""
     import pyarrow
 
     number = 0

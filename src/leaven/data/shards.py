@@ -4,11 +4,11 @@ A shard contains the tokens of `SHARD_BATCHES` batches of text (the last shard m
 training and one for validation. When both are written, a line is added to ``shards.jsonl``. So a process that is
 killed loses only one shard. A folder is unfinished until ``index.json`` is written.
 
-At the start of a run, the size of each file is compared with the index, and the checksum if the file is newer than
-the index. Damage in an older file is found when the damaged block is first read.
+At the start of a run, the size of each file is compared with the index. If a file is newer than the index, its
+checksum is compared as well. Damage in an older file is found when the damaged block is first read.
 
-If the index is damaged or does not fit the text, the checksums of all files are compared. Then damaged shards and the
-index are written again.
+If one of these comparisons fails, or the index is missing, damaged or does not fit the text, the checksums of all
+files are compared. Then missing and damaged shards and the index are written again.
 """
 
 import json
@@ -59,7 +59,8 @@ class ShardedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
 
     def between(self, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens from position ``start`` to ``stop`` as a range for each shard. Nothing is read yet."""
+        """Return the tokens from position ``start`` to ``stop - 1``, as one range for each shard that has some of
+        them. Nothing is read yet."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         found: list[Tokens] = []
         for shard, offset in zip(self.shards[first:], self._starts[first:].tolist(), strict=False):
@@ -71,7 +72,7 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """A range of the tokens of a shard, which are read when the range is indexed."""
+    """A range of the tokens of a shard. Tokens are read when the range is indexed."""
 
     tokens: Tokens  # the shard
     start: int  # position of the first token of the range
@@ -98,7 +99,7 @@ class ShardFile:
 
 
 ShardRecord = dict[str, ShardFile]
-"""The records of the two files of a shard, by split."""
+"""The records of the two files of a shard, by split: "train" or "validation"."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     """Return the tokens of a corpus. Shards that are missing in ``folder`` or damaged are written first.
 
     Raises:
-        InputError: if the text changes while it is read, or a tokenising process dies.
-        OSError: if shards must be written and the folder cannot be written; finished shards are kept.
+        InputError: if the text changes while it is read, or a tokenising process cannot start or dies.
+        OSError: if the folder cannot be read, or missing shards cannot be written. Finished shards are kept.
     """
     found = _open(folder, corpus, encoder.dtype)
     if found is not None:
@@ -151,7 +152,7 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
         return None
     files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
     newest = max(file.stat().st_mtime_ns for file in files)
-    if newest >= checked:  # not older than the index: its checksum is right, so do not compute it next time
+    if newest >= checked:  # its checksum is right: make the index newer, so that it is not computed next time
         with suppress(OSError):  # the folder cannot be written
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
@@ -170,8 +171,8 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
-    """Write the missing shards of a folder, and then its index. Return the files that were rebuilt, each with what
-    was wrong. The caller must hold the lock of the folder."""
+    """Write the missing and damaged shards of a folder, and then its index. Return the damaged files, each with its
+    fault, such as "had a wrong checksum". The caller must hold the lock of the folder."""
     records: dict[int, ShardRecord] = {}
     known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
     texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
@@ -244,7 +245,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
-    """Yield the pieces of a corpus in batches of at least `BATCH_CHARACTERS` characters (the last may have fewer)."""
+    """Yield pieces of the documents of a corpus, in batches of at least `BATCH_CHARACTERS` characters. The last batch
+    may have fewer."""
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():
@@ -259,13 +261,14 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
-    """Return the index entry of a shard: the values of each file by split, and under `BLOCKS` the block checksums."""
+    """Return the index entry of a shard. It has the keys "train" and "validation", each with all fields of a
+    :class:`ShardFile` except ``blocks``, and the key "blocks" with this field of both files."""
     files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
 
 def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
-    """Return the record of an index entry. Raise KeyError, TypeError or ValueError if it is damaged."""
+    """Return the record of an index entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
     record = {split: ShardFile(**entry[split], blocks=entry[BLOCKS][split]) for split in SPLITS}
     for file in record.values():
         counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes)]
@@ -277,8 +280,8 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with what is wrong. Of files that are older than ``checked_ns``, only
-    the size is compared."""
+    """Return the damaged files of a shard, each with its fault, such as "was missing". Files that were modified
+    before ``checked_ns`` (a time in ns) are compared only by size, other files also by checksum."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
@@ -307,7 +310,7 @@ def _checksum(file: Path) -> str:
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:
-    """Return a hash of the tokens of both splits, as 32-bit numbers. It does not depend on the shard sizes."""
+    """Return a hash of the tokens of both splits. It depends neither on the sizes of the shards nor on the dtype."""
     of_splits = blake2b(digest_size=16)
     for split in SPLITS:
         content = blake2b(digest_size=16)

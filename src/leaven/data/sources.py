@@ -43,11 +43,11 @@ TokenPart = TokenFile | HubTokens
 
 
 class SourceParts(NamedTuple):
-    """The parts of a source, which has either text or token ids."""
+    """The parts of a source: files, or one split of a data set. A source has either text or token ids."""
 
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
-    validation: tuple[TokenPart, ...] = ()  # the parts of ``source.validation``
+    validation: tuple[TokenPart, ...] = ()  # parts with the token ids that ``validation`` of the source names
     empty: tuple[Path, ...] = ()  # empty folders that the pattern has matched: a disk may not be mounted there
 
 
@@ -61,12 +61,12 @@ def source_parts(source: DataSource) -> SourceParts:
       (:mod:`leaven.data.token_files`);
     - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
 
-    The key of a file that a pattern matches is its path below the last folder before the first wildcard: ``b/c.txt``
-    for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
+    The key of a file is its path within the source, below the last folder before the first wildcard. For example, the
+    file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt`` give ``b/c.txt``.
 
     Raises:
-        InputError: if the source does not exist or has files of another format, or if ``validation`` is given but the
-            source or ``validation`` is text.
+        InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
+            token ids. Also if ``source.validation`` is set and names text, or the source is text.
     """
     found = _parts(source)
     if source.validation is None:
@@ -91,8 +91,8 @@ def _parts(source: DataSource) -> SourceParts:
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Return the number of tokens of a source, of text estimated from the size of the files. Return None for an hf://
-    source. Raise InputError if the source cannot be used or is empty."""
+    """Return the number of tokens of a source. For text, it is estimated from the sizes of the files. Return None for
+    an hf:// source. Raise InputError if the source cannot be used, or all of its text files are empty."""
     if source.source.startswith(SCHEME):
         return None
     parts = source_parts(source)
@@ -105,7 +105,8 @@ def estimated_tokens(source: DataSource) -> int | None:
 
 
 def text_tokens(sources: Sequence[DataSource]) -> int | None:
-    """Return the estimated number of tokens of all sources, or None if one of them is python-stdlib or hf://."""
+    """Return the total number of tokens of ``sources``, estimated for text. Return None if one of the sources is
+    python-stdlib or an hf:// address."""
     if any(source.source == "python-stdlib" for source in sources):
         return None
     sizes = [estimated_tokens(source) for source in sources]
@@ -122,7 +123,8 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key. Add the empty folders found to ``empty``."""
+    """Return the key and path of each file of a source, sorted by key. ``empty`` receives the empty folders in which
+    the pattern looks for files."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -169,11 +171,14 @@ def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
 def _matches(
     folder: Path, pattern: tuple[str, ...], empty: dict[Path, None], above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files below a folder that match the parts of a pattern, as in ``glob.glob(recursive=True)``.
+    """Yield the files below a folder that match a pattern, as in ``glob.glob(recursive=True)``.
 
-    Unlike glob, raise InputError if a matching link leads to nothing, and OSError if a folder cannot be read. Add the
-    folders without any entry to ``empty``. ``above`` has (device, inode) of the folders that ``**`` has matched,
-    because a link may lead back to one of them.
+    Unlike glob, raise InputError if a matching link leads to nothing, and OSError if a folder cannot be read.
+
+    Args:
+        pattern: the parts between the slashes: ``("**", "*.txt")`` for ``**/*.txt``.
+        empty: receives the empty folders.
+        above: (device, inode) of the folders that ``**`` has matched. A link may lead back to one of them.
     """
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):
@@ -209,7 +214,7 @@ def _matches(
 
 
 def _is_of_leaven(path: Path) -> bool:
-    """Return whether a file was written by a run or check."""
+    """Return whether a file has the name and the keys of a file that a run or check of leaven writes."""
     if path.name not in _KEYS_OF_LEAVEN:
         return False
     with suppress(OSError), storage.open_file(path) as file:

@@ -33,17 +33,17 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """An endless stream of windows of ``seq_len`` tokens in random order. The order is different in each epoch.
+    """An endless stream of windows of ``seq_len + 1`` tokens in random order. The order is different in each epoch.
 
-    Window w consists of tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. The last token is only a target in
-    window w, and the first input of window w + 1. Tokens at the end that do not fill a window are left out. Raise
-    InputError if the tokens do not fill one window.
+    Window w consists of the tokens from ``w * seq_len`` to ``(w + 1) * seq_len``, both included. The last token is
+    only a target in window w, and the first input of window w + 1. Tokens at the end that do not fill a window are
+    left out. Raise InputError if the tokens do not fill one window.
     """
 
     tokens: Tokens
     seq_len: int
     seed: int
-    skip: tuple[tuple[int, int], ...] = ()  # half-open ranges of sample numbers to leave out, disjoint and sorted
+    skip: tuple[tuple[int, int], ...] = ()  # ranges [start, end) of sample numbers to leave out, disjoint and sorted
 
     def __post_init__(self) -> None:
         _ = self.samples_per_epoch
@@ -53,25 +53,26 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` samples from number ``first`` on, not counting those in ``skip``, [count, seq_len + 1]."""
+        """Return samples ``first`` to ``first + count - 1`` of the stream without ``skip``, [count, seq_len + 1]."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples with these ``numbers``, [N, seq_len + 1], without applying ``skip``."""
+        """Return the samples with these ``numbers``, [N, seq_len + 1], including those in ``skip``."""
         epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of streams. Each stream has its share of the first n samples, plus or minus at most one sample."""
+    """A mixture of streams. For every n, the first n samples contain each stream's share of n, plus or minus at most
+    one sample."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
     skip: tuple[tuple[int, int], ...] = ()  # ranges of the mixture's sample numbers to leave out, as in `Stream`
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` samples from number ``first`` on, not counting those in ``skip``, [count, seq_len + 1]."""
+        """Return samples ``first`` to ``first + count - 1`` of the mixture without ``skip``, [count, seq_len + 1]."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -80,7 +81,8 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of each sample number in ``n``, and the number of the sample within that source."""
+    """Return the index of the source of each sample number in ``n``, and the number of the sample within its
+    source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -90,13 +92,13 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return one period of the repeating pattern of sources: the source of each sample, the number of each sample
-    within its source, and the number of samples from each source.
+    """Return one period of the repeating pattern of sources: the index of the source of each sample, the number of
+    each sample within its source, and the number of samples from each source.
 
     The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the algorithm considers the
     sources that are at least 1/(2k - 2) samples behind their share, where k is the number of sources. Of these, it
-    picks the one that would be the first to fall 1 - 1/(2k - 2) samples behind. So the number of a source's samples
-    among the first n never differs from its share by more than 1 - 1/(2k - 2).
+    picks the source that would be the first to fall 1 - 1/(2k - 2) samples behind. So among the first n samples, the
+    number of samples from a source never differs from its share of n by more than 1 - 1/(2k - 2).
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -116,7 +118,8 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return ``count`` entries, from entry ``first`` on, of the list of all numbers outside the ranges ``skip``."""
+    """Return ``count`` entries, from index ``first`` on, of the list 0, 1, 2, ... without the ranges ``skip``. For
+    example, ``numbered(1, 2, skip=[(1, 5)])`` is [5, 6], because the list is 0, 5, 6, ...."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -124,19 +127,19 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return at most ``limit_tokens`` / T windows, but at least one, spread evenly over the tokens, [N, T + 1]. Raise
-    InputError if the tokens do not fill one window."""
+    """Return N windows that are spread evenly over the tokens, [N, T + 1]. N is at most ``limit_tokens`` / T, but at
+    least 1. Raise InputError if the tokens do not fill one window."""
     available = _count_windows(tokens, seq_len, "validation")
     count = min(available, max(limit_tokens // seq_len, 1))
     return _gather(tokens, seq_len, np.arange(count, dtype=np.uint64) * np.uint64(available) // np.uint64(count))
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the shuffled position in [0, ``size``) of each of ``places``, in the epochs ``epochs``.
+    """Return the shuffled position, in [0, ``size``), of each position ``places[i]`` in epoch ``epochs[i]``.
 
-    Each epoch has another permutation. A permutation is a Feistel network on Z_a x Z_b, where a x b is equal to
-    ``size`` or slightly larger. A result that is not below ``size`` passes through the network again (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains").
+    Each epoch has its own permutation. A permutation is a Feistel network on Z_a x Z_b, where a x b is equal to
+    ``size`` or slightly larger. A result of ``size`` or more passes through the network again (Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains").
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)

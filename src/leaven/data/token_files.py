@@ -4,9 +4,9 @@
   (`megatron/core/datasets/indexed_dataset.py`);
 - llm.c: a ``.bin`` file with a header of 256 32-bit integers: a magic number, a version and the number of tokens
   (`dev/data/data_common.py`);
-- nanoGPT: any other ``.bin`` file, which contains only ids, by default of 16 bits (`data/*/prepare.py`);
+- nanoGPT: any other ``.bin`` file. It contains only ids, by default of 16 bits (`data/*/prepare.py`);
 - numpy: a ``.npy`` file with one dimension;
-- Arrow: a column of a data set that contains lists of ids.
+- Arrow: a column of lists of ids in a Hugging Face data set.
 """
 
 import os
@@ -36,7 +36,8 @@ _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
 BLOCKS = 16
-"""At least this many rows of the same length (the last may be shorter) are blocks of a longer text, not documents."""
+"""If at least this many rows all have the same length (the last may be shorter), they are taken for blocks of a
+longer text, not for documents."""
 _CHECKED_IDS = 2**20  # number of ids at the start of a file that are read to check the dtype
 
 
@@ -46,7 +47,7 @@ class MappedTokens:
 
     arrays: tuple[FileTokens | ArrayTokens, ...]  # the ids, one array after the other; a file has one array
     ends: NDArray[np.int64] | None  # positions after the last token of each document, ascending; None if unknown
-    raw: bool = False  # whether neither the file nor the recipe states the dtype of the ids
+    raw: bool = False  # whether uint16 is only assumed, because neither the file nor the recipe states a dtype
 
     def __len__(self) -> int:
         return sum(map(len, self.arrays))
@@ -66,7 +67,7 @@ class TokenFile:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """A value that is the same for all paths of a file, including links."""
+        """The device and inode of the file. All paths of a file, including links, have the same."""
         found = self.path.stat()
         return found.st_dev, found.st_ino
 
@@ -88,8 +89,12 @@ class TokenFile:
         return None if of_index is None else stamp + of_index
 
     def open(self) -> MappedTokens:
-        """Return the token ids, which are read when they are indexed. Raise BrokenFile if the file is truncated, not
-        of a known format, or of another dtype than the recipe says."""
+        """Return the token ids, which are only read when they are indexed.
+
+        Raises:
+            BrokenFile: if the file cannot be read, is truncated, has an unknown format, or has another dtype than the
+                recipe states.
+        """
         found = self._open()
         if self.dtype is not None and found.arrays[0].dtype.name != self.dtype:
             raise BrokenFile(f"has ids of {found.arrays[0].dtype.name}, not of {self.dtype}; remove dtype")
@@ -190,7 +195,7 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
 
 def _llm_c(path: Path, size: int, magic: int, version: int, tokens: int) -> MappedTokens:
     if magic not in LLM_C_FORMATS:
-        known = " and ".join(map(str, LLM_C_FORMATS))
+        known = " or ".join(map(str, LLM_C_FORMATS))
         raise BrokenFile(f"has a header with the unknown magic number {magic}; give a file of llm.c with {known}")
     expected, dtype = LLM_C_FORMATS[magic]
     if version != expected:
@@ -208,10 +213,13 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists, given as Arrow arrays and the files that are mapped into each array.
+    """Return the token ids in a column of lists. Raise BrokenFile if there is a null among the ids.
 
-    Each row is a document, unless the rows are blocks of a longer text (see `BLOCKS`). Raise BrokenFile if there is a
-    null among the ids.
+    Each row is a document. If the rows are blocks of a longer text (see `BLOCKS`), the ends of documents are unknown.
+
+    Args:
+        chunks: the Arrow arrays that make up the column.
+        files: the files that are mapped into the memory of each array.
     """
     arrays: list[ArrayTokens] = []
     lengths = []

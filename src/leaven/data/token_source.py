@@ -1,7 +1,10 @@
-"""Read token ids in place: check them, and hold out a part of them for validation.
+"""Use the token ids in a user's files without copying them: check them, and hold out a part of them for validation.
 
-Every id is read once, to check that it is in the vocabulary and to compute hashes and checksums. The results are
-cached until a file changes. In later runs, each block of a file is compared with its checksum when it is first read.
+Before the first run, every id is read, to check that it is in the vocabulary and to compute hashes and checksums. The
+results are cached until a file changes. During a run, each block of a file is compared with its checksum when the
+block is first read.
+
+A part of a source is one file, or one split of a Hugging Face data set.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -28,8 +31,9 @@ FORMAT = 1
 
 STRETCHES = 64
 STRETCH_TOKENS = 2**20
-"""A file is divided into at most `STRETCHES` stretches of at least `STRETCH_TOKENS` tokens. The end of each stretch
-is held out, so that validation covers a file evenly. The file may be sorted, or consist of several corpora."""
+"""A file is divided into at most `STRETCHES` stretches of at least about `STRETCH_TOKENS` tokens; a smaller file is
+one stretch. The end of each stretch is held out. So validation covers a file evenly, even if the file is sorted or
+consists of several corpora."""
 
 _BLOCK = 2**20  # ids that are read at once
 
@@ -41,7 +45,7 @@ class TokenSurvey:
     digest: str  # hash of the ids, their dtype and the ends of documents
     lowest: int  # smallest id if it is negative, else 0
     highest: int  # largest id
-    ends: int  # how often the end-of-text token occurs
+    ends: int  # how often the end-of-text token occurs; 0 if its id is unknown
     blocks: str  # the checksums of the blocks of each array of ids, one after the other
 
 
@@ -73,8 +77,11 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Raise InputError if parts with the same ids have different uses, such as training and validation. ``used`` has
-    (identity, part, use); parts with the same ids have the same identity."""
+    """Raise InputError if two parts with the same ids have different uses, such as "train" and "validation".
+
+    ``used`` has (identity, part, use) of each part. Parts with the same identity have the same ids. A use is one of
+    those in :func:`uses`.
+    """
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
         found = first.setdefault(identity, {})
@@ -87,8 +94,8 @@ def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
             )
         if len(found) > 1:
             raise InputError(
-                f"a part of {found['both'].name} is held out, but a source with validation trains on all of its ids "
-                f"({found['train'].name}); give validation to both sources or to none"
+                f"a part of {found['both'].name} is held out, but a source with validation trains on all of the same "
+                f"ids ({found['train'].name}); give validation to both sources or to none"
             )
 
 
@@ -106,15 +113,16 @@ class TokenReader:
         """Return the tokens of each source.
 
         All ids of a source with ``validation`` are training tokens. From any other source, the last
-        `VALIDATION_SHARE` of each stretch of a file (`STRETCHES`) is held out. If the ends of documents are known,
-        the held-out part begins at the first document that begins in this share, if there is one.
+        `VALIDATION_SHARE` of each stretch of a file is held out (see `STRETCHES`). If the ends of documents are
+        known, stretches end where documents end, and the held-out part is shortened to begin with a document. If no
+        document begins in it, it is not shortened.
 
-        If the ends of documents are known, but the ids do not contain ``end_of_text``, this id is added after each
-        document.
+        If ``end_of_text`` does not occur in the ids of a source, but the ends of its documents are known, this id is
+        added after each document.
 
         Raises:
-            InputError: if a file or an id cannot be used, the ends of documents are unknown but needed, or the same
-                ids are used in different ways.
+            InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are unknown
+                but needed, or the same ids have different uses (see :func:`refuse_two_uses`).
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -194,8 +202,8 @@ class TokenReader:
         elif adds and self.needs_ends:
             raise InputError(
                 f"the end-of-text token {end_of_text:,} does not occur in {name!r}, which does not say where "
-                "documents end; set end_of_text in [data] to the id that ends its documents, or remove it and use "
-                "packed documents"
+                "documents end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text "
+                "and use packed documents"
             )
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):
@@ -220,8 +228,8 @@ class _SourceIds:
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens of ``mapped`` from position ``start`` to ``stop``. Positions do not count ``added``
-        tokens."""
+        """Return the tokens of ``mapped`` from position ``start`` to ``stop - 1``. If there are ``added`` tokens,
+        they are returned as well, but positions do not count them."""
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
@@ -250,7 +258,7 @@ def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> Toke
 
 
 def _cached(mapped: MappedTokens, values: dict[str, Any]) -> TokenSurvey:
-    """Return a survey from the cache. Raise an error if its checksums are missing or do not have the right form."""
+    """Return a survey from the cache. Raise an error if the survey is damaged."""
     survey = TokenSurvey(**values)
     if not all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey)):
         raise ValueError
@@ -265,7 +273,8 @@ def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[File
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the validation parts of a file in order, as (first position, position after the last)."""
+    """Yield the validation parts of a file in order, as (first position, position after the last). ``end_of_text`` is
+    the id that ends documents in the file, or None if no id does."""
     size = len(mapped)
     count = min(max(size // STRETCH_TOKENS, 1), STRETCHES)
     start = 0
@@ -280,8 +289,8 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first end of a document from ``position`` on, or ``stop`` if that is lower. Return ``position`` if
-    the ends of documents are unknown."""
+    """Return the first end of a document from ``position`` on, at most ``stop``. Return ``position`` if the ends of
+    documents are unknown."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

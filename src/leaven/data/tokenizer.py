@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 LONGEST_WORD = 2**12
-"""Longer runs of characters without a space, or of spaces alone, are cut. The time to train a BPE grows with the
-square of their length: 200 kB of one letter would take minutes."""
+"""Longer runs of white space, or of other characters, are cut into parts of this many characters. The time to train a
+BPE grows with the square of the length of a run: 200 kB of one letter would take minutes."""
 TRAINING_BYTES = 2**26
-"""A BPE is trained on at most about this many bytes of text. Training takes 0.1 s per MB on two cores."""
+"""Approximate limit on the bytes of text on which a BPE is trained. Training takes 0.1 s per MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -43,7 +43,7 @@ class TextPiece(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The token ids of pieces that belong to the same split."""
+    """The token ids of pieces that belong to the same split: training or validation."""
 
     ids: NDArray[Any]
     documents: int  # number of documents that end in these pieces
@@ -73,7 +73,7 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
-        """Return the tokens of the training pieces, and those of the validation pieces."""
+        """Return the tokens of the training pieces, and the tokens of the validation pieces."""
         self.tokenizer.encode_special_tokens = True  # as ordinary text, if a document contains them
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         ids: tuple[list[int], list[int]] = ([], [])
@@ -91,7 +91,8 @@ class Encoder:
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
-    """Load a tokenizer from a file or from the Hub. Return None for "bpe", which is trained on the text.
+    """Load a tokenizer from a file or from the Hub. Return None for "bpe": this tokenizer must be trained on the
+    text.
 
     Raises:
         InputError: if the tokenizer cannot be loaded, does not fit ``vocab_size``, or has no end-of-text token.
@@ -167,8 +168,8 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 
 
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
-    """Yield a document in pieces that end at line ends if possible. Small pieces let several cores encode a document,
-    and limit the memory: encoding needs 100 bytes for each token."""
+    """Yield a document in pieces that end at line ends if possible. Small pieces let several cores encode a document.
+    They also limit memory, because encoding needs 100 bytes for each token."""
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
         stop = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
@@ -183,7 +184,8 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 def _without_long_words(text: str) -> Iterator[str]:
     """Yield a text in parts, so that no run of white space or of other characters is longer than `LONGEST_WORD`."""
-    # The search for long runs takes as long as encoding. Every long run fills at least one of these short stretches.
+    # The search for long runs takes as long as encoding. Every long run fills at least one of these short stretches,
+    # so if none is filled, the search is left out.
     short = LONGEST_WORD // 2
     stretches = (text[at : at + short] for at in range(0, len(text) - short + 1, short))
     start = 0
@@ -198,7 +200,7 @@ def _without_long_words(text: str) -> Iterator[str]:
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
     """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it: a process that
-    is forked while threads exist may hang. TOKENIZERS_PARALLELISM of the user is kept."""
+    is forked while threads exist may hang. If TOKENIZERS_PARALLELISM is already set, its value is not changed."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:
@@ -208,10 +210,11 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of each token id, or None for other tokenizers than byte-level and
-    SentencePiece (which writes spaces as "▁").
+    """Return an array with the number of UTF-8 bytes of each token id.
 
-    Special tokens, for example end-of-text, have 0 bytes. A space that SentencePiece adds before a text is counted.
+    The tokenizer must be a byte-level one, or one of SentencePiece (which writes spaces as "▁"). For others, return
+    None. Special tokens, for example end-of-text, have 0 bytes. A space that SentencePiece adds before a text is
+    counted.
     """
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
@@ -233,8 +236,8 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 
 
 def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:
-    """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte. Return
-    None if the bytes are unknown or 0. End-of-text tokens count in the loss but have no bytes."""
+    """Return the factor that converts the mean loss over ``targets``, in nats per token, to bits per byte.
+    End-of-text tokens count in the loss but have no bytes. Return None if the number of bytes is unknown or 0."""
     counts = None if tokenizer is None else bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())
     return targets.size / n_bytes / math.log(2) if n_bytes else None

@@ -1,10 +1,11 @@
 """Turn the `[data]` section of a recipe into token ids on disk.
 
-The ids of text are in a cache. Sources of token ids are read in place (:mod:`leaven.data.token_source`).
+Text is tokenised once, and its token ids are stored in a cache folder. Sources that already have token ids are read
+from their own files (:mod:`leaven.data.token_source`).
 
 The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
-``tokens`` (one folder for each pair of source and tokenizer, named by a hash). Only one process at a time writes to a
-folder; other processes wait and then read its files.
+``tokens`` (one folder for each pair of text and tokenizer, named by a hash). If several processes need a tokenizer or
+tokens that the cache lacks, one process writes them, while the others wait and then read the files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ class TokenSet:
     names: tuple[str, ...]  # names of the sources, as in the recipe
     proportions: tuple[Fraction, ...]  # share of each source in the samples
     sources: tuple[Shards, ...]
-    vocab_size: int  # number of tokens of the tokenizer, or of the model if there is no tokenizer
+    vocab_size: int  # largest token id of the tokenizer + 1; without a tokenizer, vocab_size of the model
     end_of_text: int | None  # id of the end-of-text token; None if unknown
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path | None  # None if all sources have token ids and the recipe names no tokenizer
@@ -76,10 +77,10 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``, at least one from each source.
+        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``.
 
-        ``limit_tokens`` is divided among the sources by their proportions. Raise InputError if a source does not fill
-        one window.
+        At most ``limit_tokens`` / T windows are divided among the sources by their proportions. But each source gives
+        at least one window. Raise InputError if a source does not fill one window.
         """
         return np.concatenate(
             [
@@ -106,6 +107,7 @@ def prepare(
     Processes are spawned, so a script must call this function under ``if __name__ == "__main__"``.
 
     Args:
+        vocab_size: number of token ids of the model. If a tokenizer is trained, it gets at most this many tokens.
         cache: the folder of the cache; by default :func:`leaven.recipe.files.cache_folder`.
         progress: called with a stage (reading, tokenizer or encoding), the bytes processed and all bytes.
         processes: number of processes that encode text; by default one per core if there is enough text.
@@ -172,8 +174,9 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if keys of ``data`` do not fit its sources, or token ids are for both training and validation.
-    ``of_ids`` has the parts of each source of token ids."""
+    """Raise InputError if a setting in ``data``, such as ``dtype``, does not fit the sources. Also raise it if two
+    files have the same token ids but different uses (see :func:`refuse_two_uses`). ``of_ids`` has the parts of each
+    source of token ids, by the name of the source."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
@@ -196,7 +199,7 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
-    """Raise InputError if a file belongs to two sources."""
+    """Raise InputError if a text file belongs to two sources."""
     owner: dict[Path, str] = {}
     for source, parts in texts.items():
         for path in {part.path.resolve() for part in parts if isinstance(part, File)}:
@@ -215,7 +218,8 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the cached file and the encoder of a tokenizer: ``given`` or, if None, one trained on ``corpora``."""
+    """Return the file in the cache, and the encoder, of a tokenizer. This is ``given`` or, if ``given`` is None, a
+    tokenizer that is trained on ``corpora``."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
@@ -242,7 +246,8 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the tokenizer whose hash is in the file ``name``, or None if a file is missing or damaged."""
+    """Return the file and the encoder of the tokenizer whose hash is stored in the file ``name``. Return None if a
+    file is missing or damaged."""
     from tokenizers import Tokenizer
 
     try:

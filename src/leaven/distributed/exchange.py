@@ -17,16 +17,21 @@ _LONGEST_PAUSE = 0.5  # seconds between two polls of the store
 
 
 class Exchange:
-    """Exchanges values in rounds: every process sends a value to the first process, which sends one answer to all.
+    """Exchanges values in rounds. Every process takes part in each step of a round:
 
-    All processes must construct an exchange at the same point of the program, in their main threads. In each round,
-    all of them call :meth:`gather`, which may be left out, and then :meth:`broadcast`.
+    1. :meth:`gather` (optional): every process sends a value to the first process.
+    2. :meth:`broadcast`: the first process sends one value to all.
+
+    All processes must construct an exchange at the same point of the program, in their main threads.
+
+    Args:
+        timeout: how long the first process waits for the values of a round.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.group, self._timeout = group, timeout.total_seconds()
         self._nonce, self._round = group.broadcast(token_hex(4)), 0
-        # A request waits for earlier requests on the same connection.
+        # A request waits for earlier requests on the same connection, so an exchange has its own connection.
         self._store: Any = group.store.clone() if group.store is not None else None
         self._until = float("inf")
 
@@ -36,8 +41,8 @@ class Exchange:
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process. There, return the values of all processes by rank, None for those
-        that did not arrive in time. On other processes, return []."""
+        """Send a JSON value to the first process. On the first process, return a list with the value of each rank, or
+        None for a value that did not arrive in time. On other processes, return []."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -53,8 +58,8 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return, on every process, the JSON value that the first process passed, and end the round. Raise
-        ProcessLost if the first process does not answer within twice the timeout."""
+        """Return, on every process, the JSON value that the first process passes, and end the round. The values that
+        other processes pass are ignored. Raise ProcessLost if the value does not arrive within twice the timeout."""
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))
@@ -70,7 +75,8 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until the store has all keys, and return True. Return False after ``timeouts`` x the timeout.
+        """Wait until the store has all keys, and return True. Return False if the wait takes longer than ``timeouts``
+        times the timeout, or until the end that :meth:`shorten_timeout` has set.
 
         The store is polled, because :meth:`shorten_timeout` could not interrupt a waiting call.
         """
@@ -87,12 +93,13 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return the result of ``work()``, which runs on the first process, and then on all others in parallel. The
-    others find the files that the first process has written.
+    """Return the result of ``work()`` on every process. The first process runs it first. Then the other processes run
+    it in parallel, and find the files that the first process has written.
 
     Raises:
-        ProcessLost: on the others, if the first process has not finished after 60 days.
-        InputError: on all processes, if the first process raises it. If another process raises it, only there.
+        ProcessLost: on the other processes, if the first process has not finished after 60 days.
+        InputError: on all processes, if ``work()`` raises it on the first process. If another process raises it, only
+            on that process.
     """
     exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None
     if group.is_first:

@@ -53,8 +53,8 @@ class ExpertExchange:
         self.experts, self.group = experts, group
 
     def __call__(self, x_RD: Tensor, load: Tensor) -> Tensor:
-        """Return the outputs of the experts, (R, D), for rows that are sorted by expert. ``load`` is the number of
-        rows for each expert, including experts of other ranks."""
+        """Return the outputs of the experts, (R, D), for the rows ``x_RD``, which are sorted by expert. ``load`` has
+        the number of these rows for each expert, including experts of other ranks."""
         to_PE = load.view(dist.get_world_size(self.group), -1)
         from_PE = torch.empty_like(to_PE)
         dist.all_to_all_single(from_PE, to_PE, group=self.group)

@@ -29,7 +29,7 @@ class Piece:
     local: Tensor  # the block; shares its memory with the model
     shape: tuple[int, ...]  # shape of the whole tensor
     offset: tuple[int, ...]  # index of the block's first element in the whole tensor
-    owned: bool = True  # whether this process counts and saves the block
+    owned: bool = True  # whether this process counts the block in norms and saves it in checkpoints
 
     @property
     def whole(self) -> bool:
@@ -38,8 +38,11 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores. If several processes store the same block, the first one
-    along each axis of the mesh owns it, unless ``owned`` is false there."""
+    """Return the block of a tensor that this process stores.
+
+    If several processes store the same block, only the first along each axis of the mesh can own it. If ``owned`` is
+    false, this process does not own the block. For a tensor that is not a DTensor, the block is the whole tensor.
+    """
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -50,7 +53,7 @@ def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Return a view of the block of size ``shape`` that begins at ``offset``."""
+    """Return a view of the block of ``tensor`` that begins at ``offset`` and has the given shape."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length) if length else tensor.narrow(dim, 0, 0)
     return tensor

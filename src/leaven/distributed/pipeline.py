@@ -30,7 +30,8 @@ SCHEDULES = {
 }
 
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]
-"""Inputs, targets, and document numbers (None if documents are not isolated), each (sequences, seq_len)."""
+"""Inputs, targets, and document numbers, each (sequences, seq_len). With document numbers, a token attends only to
+tokens of its document. None: it attends to all earlier tokens."""
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
@@ -80,7 +81,7 @@ class Pipeline:
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients.
 
-        torch's schedules have an ``eval`` method, which changes the state that they keep for training.
+        The method ``eval`` of torch's schedules is not used, because it changes state that training needs.
         """
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
@@ -100,8 +101,8 @@ class Pipeline:
         return total
 
     def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Return the schedule for ``count`` micro-batches of this shape. Only one exists at a time: two schedules
-        with the same stages would silently lose gradients."""
+        """Return the schedule for ``count`` micro-batches of the given shape. A new schedule replaces the one before:
+        two schedules with the same stages would silently lose gradients."""
         if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
@@ -139,13 +140,14 @@ class Pipeline:
 
 
 class LeanStage(PipelineStage):
-    """A :class:`PipelineStage` that frees buffers, gradients and parameters after each micro-batch.
+    """A :class:`PipelineStage` that frees memory after each micro-batch.
 
     torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so ZeRO 2 and 3
     need the same memory as ZeRO 1. Before torch 2.15, it also allocates all receive buffers at the start.
 
-    Here each micro-batch's buffer is freed after its backward pass. With ``zero`` 2 and 3, gradients are then
-    reduce-scattered, and with 3 parameters are resharded, at the cost of another all-gather.
+    This class frees the receive buffers of a micro-batch after its backward pass. With ``zero`` 2 and 3, it also
+    reduce-scatters the gradients. With ``zero`` 3, it also reshards the parameters, which the next micro-batch must
+    all-gather again.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
@@ -201,7 +203,7 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return the entries of torch's receive infos that have a buffer. Those of the first stage have none."""
+    """Return the entries of torch's receive infos that have a buffer. Inputs of the first stage have no buffer."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

@@ -28,7 +28,7 @@ same pieces of parameters and optimizer states, and ranks along "shard" differen
 
 EXPERT_AXES = ("pp", "replicate", "shard", "ep", "tp")
 """The axes of the device mesh of routed experts. Ranks along "ep" have different experts, and ranks along "replicate"
-and "shard" have the same."""
+and "shard" have the same experts."""
 
 STORE_POLL_SECONDS = 0.02  # pause between two polls of the store
 
@@ -114,7 +114,8 @@ class ProcessGroup:
         return values[0]
 
     def heartbeat(self, activity: str) -> None:
-        """Record what this process is doing. If it dies, the error of the other processes contains ``activity``."""
+        """Record what this process is doing, such as "in step 7". If processes lose each other, the error message
+        contains the ``activity`` of the process with the oldest heartbeat."""
         if self.store is not None:
             self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
 
@@ -128,7 +129,8 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of all processes that torchrun started, arranged by ``layout``.
+    """Yield the group of all processes that torchrun started, arranged by ``layout``. For a layout with one rank,
+    yield `SINGLE_PROCESS`.
 
     Raises:
         InputError: if the device cannot be used by several processes.
@@ -180,12 +182,12 @@ def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     entries hang or fail to connect. So the new processes agree on a prefix as follows:
 
     1. Each process writes a random word under the key of its rank. This replaces the word of a dead process.
-    2. Rank 0 proposes a prefix together with the words of all ranks, and proposes again when a word changes.
-    3. Each other rank agrees to a proposal that contains its own word, not that of its dead predecessor.
+    2. Rank 0 proposes a prefix together with the words of all ranks. When a word changes, it makes a new proposal.
+    3. Each other rank agrees to a proposal that contains its own word, not the word of a dead process.
     4. When all other ranks have agreed to the last proposal, rank 0 confirms it.
 
     Raises:
-        TimeoutError: if ranks are missing; the message names them.
+        TimeoutError: if ranks are missing after ``timeout``. The message names them.
     """
     word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", json.dumps(word))

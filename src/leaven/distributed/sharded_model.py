@@ -1,10 +1,10 @@
 """Distributes a model over the processes of a run, with the same interface for every layout.
 
 The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process stores. Norms
-cover the blocks of all processes and are bit-identical on all of them, so all processes make the same decisions.
+cover the blocks of all processes. They are bit-identical on all processes, so all processes make the same decisions.
 
-The layers of a rank are built first. Tensor parallelism, recomputation, compilation and sharding are then applied to
-them, in this order.
+The layers of a rank are built first. Then tensor parallelism, expert parallelism, recomputation, compilation and
+sharding are applied to the layers, in this order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +54,7 @@ class ShardedModel:
 
     Args:
         dtype: the dtype of matrix products. Parameters are fp32.
-        z_loss: the coefficient of the z-loss; 0: there is none.
+        z_loss: the coefficient of the z-loss; 0: there is no z-loss.
     """
 
     def __init__(
@@ -124,9 +124,14 @@ class ShardedModel:
         factor: Tensor | float,
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run all micro-batches forward and backward, and accumulate their gradients. Return ``factor`` times the sum
-        of this process's losses, a scalar. Without pipeline parallelism, call ``after_first`` after the first
-        micro-batch.
+        """Run all micro-batches forward and backward, and accumulate their gradients. Losses and gradients are
+        multiplied by ``factor``.
+
+        Args:
+            after_first: is called after the first micro-batch, but never with pipeline parallelism.
+
+        Returns:
+            The sum of this process's losses, multiplied by ``factor``, a scalar.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -170,8 +175,8 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def total_z_loss(self) -> Tensor | None:
-        """Return the z-loss of the last step in nats, summed over the tokens of all processes, or None without
-        one."""
+        """Return the z-loss of the last step in nats, summed over the tokens of all processes. Return None if the
+        model has no z-loss."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
     @property
@@ -182,16 +187,21 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Return the loads and balance losses of this step, summed over all processes: a row for each layer, a column
-        for each expert, and a last column for the balance loss. ``tally`` has zeros of this shape to write into."""
+        """Return the sums of the router tallies of this step over all processes, (layers, experts + 1).
+
+        Each layer has a row. The first columns have the number of tokens sent to each expert, and the last column has
+        the balance loss. ``tally`` is a tensor of zeros of this shape, and is overwritten.
+        """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
             tally[layer, -1] += mixture.tally.balance
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms, (rows of the parameter table,), of each of ``groups`` over all processes. A group has
-        one tensor, such as the gradient, for each of ``local_parameters``."""
+        """Return the 2-norms of each of ``groups`` over all processes: one norm for each row of the parameter table.
+
+        A group has one tensor, such as the gradient, for each of ``local_parameters``.
+        """
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -200,8 +210,8 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the gradients, (rows of the parameter table,). The last backward pass must have
-        reduced the gradients over the data-parallel ranks."""
+        """Return the 2-norms of the gradients, one for each row of the parameter table. The last backward pass must
+        have reduced the gradients over the data-parallel ranks."""
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
@@ -235,8 +245,8 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``local_parameters``. Sum that of a tied embedding over the
-        first and the last pipeline stage."""
+        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradient of a tied embedding over
+        the first and the last pipeline stage."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad
@@ -283,7 +293,7 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """Build the stage with the layers ``layers[0]`` to ``layers[1] - 1``, without values of its parameters."""
+    """Build the stage with the layers ``layers[0]`` to ``layers[1] - 1``. Its parameters have no values yet."""
     first, last = layers
     with torch.device("meta"):
         model = Transformer(shape, table.multipliers, table.attention_scale, table.router_losses)

@@ -2,9 +2,10 @@
 
 This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
 arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by
-their inputs. Both vocabulary matrices are split by the vocabulary. Outside attention and MLP, every rank has a part
-of the sequence, which is all-gathered into attention and MLP and reduce-scattered out of them. The backward pass has
-a reduce-scatter for each all-gather, and an all-gather for each reduce-scatter.
+their inputs. The embedding and the unembedding are split by the vocabulary. Outside attention and MLP, every rank has
+a part of the sequence. Before attention and before the MLP, these parts are all-gathered; after them, the outputs are
+reduce-scattered. The backward pass has a reduce-scatter for each all-gather, and an all-gather for each
+reduce-scatter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,8 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The parallel style of learned positions. Every rank has the whole table, and returns its part of the
-    sequence."""
+    """The parallel style of learned positions. Every rank has the whole table, and returns the rows for its part of
+    the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -59,8 +60,8 @@ class PositionTable(ParallelStyle):
 
 
 class VocabularySlice(ParallelStyle):
-    """The parallel style of an embedding. Each rank has a slice of the vocabulary and returns its part of the
-    sequence. torch's own style would allocate a gradient of the whole vocabulary on every rank."""
+    """The parallel style of an embedding. Each rank has a slice of the vocabulary, and returns the embeddings of its
+    part of the sequence. torch's own style would allocate a gradient of the whole vocabulary on every rank."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
@@ -113,7 +114,8 @@ class Local(ParallelStyle):
 
 
 REPLICATED = Local({"weight": [Replicate()], "bias": [Replicate()]})
-"""The style of a module with the same parameters on all ranks. Each rank computes another part of the result."""
+"""The style of a module with the same parameters on all ranks. Each rank computes a part of their gradient, and the
+parts are summed."""
 
 
 class LocalBranch(ParallelStyle):
@@ -136,7 +138,7 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module that gathers the first of its ``arguments`` arguments over the sequence."""
+    """Return the style of a module that has ``arguments`` arguments and gathers the first over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(input_layouts=(Shard(SEQUENCE), *rest), desired_input_layouts=(Replicate(), *rest))
 

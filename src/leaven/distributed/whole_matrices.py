@@ -1,8 +1,7 @@
 """Applies a function to whole matrices that are sharded over processes.
 
 Each matrix has an owner, a process that receives the whole matrix, applies the function, and sends the blocks of the
-result back. So the result is that of a single process. The processes take turns as owners, and each holds one whole
-matrix at a time.
+result back. So the result is the same as in a run with a single process. A process owns at most one matrix at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +29,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the blocks that are sent to the ``owner``, by rank. Each block has one sender, and the owner is the
-        sender of its own block."""
+        """Return the block that each sender sends to ``owner``, by the rank of the sender. Each block has one sender,
+        even if several ranks store it. If ``owner`` stores the block, the sender is ``owner`` itself."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -39,7 +38,8 @@ class SplitMatrix:
 
 
 class WholeMatrices:
-    """Applies functions to whole matrices, which are selected by name. :meth:`map` is a collective call."""
+    """Applies functions to whole matrices, which are selected by name. :meth:`map` is a collective of all processes
+    of a pipeline rank."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
         """``parameters`` are the matrices of this process's pipeline stages."""
@@ -58,8 +58,8 @@ class WholeMatrices:
     def map(
         self, function: Callable[[Tensor], Tensor], names: Iterable[str], mine: Iterable[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply ``function``, which keeps shape and dtype, to each matrix, and yield this process's block of each
-        result. ``mine`` are this process's blocks of the matrices."""
+        """Apply ``function`` to each matrix in ``names``, and yield this process's block of each result. ``function``
+        must keep shape and dtype. ``mine`` has this process's block of each matrix."""
         pairs = zip(names, mine, strict=True)
         while some := list(islice(pairs, self._size)):
             yield from self._round(function, [self._matrices[name] for name, _ in some], [block for _, block in some])
@@ -67,7 +67,8 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Return this process's blocks of the results for at most one matrix for each rank. Rank r owns matrix r."""
+        """Apply ``function`` to at most one matrix for each rank, and yield this process's block of each result. Rank
+        r owns matrix r."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]
@@ -84,8 +85,11 @@ class WholeMatrices:
         return iter(self._exchange(back, [tuple(block.shape) for block in mine])[: len(mine)])
 
     def _exchange(self, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send ``sent[r]`` to each rank r, and return the matrix from each rank r, of shape ``shapes[r]``. The ranks
-        for which a list is too short get or send nothing."""
+        """Send ``sent[r]`` to each rank r. Return the matrix that each rank r sends, of shape ``shapes[r]``.
+
+        Both lists may be shorter than the number of ranks. Ranks beyond the end of ``sent`` get nothing, and ranks
+        beyond the end of ``shapes`` send nothing.
+        """
 
         def sizes(elements: Iterable[int]) -> list[int]:
             found = list(elements)
