@@ -65,7 +65,7 @@ class SafeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Drop all later output, because the program that reads the output has ended, or the terminal was closed.
 
-        If this is standard error, the command continues. If it is standard output, BrokenPipeError ends the command.
+        On standard error, the command continues. On standard output, BrokenPipeError ends the command.
         """
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -96,7 +96,10 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used, with the reason of each. ``changed`` is another warning, or None."""
+    """Warn of checkpoints that were not used. ``checkpoints`` has the reason of each, by name.
+
+    ``changed`` is another warning, or None.
+    """
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])
