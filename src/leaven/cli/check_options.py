@@ -184,7 +184,10 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the family, which makes the recipe's model at any size, and the size of ``scale`` or the recipe."""
+        """Return the recipe's model family, and the size of the model: ``scale``, or by default the recipe's size.
+
+        The family makes the recipe's model at any size.
+        """
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
