@@ -34,7 +34,7 @@ VERBS = {
     "transfer": "Scale a recipe to another width, depth, batch size or run length. Warn about untested ranges.",
     "plan": "Find the best parallel layout of a run on a cluster. Predict its memory, speed, time and cost.",
     "hardware": "List the accelerators that the planner knows, with a source for each number.",
-    "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
+    "check": "Check on small models, in minutes, that a scaling rule holds. A check that does not pass exits with 1.",
     "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
     "train": "Train a recipe. Run the same command again to resume; on a CPU, resuming changes no bit of the result.",
     "sample": "Generate text from a trained run.",
@@ -234,7 +234,7 @@ def _has_no_folder() -> bool:
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return the message for an error of the system that the user can fix, such as a full disk, or None."""
+    """Return the message for an error of the system, such as a full disk. None if the user cannot fix the error."""
     if isinstance(error, BlockingIOError) and not hasattr(error, "characters_written"):  # not of a full pipe
         return _NO_PROCESS
     if _has_no_folder():

@@ -116,7 +116,7 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check, and write the page of ``--output``. Exit with code 1 if the check failed.
+        """Print a check, and write the page of ``--output``. Exit with code 1 if the check did not pass.
 
         ``more`` are further lines, and ``following`` the commands to suggest if the check passed.
         """

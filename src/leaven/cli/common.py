@@ -163,7 +163,7 @@ def recipe_name(file: Path, default: str) -> str:
 
 
 def group() -> typer.Typer:
-    """Return the typer app of a command with subcommands, which prints its help if none is typed."""
+    """Return the typer app of a command with subcommands. Without a subcommand, it prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 

@@ -292,8 +292,8 @@ def _study_of_recipe(
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe. Tokenise the recipe's text first.
 
-    If ``gpus`` (their number) is above 0 and the device is a CUDA GPU, leaven chooses how many trials each GPU trains
-    at once. Otherwise, each worker trains at most ``stack`` trials at once. It trains one at a time if ``stack`` is
+    If the number ``gpus`` is above 0 and the device is a CUDA GPU, leaven chooses how many trials each GPU trains at
+    once. Otherwise, each worker trains at most ``stack`` trials at once. It trains one at a time if ``stack`` is
     None, or if trials of this search cannot be trained at once.
     """
     from leaven.training.device import default_device, free_memory

@@ -66,8 +66,8 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
     """Return the init std of each rule, by the rule's name, for models of these sizes.
 
-    The width d_model follows from two assumptions: a model has 12 n_layers d_model^2 parameters, and d_model = ASPECT
-    n_layers.
+    The width d_model follows from two assumptions: a model has 12 n_layers d_model^2 parameters, and d_model /
+    n_layers is `ASPECT`.
     """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
@@ -241,8 +241,8 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the quartiles of the runs' values at several model sizes, as (size, lower quartile, upper quartile).
 
-    Each lineage has one vote: the median of its runs whose sizes are within a factor of `BAND_FACTOR`. Sizes with
-    fewer than four votes are left out.
+    At each size, a lineage has one vote: the median of its runs whose sizes are within a factor of `BAND_FACTOR`.
+    Sizes with fewer than four votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []

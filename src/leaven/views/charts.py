@@ -119,7 +119,7 @@ def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None 
 
 
 def _trace(points: Points, mode: str, **style: Any) -> Figure:
-    """Return a scatter trace. Tooltips need the key ``hovertext`` or ``hovertemplate`` in ``style``."""
+    """Return a scatter trace. It has tooltips if ``style`` has ``hovertext`` or ``hovertemplate``."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     x, y = zip(*points, strict=True) if (points := list(points)) else ((), ())
@@ -145,8 +145,7 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
     """Return a logarithmic axis with a tick at each of ``values``.
 
-    If there are more than 8 values, only every second (or third, and so on) has a tick, so that the axis has at most
-    8.
+    If there are more than 8 values, only every second (or third, and so on) has a tick, to keep at most 8 ticks.
     """
     places = sorted(set(values))
     shown = places[:: -(-len(places) // 8)]

@@ -98,7 +98,7 @@ def fixed(number: float, digits: int, sign: str = "") -> str:
 
 
 def delta(number: float | None) -> str:
-    """Return a difference in nats with its sign; "0.0000" if it rounds to 0."""
+    """Return a difference in nats with its sign, or ``0.0000`` if it rounds to 0. None becomes `NONE`."""
     if number is None:
         return NONE
     shown = f"{abs(number):.4f}"

@@ -150,8 +150,8 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
     """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first.
 
-    The chart shows the first `DOTS` layouts, without those that are much slower than the fastest layout and also
-    slower than ``chosen``.
+    Layouts that are much slower than the fastest layout are left out if they are also slower than ``chosen``. Of the
+    others, the chart shows at most `DOTS`.
     """
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]

@@ -70,7 +70,8 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
     """Return a band with a colour for each layer, ``text`` beside it, and ``label`` in its tooltip.
 
-    ``state`` is "left" for a multiplier that the study did not search, "depth" for depth multipliers, or else "".
+    ``reach`` is that of :func:`shade`. ``state`` is "left" for a multiplier that the study did not search, "depth"
+    for depth multipliers, or else "".
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))

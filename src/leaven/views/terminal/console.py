@@ -106,7 +106,7 @@ def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> N
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the lines that show the commands to type next, and how to choose other GPUs."""
+    """Return the lines that show the commands to type next. For a plan, a line says how to choose other GPUs."""
     lines = [f"{'' if number else 'next':<{LABEL}}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
         lines.insert(0, f"{'hardware':<{LABEL}}for other GPUs, change --gpus; leaven hardware lists the names")
