@@ -228,7 +228,7 @@ def read_study(folder: Path) -> StudyView:
     path = folder / "study.json"
     state = _document(path, StudyDocument, _faults_of_study)
     if not state.trials:
-        raise InputError(f"{path}: no trial has ended yet; run leaven tune, or wait for it")
+        raise InputError(f"{path}: no trial has ended yet; wait for the first trial, or run leaven tune")
     best, centre = folder / "best.toml", folder / "centre.toml"
     of_file = is_command_file(centre)
     start = command_space(centre).file if of_file else read_recipe(centre)
