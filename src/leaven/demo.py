@@ -93,7 +93,7 @@ def run_demo(
             estimated to take more than ``MOST_SECONDS``.
         source: ``data.source`` of the recipe. By default, a resumed demo keeps its text, and a new one has that of
             demo.toml.
-        stop: returns true once the user asked to stop.
+        stop: returns true once the user has asked to stop.
 
     Raises:
         InputError: if the folder has other files or another demo, is in use or cannot be written, or if the source
@@ -133,7 +133,10 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into the folder, or None if the demo is new."""
+    """Return the document that an earlier call wrote into the folder, or None if the demo is new.
+
+    Raise InputError if the folder has another demo, a demo without its runs, or other files.
+    """
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -193,7 +196,7 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
 
 
 def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
-    """Train the runs that have not finished, and write the three recipes."""
+    """Train the runs that have not finished, and write the three recipes. Return the document with the results."""
     size = SIZES[document.size]
     document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
     lr = best(curves(document)[MOVED, size.widths[0]])
@@ -210,7 +213,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
 
 
 def result_of(demo: DemoDocument) -> DemoResult:
-    """Return the losses at the lr that is best for the base."""
+    """Return the losses of the base and of the widest model, all at the lr that is best for the base."""
     base, widest = demo.models[0].width, demo.models[-1].width
     lr = best(curves(demo)[MOVED, base])
     copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))

@@ -251,7 +251,7 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(leaven: Verb, roots: 
     assert running.wait(30) == 0
 
 
-@pytest.mark.parametrize(("folder", "words"), [("", "no run, study, check or demo"), ("none", "does not exist")])
+@pytest.mark.parametrize(("folder", "words"), [("", "no run, study, check or demo"), ("none", "there is no folder")])
 def test_what_cannot_be_served_is_one_line(leaven: Verb, tmp_path: Path, folder: str, words: str) -> None:  # noqa: F811
     code, _, error = leaven("serve", tmp_path / folder)
     assert (code, words in " ".join(error.split())) == (2, True), error

@@ -1,5 +1,8 @@
-"""Defines the command line. Each command has a file in this folder, which parses the options, calls the library, and
-prints the document (typed result) that the library returns."""
+"""Defines the command line.
+
+Each command has a file in this folder. The file parses the options, calls the library, and prints the document (the
+typed result) that the library returns.
+"""
 
 import errno
 import os
@@ -31,7 +34,7 @@ VERBS = {
     "transfer": "Scale a recipe to another width, depth, batch size or run length. Warn about untested ranges.",
     "plan": "Find the best parallel layout of a run on a cluster. Predict its memory, speed, time and cost.",
     "hardware": "List the accelerators that the planner knows, with a source for each number.",
-    "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
+    "check": "Check on small models, in minutes, that a scaling rule holds. A check that does not pass exits with 1.",
     "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
     "train": "Train a recipe. Run the same command again to resume; on a CPU, resuming changes no bit of the result.",
     "sample": "Generate text from a trained run.",
@@ -53,8 +56,11 @@ class Verbs(TyperGroup):
 
 
 def command_of(verb: str) -> Any:
-    """Import the file of a verb such as ``train``, and return the verb's command. The command is ``app`` in the file
-    of a verb with subcommands. In other files, it is the function with the name of the verb."""
+    """Import the file of a verb such as ``train``, and return the verb's command.
+
+    In the file of a verb with subcommands, the command is ``app``. In other files, it is the function with the name
+    of the verb.
+    """
     module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
     app = getattr(module, "app", None)
     if app is None:
@@ -133,7 +139,8 @@ def _no_verb(
 def main() -> None:
     """Run the command line, and exit. An error is one line on standard error, or with LEAVEN_DEBUG a traceback.
 
-    The exit code is 2 for wrong input, 70 for a bug, 75 if the user stopped the command, and 1 for other failures.
+    The exit code is 2 for wrong input, 70 for a bug, 75 if Ctrl-C or another signal stopped the command, and 1 for
+    other failures.
     """
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -160,7 +167,10 @@ def main() -> None:
 
 def _open_standard_streams() -> None:
     """Open the null device in place of each standard stream that is closed, for example by ``leaven ... >&-``.
-    Otherwise the next file that is opened would get the stream's number, and printed text would go into the file."""
+
+    Otherwise, the next file that is opened would get the number of the stream, and printed text would go into that
+    file.
+    """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # as standard streams are
     os.close(descriptor)
@@ -224,7 +234,7 @@ def _has_no_folder() -> bool:
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return the message for an error of the system that the user can fix, such as a full disk, or None."""
+    """Return the message for an error of the system, such as a full disk. None if the user cannot fix the error."""
     if isinstance(error, BlockingIOError) and not hasattr(error, "characters_written"):  # not of a full pipe
         return _NO_PROCESS
     if _has_no_folder():
@@ -232,15 +242,18 @@ def _message_of_system(error: OSError) -> str | None:
     if error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
-    if error.errno in _ADVICE and (error.filename or error.errno in {errno.EIO, errno.ESTALE}):  # reads name no file
+    # An error of a read has no file name.
+    if error.errno in _ADVICE and (error.filename or error.errno in {errno.EIO, errno.ESTALE}):
         what, advice = os.strerror(error.errno).lower(), _ADVICE[error.errno]
         return f"{os.fsdecode(error.filename)}: {what}; {advice}" if error.filename else f"{what} on a disk; {advice}"
     return None
 
 
 def bug_message(error: BaseException) -> str:
-    """Write a bug's traceback to a file that only this user can read, and return a message that names the file. If
-    the file cannot be written, the message says how to see the traceback."""
+    """Write a bug's traceback to a file that only this user can read, and return a message that names the file.
+
+    If the file cannot be written, the message says how to see the traceback.
+    """
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
@@ -257,7 +270,7 @@ def bug_message(error: BaseException) -> str:
 
 
 def usage_message(error: Any) -> str | None:
-    """Return what is wrong with the command line and what to type, or None if the error is not of typer."""
+    """Return what is wrong with the command line and what to type, or None if ``error`` is no error of typer."""
     # This does not test the class, because some versions of typer contain their own copy of click.
     if not hasattr(error, "format_message"):
         return None
@@ -279,6 +292,6 @@ def usage_message(error: Any) -> str | None:
 
 
 def parameter_name(param: Any) -> str:
-    """Return the name of a parameter: of an option such as ``--output/-o``, of an argument such as ``RECIPE``."""
+    """Return the name of a parameter, such as ``--output/-o`` for an option or ``RECIPE`` for an argument."""
     names = [*param.opts, *param.secondary_opts]
     return "/".join(names) if names[0].startswith("-") else str(param.metavar or param.name.upper())

@@ -116,7 +116,7 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check, and write the page of ``--output``. Exit with code 1 if the check failed.
+        """Print a check, and write the page of ``--output``. Exit with code 1 if the check did not pass.
 
         ``more`` are further lines, and ``following`` the commands to suggest if the check passed.
         """
@@ -184,7 +184,10 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the family, which makes the recipe's model at any size, and the size of ``scale`` or the recipe."""
+        """Return the recipe's model family, and the size of the model: ``scale``, or by default the recipe's size.
+
+        The family makes the recipe's model at any size.
+        """
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 

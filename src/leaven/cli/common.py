@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 def option(help: str, default: str | bool = True, names: str = "", **more: Any) -> Any:
     """Return an option of a command. ``default`` is the text of the default value in ``--help``.
 
-    ``names``, such as ``"--output -o"``, are by default the parameter's name. ``more``: arguments of `typer.Option`.
+    ``names`` are the names of the option, such as ``"--output -o"``; by default, typer derives one from the
+    parameter. ``more`` are arguments of `typer.Option`.
     """
     return typer.Option(*names.split(), help=help, show_default=default, **more)
 
@@ -131,8 +132,10 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed one of the parameters ``others``, e.g. ``"params tokens"``, beside
-    ``option``."""
+    """Raise InputError if the user typed one of the parameters ``others``, because ``option`` excludes them.
+
+    ``others`` has the names of the parameters, such as ``"params tokens"``.
+    """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -140,9 +143,10 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError unless ``path`` is a new file in an existing folder, or a device such as /dev/null.
+    """Raise InputError if ``path`` is a folder, is in a folder that does not exist, or is a file that exists.
 
-    With ``force``, the file may exist. None is for a command without the option ``--force``.
+    Devices such as /dev/null are allowed. With ``force``, the file may exist. ``force`` is None if the command has no
+    option ``--force``.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
@@ -159,7 +163,7 @@ def recipe_name(file: Path, default: str) -> str:
 
 
 def group() -> typer.Typer:
-    """Return the typer app of a command with subcommands, which prints its help if none is typed."""
+    """Return the typer app of a command with subcommands. Without a subcommand, it prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -210,7 +214,7 @@ def _drop_output(descriptors: Iterable[int]) -> None:
 
 
 def _without_reader(descriptor: int) -> bool:
-    """Return whether the other end is closed. On Windows, always return False."""
+    """Return whether the other end of a terminal, pipe or socket is closed. On Windows, always return False."""
     if not hasattr(select, "poll"):
         return False
     poll = select.poll()
@@ -265,7 +269,7 @@ def exit_interrupted(message: str) -> NoReturn:
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
     """Return the tokens of the text that ``data`` names. Show the progress of tokenising, and print notes.
 
-    A note says if the tokenizer is not that of the weights in the folder ``start``.
+    If the weights in the folder ``start`` have another tokenizer, a note says so.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

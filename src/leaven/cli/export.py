@@ -89,7 +89,7 @@ def config(
 ) -> None:
     """Write a recipe and its resolved values as the configuration of another training code.
 
-    If the other code cannot express some values, the command lists them and writes nothing, unless --lossy is given.
+    If the other code cannot express some values, the command lists them. It then writes files only with --lossy.
     """
     from leaven.interop.configs.export import default_path, target, write
     from leaven.interop.configs.export import export as export_recipe

@@ -39,8 +39,8 @@ def laws(
     experts: Annotated[
         int,
         option(
-            "Number of experts for each that a token uses, e.g. 16 for 8 of 128 experts. One loss law depends on "
-            "this number.",
+            "Number of experts divided by the number that a token uses, e.g. 16 for 8 of 128 experts. One loss law "
+            "depends on this ratio.",
             min=1,
         ),
     ] = 1,

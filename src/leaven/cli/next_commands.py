@@ -30,7 +30,10 @@ PROXY, TUNED = "-proxy", "-tuned"
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``recipes check`` passed, with a coordinate check for a tuned recipe."""
+    """Return the commands to suggest after ``recipes check`` passed.
+
+    For a recipe OUT-tuned.toml, the first one is a coordinate check.
+    """
     check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
     return [*check, *after_coordinates(path, recipe, overrides)]
 
@@ -46,15 +49,19 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
 
 
 def after_findings(changes: Mapping[str, Any]) -> list[str]:
-    """Return the command that the user typed with ``changes`` as ``--set`` options, or [] without changes."""
+    """Return the command that the user typed, with ``--set`` options for ``changes``. Return [] without changes."""
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command that decides, repairs or shows the fault of a failed check, or [].
+    """Return the command to suggest after a check that did not pass.
 
-    ``run`` is the folder of the check's runs, and ``page`` the page that was written, if any.
+    - If no row failed and the check advises options that would decide it: the same check with these options.
+    - If a row failed with another rule than complete-d-p: the same check with complete-d-p.
+    - Otherwise: a command that writes a page about the check, or [] if the check has already written ``page``.
+
+    ``run`` is the folder of the check's runs, if any.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -85,7 +92,7 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
     """Return the commands to suggest after ``transfer`` and ``import config``: check the recipe, and train it.
 
-    Without a written file ``output``, return the user's command with ``-o name`` added.
+    If no file was written (``output`` is None), return the user's command with ``-o name`` added.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
@@ -95,8 +102,8 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after the plan of a recipe: tune an untuned proxy, and train as planned.
 
-    Return [] if leaven cannot train so. With ``overrides``, no proxy is tuned: it was made for the recipe without
-    them.
+    Return [] if the plan does not fit in memory or has context parallelism, with which leaven cannot train. With
+    ``overrides``, do not suggest tuning the proxy, which was made for the recipe without them.
     """
     if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []
@@ -174,10 +181,10 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``. A plan of the proxy comes first if this machine
-    is too small.
+    """Return the command that tunes the proxy in the file ``path``.
 
-    With a ``target``, the command has the number of trials that are worth their cost.
+    If this machine is too small for the proxy, the first command is a plan of the proxy. If ``target`` is given, the
+    command has the number of trials that are worth their cost.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
@@ -225,9 +232,10 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: its known cluster, or a cluster that fits the recipe.
+    """Return the cluster on which to plan a recipe: its known cluster, or else a cluster of estimated size.
 
-    The latter has the GPUs of the target's known cluster or, if that is unknown or a CPU, `EXAMPLE_GPU`.
+    The estimated cluster has GPUs of the kind of the target's known cluster. If that is a CPU, or if no cluster is
+    known, it has GPUs of the kind `EXAMPLE_GPU`.
     """
     if known := known_cluster(recipe):
         return known.cluster
@@ -238,7 +246,10 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return the reason for the recipe's known cluster, if ``following`` has a plan for this cluster, or []."""
+    """Return a line with the reason for the cluster in the first ``leaven plan`` command of ``following``.
+
+    Return [] if ``following`` has no such command, or if its cluster is not the recipe's known cluster.
+    """
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []

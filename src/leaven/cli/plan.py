@@ -87,7 +87,7 @@ def plan(
         str | None,
         option(
             "Plan for Megatron-LM instead of leaven's own trainer, e.g. megatron-2026, or megatron-deepep for "
-            "mixtures of experts; a wrong name prints all. Published runs are planned for megatron-flash.",
+            "mixtures of experts; a wrong name prints all names. Published runs are planned for megatron-flash.",
             metavar="NAME",
         ),
     ] = None,
@@ -146,7 +146,8 @@ def plan(
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
     """Return the plan with its times corrected by measurements, if there are any.
 
-    With ``measure``, steps on this machine are measured now. Otherwise, with ``history``, past runs count.
+    With ``measure``, the measurements are steps on this machine, which are run now. Otherwise, with ``history``, they
+    are past runs.
     """
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)

@@ -34,7 +34,7 @@ def serve(
     roots = [folder.resolve() for folder in folders or [Path()]]
     for folder, root in zip(folders or [], roots, strict=False):
         if not root.is_dir():
-            raise InputError(f"the folder {folder} does not exist; give a folder of runs or studies")
+            raise InputError(f"there is no folder {folder}; give a folder of runs or studies")
         if next(find([root]), None) is None:
             raise InputError(
                 f"{folder} contains no run, study, check or demo; give the folder that leaven train --run, "

@@ -130,8 +130,10 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run has stopped since the user started torchrun. torchrun restarts every command that ends with an
-    error, but only the user may resume a run that has stopped."""
+    """Exit if the run has stopped since the user started torchrun.
+
+    torchrun restarts every command that ends with an error, but only the user may resume a run that has stopped.
+    """
     from leaven.training.integrity import events_before_torchrun
 
     events, before = run.events(), events_before_torchrun(run)

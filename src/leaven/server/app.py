@@ -69,9 +69,9 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired(BaseHTTPMiddleware):
-    """Refuses a request without the right token, or (to prevent DNS rebinding) to a host that is not in ``LOCAL``.
+    """Refuses requests without the right token. The first request has it in its address, later ones in a cookie.
 
-    The first request has the token in its address, later ones in a cookie.
+    To prevent DNS rebinding, requests to a host that is not in `LOCAL` are refused, too.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -97,8 +97,9 @@ class TokenRequired(BaseHTTPMiddleware):
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
     """Return the HTML page that ``make`` returns, or a page with the InputError or OSError that ``make`` raises.
 
-    A page of the folders ``found`` updates itself: every two seconds, the browser asks whether they have changed. If
-    not, the response is empty and has status 304.
+    ``here`` is the name of the page in `LINKS`, or "". ``found`` are the folders that the page shows, if any. Such a
+    page updates itself: every two seconds, the browser asks whether the folders have changed. If they have not, the
+    response is empty and has status 304.
     """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
@@ -139,7 +140,7 @@ def _counted(found: list[Found]) -> str:
 
 
 def _named(roots: list[Path], root: str, name: str) -> Found | None:
-    """Return the folder with the address ``root/name``, or None if :func:`find` does not find one."""
+    """Return the folder with the address ``root/name``, or None if :func:`find` finds no folder with it."""
     return next((each for each in find(roots) if (str(each.root), each.name) == (root, name)), None)
 
 

@@ -45,7 +45,7 @@ class Found:
 
     @property
     def changed(self) -> float:
-        """The Unix time of the latest change to a file that the page shows, at most the year 9999."""
+        """The Unix time of the latest change to a file that the page shows, but at most `YEAR_9999`."""
         return min(max([0.0, *(stat.st_mtime for stat in self.stats.values())]), YEAR_9999)
 
     @property
@@ -54,7 +54,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run. Of a study, the best recipe or else the first one. Otherwise None."""
+        """The recipe of a run or study, or None. Of a study, the best recipe or, without one, that of the start."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -91,7 +91,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an HTTP ETag, which changes with the files that a page of the folders ``found`` shows."""
+    """Return the HTTP ETag of a page about the folders ``found``. It changes with the files that the page shows."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())

@@ -1,4 +1,7 @@
-"""Render the page of the published runs: peak lr, batch size, tokens and init std against model size."""
+"""Render the page of the published runs: peak lr, batch size, tokens and init std against model size.
+
+A lineage is a group of runs that copied one another's learning rate.
+"""
 
 import math
 import re
@@ -46,9 +49,10 @@ class CatalogueChart:
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return what each law predicts for models of these sizes, trained on 20 tokens per parameter.
+    """Return the predictions of each law, by the law's name, for models of these sizes.
 
-    ``predicted`` is a field of a law's result, such as ``lr``. Laws that only restate another law are left out.
+    The models are trained on `TOKENS_PER_PARAMETER` tokens per parameter. ``predicted`` is the predicted quantity,
+    such as ``lr``. Laws that only restate another law are left out.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -60,7 +64,11 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return the init std of each rule. With width / ASPECT layers, N parameters have width (N ASPECT / 12)^(1/3)."""
+    """Return the init std of each rule, by the rule's name, for models of these sizes.
+
+    The width d_model follows from two assumptions: a model has 12 n_layers d_model^2 parameters, and d_model /
+    n_layers is `ASPECT`.
+    """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
         "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
@@ -99,7 +107,7 @@ CHARTS = (
 
 
 def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
-    """Return the page as HTML. The charts also show the values of the recipe ``own``."""
+    """Return the page of the published runs as HTML. If ``own`` is given, the charts also show this recipe."""
     hues, values = hues_of(runs), dict[str, float]()
     if own:
         case = Case(own, adamw_rows(own))  # the lr and init std are those of the hidden weights
@@ -126,7 +134,7 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the `HUES` largest lineages with at least two runs, by name."""
+    """Return the colour of each of the `HUES` largest lineages, by name. A lineage of one run has no colour."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -137,7 +145,11 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
-    """Return plotly's name of a run's symbol: muP is a diamond, other optimizers are squares, and moe is open."""
+    """Return plotly's name of a run's symbol.
+
+    Runs with muP are diamonds, runs with another optimizer than Adam(W) are squares, and all others are circles. The
+    symbols of mixtures of experts are open.
+    """
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -154,9 +166,9 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over the parameters that a token uses, and the names of its numbered lines.
+    """Return a chart of published runs over their active parameters, and the names of the chart's lines.
 
-    The recipe ``own`` is a star at ``own_value``.
+    The chart shows the number of each line: line 1 has the first name. The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
@@ -229,7 +241,7 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the quartiles of the runs' values at several model sizes, as (size, lower quartile, upper quartile).
 
-    Each lineage (runs that inherited one lr) has one vote: the median of its runs within `BAND_FACTOR` of the size.
+    At each size, a lineage has one vote: the median of its runs whose sizes are within a factor of `BAND_FACTOR`.
     Sizes with fewer than four votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
@@ -246,9 +258,9 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of line labels: the ends of the lines, moved up where labels would overlap.
+    """Return a position for the label of each line: the line's end, moved up if the label would overlap another.
 
-    ``decades`` is the height of the chart.
+    ``decades`` is the height of the chart in factors of 10.
     """
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}

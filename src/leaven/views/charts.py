@@ -72,7 +72,7 @@ def text(written: str) -> str:
 
 
 def hue(number: int) -> str:
-    """Return one of the nine categorical colours of the style sheet; 0 and 9 are the same."""
+    """Return one of the nine categorical colours of the style sheet. The numbers 0 and 9 give the same colour."""
     return f"var(--hue-{number % 9 + 1})"
 
 
@@ -106,7 +106,7 @@ def line(
     shape: str = "linear",
     **style: Any,
 ) -> Figure:
-    """Return a trace of a line through ``points``, with dots of ``size`` pixels if it is not 0."""
+    """Return a trace of a line through ``points``. With a ``size`` in pixels, each point is also a dot."""
     looks = {"color": colour, "width": width, "dash": dash, "shape": shape}
     if size:
         return _trace(points, "lines+markers", line=looks, **{"marker": {"color": colour, "size": size}} | style)
@@ -119,7 +119,7 @@ def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None 
 
 
 def _trace(points: Points, mode: str, **style: Any) -> Figure:
-    """Return a scatter trace, without tooltips unless ``style`` has ``hovertext`` or ``hovertemplate``."""
+    """Return a scatter trace. It has tooltips if ``style`` has ``hovertext`` or ``hovertemplate``."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     x, y = zip(*points, strict=True) if (points := list(points)) else ((), ())
@@ -132,7 +132,10 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis with at most ``most`` ticks. ``pad``: space at each end, as a share of the axis."""
+    """Return a logarithmic axis with at most ``most`` ticks. ``spell`` returns the label of a tick.
+
+    ``pad`` is the space at each end, as a share of the axis.
+    """
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -140,7 +143,10 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
-    """Return a logarithmic axis with ticks at the ``values``, or at every n-th if there are more than 8."""
+    """Return a logarithmic axis with a tick at each of ``values``.
+
+    If there are more than 8 values, only every second (or third, and so on) has a tick, to keep at most 8 ticks.
+    """
     places = sorted(set(values))
     shown = places[:: -(-len(places) // 8)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
@@ -185,10 +191,11 @@ def _minus(a: float | None, b: float | None) -> float | None:
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Return y smoothed: at each point, the value of a straight line that is fitted to its neighbours.
+    """Return the values ``y``, smoothed: at each point, the value of a straight line fitted around it.
 
-    Point i has ``share`` * i neighbours on each side, at least 2: on a logarithmic axis later points are closer.
-    Unlike a moving average, the fit does not lag where the curve falls.
+    The line at point i is fitted to ``share`` * i points on each side, at least 2, and fewer near the ends. The
+    number grows with i because later points are closer together on a logarithmic axis. Unlike a moving average, the
+    fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)

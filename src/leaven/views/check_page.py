@@ -36,9 +36,10 @@ def check_page(check: CheckDocument) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return a chart for each axis and quantity, with a curve for each module, and the variables of their sections.
+    """Return the charts of a coordinate or gradient check, and the template variables of their sections.
 
-    Gradients are divided by Adam's eps at the same size, so they are flat if the rule scales eps correctly.
+    There is a chart for each axis (width or depth) and quantity. It has a curve for each module. Gradients are
+    divided by Adam's eps at the same size, so their curves are flat if the rule scales eps correctly.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
@@ -65,10 +66,10 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve, divided by its first value, so that it starts at 1.
+    """Return the points of a curve, with its values divided by the first value.
 
-    With ``eps``, each value is first divided by the eps at the same size, unless that is 0 or missing. The list is
-    empty if a value is 0 or missing, because a logarithmic axis cannot show it.
+    With ``eps``, each value is first divided by the eps at the same size. Where eps is 0 or missing, the value is not
+    divided by eps. Return [] if a value of the curve is 0 or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
@@ -79,7 +80,8 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a sweep or of ``check equivalence``, and the template variables of their section.
 
-    The first shows the loss over the swept value; the others the best value over width, depth, batch or tokens.
+    The first chart shows the loss over the swept value. Each other chart shows the best value over width, depth,
+    batch or tokens.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
@@ -104,9 +106,10 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of normalised loss curves and their deviations, and the variables of their section.
+    """Return the charts of ``check collapse``, and the template variables of their section.
 
-    Both are empty if the check has no curves.
+    One chart shows the normalised loss curves, and the other their deviations from the curve of the first size. Both
+    results are empty if the check has no curves.
     """
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
@@ -126,9 +129,9 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 
 
 def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
-    """Draw the best value over the width, depth, batch or duration.
+    """Draw the best value over the width, depth, batch or tokens, with a grey line at the value of the first point.
 
-    The dotted line is the best value of the first point; with ``limit``, lines are that many octaves above and below.
+    With ``limit``, two red lines are that many octaves (factors of 2) above and below the grey line.
     """
     level = curve.y[0]
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []

@@ -43,7 +43,7 @@ class CheckTable:
 
 
 def check_tables(check: CheckDocument) -> list[CheckTable]:
-    """Return the tables of a check. The table of measured values without verdicts is last."""
+    """Return the tables of a check. The last one has the measured values without a verdict, if there are any."""
     pairs = check.check in PAIRS
     together = "loss curves" if check.check == "collapse" else "best value"
     by_axis: dict[str, list[VerdictRow]] = {}
@@ -110,7 +110,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     if axis == "bookkeeping":
         return (
             "exponents that must be 0, computed from the optimizer's settings without training. Each is the worst "
-            "over width, depth, both, batch and tokens; that of lr is over batch and tokens"
+            "over width, depth, both, batch and tokens. The exponent of lr is the worst over batch and tokens alone"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check.check in SLOPES else ""
@@ -128,7 +128,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return the function that makes the cells of the column for the number ``part``."""
+    """Return the function that makes the cells of a column. ``part`` names its number, such as ``regret``."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

@@ -31,10 +31,13 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
 
 
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
-    """Return a comparison of runs with the first run, as an HTML page for the file ``output`` and as a document.
+    """Compare the runs in ``folders`` with the first run. Return an HTML page and a document.
+
+    Both name ``output``, the file for the page. The file is not written here.
 
     Raises:
-        InputError: for a folder that is no run with steps or is given twice, and for more than ``MOST_RUNS``.
+        InputError: if a folder is given twice, is not a training run or has no steps yet, if there are more than
+            `MOST_RUNS` folders, or if plotly is missing.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -93,10 +96,11 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return the tokens that ``first`` needed / the tokens that ``run`` needed to reach the same validation loss.
+    """Return how many times fewer tokens ``run`` needed than ``first`` to reach the same validation loss.
 
-    Each run is a list of (tokens, validation loss). The loss to reach is the final loss of the worse run. Return None
-    with fewer than two validations, or if the better run reached this loss at its first validation.
+    Both arguments are lists of (tokens, validation loss). The loss to reach is the final loss of the worse run. 2.0
+    means half of the tokens. Return None if a run has fewer than two validations, or if the better run reached the
+    loss at its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -110,7 +114,8 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
     """Return the tokens at which a run first reached ``loss``, interpolated over the logarithm of tokens.
 
-    The run must have reached it. Return None if its first validation had reached it already.
+    One of its validation losses must be ``loss`` or lower. Return None if the first one is, because there is nothing
+    to interpolate.
     """
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss

@@ -26,8 +26,10 @@ COMMANDS = (  # for a model of the user's own, after the demo
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the loss at each lr, for each pair (rule, width): the mean over seeds at the base, else that of the
-    first seed."""
+    """Return the loss at each lr, for each pair (rule, width).
+
+    At the base, it is the mean over all seeds. At other widths, it is the loss of the first seed.
+    """
     base = demo.models[0].width
     return {
         (rule, width): {
@@ -71,7 +73,10 @@ def _change(first: float, last: float, lrs: list[float]) -> str:
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return the losses, with a row for each width and rule, and a star at the lowest loss of a row."""
+    """Return a table of the losses at each lr, with a row for each width and rule. The base has one row.
+
+    A star marks the lowest loss of a row.
+    """
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -86,9 +91,9 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return the losses of the smallest and the largest model, with a column for each seed.
+    """Return a table of the losses of the smallest and the largest model, with a column for each seed.
 
-    The lr is the best of the smallest model. The demo must have finished.
+    All losses are at the lr that is the best for the smallest model. The demo must have finished.
     """
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
@@ -128,10 +133,12 @@ def cost(demo: DemoDocument) -> float:
 def demo_plan(
     demo: DemoDocument, runs: int, seconds: Mapping[str, float], most_seconds: float | None
 ) -> Iterator[str]:
-    """Yield lines about what a demo will train, and how long.
+    """Yield lines about what a demo will train, and how long this will take.
 
-    ``seconds`` has the estimated time of each size. ``most_seconds`` is the limit by which leaven chose the size, or
-    None if the user chose it.
+    Args:
+        runs: number of training runs.
+        seconds: estimated time of each demo size ("full" and "quick").
+        most_seconds: leaven chose the quick size if the full size takes longer. None if the user chose the size.
     """
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES
@@ -156,7 +163,7 @@ def demo_plan(
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield the losses of all runs, those of the runs with several seeds, the result and the cost."""
+    """Yield the two tables of losses of a finished demo, its result, its time and the file of its page."""
     yield "loss, nats per token (*: the lowest loss of a row)"
     yield loss_table(demo)
     yield ""
@@ -168,7 +175,7 @@ def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
 
 
 def demo_page(demo: DemoDocument) -> str:
-    """Return the page of a finished demo as HTML, or raise InputError if it has not finished."""
+    """Return the page of a demo as HTML. Raise InputError if the demo has not finished."""
     if demo.result is None:
         raise InputError("the demo has not finished; run the same leaven demo again to resume it")
     return render(
@@ -190,8 +197,10 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule: a curve for each width, and a dotted line at the best lr of the
-    base."""
+    """Draw the loss over the lr for one rule, with a curve for each width. Diamonds are the lowest losses.
+
+    A dotted line is at the best lr of the base.
+    """
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

@@ -34,7 +34,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 @dataclass(frozen=True)
 class RunView:
-    """A training run for display. Numbers that charts cannot show, such as NaN, are None."""
+    """A training run for display. A number that charts cannot show, such as NaN, is None."""
 
     title: str
     recipe: Recipe
@@ -61,8 +61,10 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-        """The faults in the files of the run, or "". The files are read on first use: a list of runs shows no
-        faults."""
+        """The faults in the files of the run as text, or "" if there are none.
+
+        The files are read on first use, because a list of runs does not show faults.
+        """
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
@@ -74,14 +76,17 @@ class StudyView(StudyDocument):
     """A study (a search for hyperparameters) for display."""
 
     centre: Recipe | CommandFile  # the recipe or the command file from which the search started
-    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or not of this study, or if
-    # the search began at a command file.
+    # The recipe in best.toml. None if there is no best point yet, if best.toml is missing or has other values than
+    # the best point, or if the search began at a command file.
     best_recipe: Recipe | None = None
     gap: str = ""  # why best.toml is not shown, or ""
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the values of hyperparameters by path. ``octaves`` has the distances from the starting values."""
+        """Return values of hyperparameters by path. ``octaves`` has their distances from the starting values.
+
+        :mod:`leaven.tuning.point` defines the distances.
+        """
         start = self.centre
         return point.values(start, octaves) if isinstance(start, Recipe) else start.values(octaves)
 
@@ -91,13 +96,18 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token, or None if no fresh seeds have measured it."""
+        """The 95% interval of the best loss, in nats per token.
+
+        None if the best point has no trials with fresh seeds, or if the noise between seeds is not known.
+        """
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials with the starting values. Without such trials, the loss of the first
-        complete trial, or None."""
+        """The mean loss of the complete trials with the starting values.
+
+        Without such trials, it is the loss of the first complete trial. None if no trial is complete.
+        """
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -121,7 +131,8 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder is of no run, study, check or demo, or a file is damaged or contradicts itself.
+        InputError: if the folder contains no run, study, check or demo, if it has no results yet, or if one of its
+            files is damaged or contradicts itself.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
@@ -186,7 +197,10 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw."""
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw.
+
+    The texts ``event`` and ``why`` stay.
+    """
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -198,7 +212,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
-    """Return the seconds of a run without the pauses before each resume. None: no event has a time."""
+    """Return the seconds of a run, without the pause before each resume. Return None if no event has a time."""
     times = [(event["event"], event["time"]) for event in events if event.get("time") is not None]
     spent = (after - before for (_, before), (event, after) in pairwise(times) if event not in {"start", "resume"})
     return sum(spent) if times else None
@@ -214,7 +228,7 @@ def read_study(folder: Path) -> StudyView:
     path = folder / "study.json"
     state = _document(path, StudyDocument, _faults_of_study)
     if not state.trials:
-        raise InputError(f"{path}: no trial has ended yet; run leaven tune, or wait for it")
+        raise InputError(f"{path}: no trial has ended yet; wait for the first trial, or run leaven tune")
     best, centre = folder / "best.toml", folder / "centre.toml"
     of_file = is_command_file(centre)
     start = command_space(centre).file if of_file else read_recipe(centre)
@@ -341,7 +355,10 @@ def _document(path: Path, kind: type[Kind], faults: Callable[[Kind], Iterator[st
 
 
 def _undrawable(value: Any, where: str) -> Iterator[str]:
-    """Yield a message for each number that charts cannot show. ``where`` is its place: ``"trials: 3: "``."""
+    """Yield a message for each number in ``value`` that charts cannot show.
+
+    ``where`` is the place of ``value`` in the document, such as ``"trials: 3: "``.
+    """
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if key != "interval":  # an unknown interval is infinite

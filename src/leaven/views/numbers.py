@@ -15,7 +15,8 @@ LEAST_GIB = 0.05  # smaller parts of memory are not shown
 def value(number: float | None, digits: int = 3) -> str:
     """Return a hyperparameter with ``digits`` significant digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more. Zeros at the end are left out.
+    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more. Zeros at the end are left out. None becomes
+    `NONE`.
     """
     if number is None:
         return NONE
@@ -53,9 +54,11 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return lines about the time of a step, judged by published runs: the range, and the codes with the most runs.
+    """Return lines about how far the planned time of a step may be off, judged by published runs.
 
-    Return [] for a calibrated plan or a CPU.
+    The lines have the range of the time, a range for each of the three training codes with the most runs, and how to
+    measure the time. If no published run was compared, a line says so instead of the ranges. Return [] for a
+    calibrated plan or a CPU.
     """
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]
@@ -79,7 +82,7 @@ def span(low: float, high: float, spell: Callable[[float], str]) -> str:
 
 
 def known(spell: Callable[[float], str]) -> Callable[[float | None], str]:
-    """Return ``spell``, but with `NONE` as the text of None."""
+    """Return a function that writes None as `NONE`, and a number as ``spell`` does."""
     return lambda number: NONE if number is None else spell(number)
 
 
@@ -95,7 +98,7 @@ def fixed(number: float, digits: int, sign: str = "") -> str:
 
 
 def delta(number: float | None) -> str:
-    """Return a difference in nats with its sign; "0.0000" if it rounds to 0."""
+    """Return a difference in nats with its sign, or ``0.0000`` if it rounds to 0. None becomes `NONE`."""
     if number is None:
         return NONE
     shown = f"{abs(number):.4f}"
@@ -149,14 +152,14 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def money(price: Price, hours: float = 1.0) -> str:
-    """Return the price of ``hours`` GPU-hours, for example ``$2,150``, ``EUR 2.50`` or ``2.50``."""
+    """Return the cost of ``hours`` GPU-hours, such as ``$2,150``, ``EUR 2.50`` or (without a currency) ``2.50``."""
     total = price.amount * hours
     before = f"{price.currency} " if price.currency[-1:].isalpha() else price.currency
     return f"{before}{total:,.0f}" if total >= 100 else f"{before}{total:,.2f}"
 
 
 def costs(cost: CostRow) -> list[str]:
-    """Return the GPU-hours, the energy and the price of a run, for example ``21,504 GPU-h``."""
+    """Return the GPU-hours of a run as text and, if they are known, its energy and its cost in money."""
     hours = f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 10 else f"{cost.gpu_hours:.2g}"
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:

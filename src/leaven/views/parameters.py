@@ -73,7 +73,7 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at its base scale, or None if it has that scale already or cannot be scaled to it."""
+    """Return the recipe, scaled to its base. Return None if it is at the base already or cannot be scaled to it."""
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):
@@ -96,9 +96,10 @@ def at_base(recipe: Recipe) -> Recipe | None:
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
     """Return why a parameter has its value of ``quantity``, a key of ``HEADERS``.
 
-    Usually, this is the factor on the value at the base, such as ``m_in^-1 = 0.25``. Each m is a ratio target / base:
-    m_in of the tensor's fan in, m_out of its fan out, m_head of the head dimension, m_L of the depth, m_B of the
-    batch size, m_D of the tokens, and m_match of the factor by which Muon multiplies the tensor's update.
+    Usually, the reason is the factor by which the rule multiplies the base's value, such as ``m_in^-1 = 0.25``. Each
+    m is a ratio target / base: m_in is that of the tensor's fan in, m_out of its fan out, m_head of the head
+    dimension, m_L of the depth, m_B of the batch size, m_D of the tokens, and m_match of the factor by which Muon
+    multiplies the tensor's update.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
@@ -122,7 +123,10 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the factors whose product scales ``quantity`` (of ``init_std``, the variance) from base to target."""
+    """Return the factors whose product scales ``quantity`` from base to target.
+
+    For ``init_std``, the product scales the variance. For a beta, it scales the half-life.
+    """
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

@@ -32,9 +32,10 @@ class FormField:
 def plan_page(
     plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
 ) -> str:
-    """Return the HTML page of a plan. ``plan`` has what the ``document`` lacks.
+    """Return the HTML page of a plan. ``document`` is the document of ``plan``.
 
-    ``name`` is the title, ``command`` the shell command of the plan, and ``form`` the input form of ``leaven serve``.
+    ``name`` is the title, and ``command`` the shell command that prints the plan. ``form`` is empty except in
+    ``leaven serve``, which shows these input fields above the plan.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

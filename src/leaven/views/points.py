@@ -17,17 +17,24 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a hyperparameter's change from the start, such as ``2×`` or ``+0.05``, or the chosen option."""
+    """Return a value's change from the start, such as ``2×`` or ``+0.05``. For a choice, return the chosen option.
+
+    ``to`` is the distance from the start, in the unit of the dimension.
+    """
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str, str]:
-    """Return the number of trials in each state, without empty ones: {"diverged": "2 diverged"}."""
+    """Return a text for each of the ``states`` that has trials, such as {"diverged": "2 diverged"}."""
     return {state: f"{n} {state}" for state in states if (n := study.count(state))}
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """Return how values change from ``before`` to ``now``, the largest first, in at most ``room`` characters."""
+    """Return how values change from ``before`` to ``now``, in at most ``room`` characters.
+
+    Both are distances from the start, by path. The largest changes come first, and the smallest are left out if there
+    is no space for them.
+    """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
         f"{short_path(d.path)} {d.change(to, origin)}"
@@ -42,9 +49,10 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Return what a trial changes from the trial ``best``, or else from the start, in at most ``room`` characters.
+    """Return what a trial changes from the trial ``best``, or by default from the start.
 
-    For a repeat with another seed, return the number of the repeated trial instead.
+    The text has at most ``room`` characters. It is ``trial 3 again, seed +1`` for a trial that repeats another one
+    with a new seed.
     """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -62,13 +70,16 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return a trial's tokens as a share of the longest complete trial's, such as ``at 18%``; "" if unknown."""
+    """Return a trial's tokens as a share of those of the longest complete trial, such as ``at 18%``.
+
+    Return "" if one of the two numbers is unknown.
+    """
     whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
 
 
 def _reached(trial: StudyTrial) -> int:
-    # A trial of a command may only have a loss curve.
+    # A trial of a command may have a loss curve, but no number of tokens.
     return trial.tokens or (trial.curve[-1][0] if trial.curve else 0)
 
 
@@ -99,14 +110,14 @@ def result(state: StudyDocument) -> list[str]:
 
 
 def repeats(state: StudyDocument) -> str:
-    """Return how many repeated trials measured the noise; ``given`` if the user gave the noise."""
+    """Return how many repeats measured the noise, such as ``3 repeats``, or ``given`` if the user gave the noise."""
     if state.noise_runs == GIVEN:
         return "given"
     return f"{state.noise_runs} repeat{'' if state.noise_runs == 1 else 's'}"
 
 
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
-    """Return lines about what a study found besides the best values. ``budget``: the allowed number of trials."""
+    """Return lines about what a study found besides the best values. ``budget`` is the allowed number of trials."""
     facts = _fewest_changes(state, state.fewest_octaves) if state.moved and state.fewest_octaves is not None else []
     if failed := state.count("failed"):
         facts.append(("failed", f"{failed} of {state.ended} trials, which gave no result at any attempt"))
@@ -168,7 +179,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return what to change to search beyond ``best``, a value at a limit of the search space."""
+    """Return, as part of a sentence, how to search beyond ``best``, a value at a limit of the search space."""
     if "." not in dimension.path:  # the study is of a command file; paths in recipes have a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale

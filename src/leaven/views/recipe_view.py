@@ -16,7 +16,8 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """Return the variables of the macros in ``recipe.html.j2``, by name.
 
-    ``names`` are the column titles of ``beside``, a recipe shown next to ``recipe``, and of ``recipe``.
+    ``beside`` is a recipe to show next to ``recipe``, if any. ``names`` are two column titles: first that of
+    ``beside``, and then that of ``recipe``.
     """
     table = parameter_table(recipe)
     mine = by_label(table.rows)
@@ -53,7 +54,10 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter: each layer's lr divided by ``lr``, the recipe's."""
+    """Return a table with a coloured band for each parameter.
+
+    A band shows the lr of each layer, divided by ``lr``, the lr of the recipe.
+    """
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -66,7 +70,8 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
     """Return a band with a colour for each layer, ``text`` beside it, and ``label`` in its tooltip.
 
-    ``state`` is "left" for a multiplier that the study did not search, and "depth" for depth multipliers.
+    ``reach`` is that of :func:`shade`. ``state`` is "left" for a multiplier that the study did not search, "depth"
+    for depth multipliers, or else "".
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
@@ -81,7 +86,7 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 def octaves_shown(factors: Sequence[float]) -> int:
     """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1.
 
-    The distance is rounded up, but down if the rest is at most a quarter octave.
+    The distance is rounded up. It is rounded down if the rest is at most a quarter of an octave.
     """
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
@@ -105,7 +110,7 @@ def chips(reach: int) -> list[tuple[str, float]]:
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return the values of a recipe by their reason under ``[why]``; under None, the values without a reason.
+    """Return the values of a recipe by their reason under ``[why]``. The key None has the values without a reason.
 
     A value is (keys of its path, value as text). Multipliers of 1 and empty values are left out.
     """
@@ -114,7 +119,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
     for path, setting in flatten(document).items():
         neutral = path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")) and setting in (1.0, (1.0,))
         if not neutral and setting not in ({}, ()):
-            # The key of a reason is a value, a point of a list (hyperparameters.depth.lr[2]), or a section.
+            # A key of [why] is the path of a value, a list item (hyperparameters.depth.lr[2]) or a section.
             known = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
             reason = recipe.why[max(known, key=len)] if known else None
             found.setdefault(reason, []).append((path.split("."), numbers.setting(setting)))
@@ -122,7 +127,10 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that are in ``space`` or differ from 1 somewhere."""
+    """Return the kinds of multipliers, such as ``lr``, that were searched or differ from 1 somewhere.
+
+    ``space`` has the paths of the searched values.
+    """
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -146,17 +154,21 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return the module's multiplier times the depth multiplier for each layer; one value outside the layers."""
+    """Return the module's multiplier times the depth multiplier of each layer.
+
+    A module outside the layers, such as the embedding, has no depth multiplier. Return its one multiplier.
+    """
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the table of the multipliers in a study's best recipe, or None if there is nothing to show.
+    """Return the table of the multipliers in a study's best recipe.
 
-    The table has a row for each module and a column for each kind of multiplier. A cell is a band. The text beside
-    the band is the module's own multiplier. If there are depth multipliers, the first row shows them.
+    The table has a row for each module and a column for each of `multiplier_kinds`. A cell is a band. The text beside
+    the band is the module's own multiplier. If there are depth multipliers, the first row shows them. Return None if
+    no multiplier was searched or differs from 1.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

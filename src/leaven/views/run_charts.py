@@ -15,7 +15,7 @@ Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
 
 def run_charts(*runs: RunView) -> dict[str, Figure | None]:
-    """Return charts with the lines of all runs, by name, such as ``loss``. A chart without data is None."""
+    """Return charts by name, such as ``loss``. A chart has lines for all runs. A chart without data is None."""
     coloured = list(zip(runs, colours(len(runs)), strict=True))
     last = max(run.tokens for run in runs)
     log = charts.log_axis(min(run.steps[0]["tokens"] for run in runs), last, numbers.tick, most=8)

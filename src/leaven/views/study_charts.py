@@ -46,7 +46,10 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Group the trials by kind (a key of ``MARKS``). Trials without a loss count only if they diverged or failed."""
+    """Return the trials, grouped by kind (a key of `MARKS`). Kinds without trials are left out.
+
+    Trials that have no loss yet are left out, too. Diverged and failed trials have the kind ``diverged``.
+    """
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -63,7 +66,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and highest loss that a chart shows. Only outliers are outside."""
+    """Return the lowest and the highest loss that the chart of the search shows. Only outliers are outside."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
@@ -132,7 +135,8 @@ def search(study: StudyView) -> Figure:
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
     """Draw the predicted loss over each of the most important hyperparameters, all with the same y axis.
 
-    The axis may go below 0, because the surrogate may predict a lower loss than that of the best point.
+    On the y axis, 0 is the predicted loss of the best point. The axis may go below 0, because the surrogate may
+    predict a lower loss elsewhere.
     """
     losses = [p.loss for each in study.coordinates for p in each.slice]
     largest = max((abs(each.gain) for each in study.coordinates), default=0.0)
@@ -146,8 +150,9 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
     """Draw the predicted loss over one hyperparameter, in nats above the loss of the best point.
 
-    The band is one standard deviation. In the grey region, the loss is flat within the noise. The red area is the
-    probability of divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials.
+    The band around the line is one standard deviation on each side. In the grey region, the loss is flat within the
+    noise. The red area is the probability of divergence, which is 1 at the top. Crosses are trials that diverged, and
+    ticks are complete trials. ``depth`` and ``height`` are the lowest and the highest loss that the chart shows.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
@@ -212,7 +217,10 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return the smoothed difference of each curve from that of the best trial, where both have tokens."""
+    """Return how far each curve is above the curve of the best trial, at the tokens that both cover.
+
+    The differences are smoothed. Return {} if there is no best trial, or if it has no curve.
+    """
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}
@@ -254,9 +262,9 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Draw the final losses of trials (a dot for each duration) over their tokens, with the Pareto front.
+    """Draw the final losses of trials over their tokens, with the Pareto front. A trial has a dot for each duration.
 
-    Return None if the points of the front have about equal tokens.
+    Return None if the front has fewer than two points, or if all its points have about the same number of tokens.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):

@@ -94,9 +94,10 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the table of the changed values, at the start, at the best point and with the fewest changes, if known.
+    """Return a table of the values that the best point changes.
 
-    Return None without a best point, or if it is the start.
+    It has a column for the start, one for the best point and, if it is known, one for the point with the fewest
+    changes. Return None if there is no best point yet, or if the best point is the start.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -115,7 +116,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials: the complete trials by loss, and then the others by loss."""
+    """Return the rows of the table of trials: the complete trials, and then all others. Both are sorted by loss."""
     names, best = points.workers(study), study.best_trial
     ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
     lowest = best.loss if best else min(ended, default=None)
@@ -156,7 +157,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """Return the ``leaven tune`` command that repeats a study."""
+    """Return the command that repeats a study. It names the file ``recipe`` and the study folder ``folder``."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method]
     if isinstance(study.centre, Recipe):

@@ -100,7 +100,8 @@ class Table:
 class RowByRow:
     """A table that is printed row by row, in columns of fixed width.
 
-    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` has the widths of the others by index.
+    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` has the width of each other column, by
+    its index in ``columns``.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -119,7 +120,7 @@ class RowByRow:
         return self.line([column.header for column in self._columns])
 
     def line(self, cells: Sequence[Cell]) -> Text:
-        """Return a row as text. ``cells`` has a cell for every column, shown or not."""
+        """Return a row as text. ``cells`` has a cell for every column, also for those that are left out."""
         aligned = []
         for i, width in self.widths.items():
             room = width if self._columns[i].free else max(width, len(cells[i]))
@@ -128,7 +129,10 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``. ``indent``: width of the labels; 0: as needed."""
+    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``.
+
+    ``indent`` is the width of the labels in characters. By default, the longest label determines it.
+    """
 
     def __init__(self, *facts: Fact, indent: int = 0) -> None:
         self._facts = facts

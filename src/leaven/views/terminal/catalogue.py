@@ -84,7 +84,7 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Yield the values in which two runs or recipes differ, last those that only one side can have."""
+    """Yield the values in which two runs or recipes differ. Values that only one of them can have are last."""
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),

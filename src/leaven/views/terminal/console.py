@@ -65,7 +65,7 @@ class SafeConsole(Console):
     def on_broken_pipe(self) -> None:
         """Drop all later output, because the program that reads the output has ended, or the terminal was closed.
 
-        If this is standard error, the command continues. If it is standard output, BrokenPipeError ends the command.
+        On standard error, the command continues. On standard output, BrokenPipeError ends the command.
         """
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -96,14 +96,17 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used, with the reason of each. ``changed`` is another warning, or None."""
+    """Warn of checkpoints that were not used. ``checkpoints`` has the reason of each, by name.
+
+    ``changed`` is another warning, or None.
+    """
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the lines that show the commands to type next, and how to choose other GPUs."""
+    """Return the lines that show the commands to type next. For a plan, a line says how to choose other GPUs."""
     lines = [f"{'' if number else 'next':<{LABEL}}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
         lines.insert(0, f"{'hardware':<{LABEL}}for other GPUs, change --gpus; leaven hardware lists the names")

@@ -31,7 +31,7 @@ def wrote(path: Path, recipe: Recipe) -> str:
 
 
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]]) -> Iterator[RenderableType]:
-    """Yield how ``leaven new`` chose each value, the training time with --time, and the files."""
+    """Yield how ``leaven new`` chose each value, the training time if --time was given, and the written files."""
     yield Facts(*((f"{step.step} {step.title}", step.lines) for step in document.steps))
     if fit := document.fit:
         tuning = "; tuning the proxy takes additional time" if document.proxy else ""

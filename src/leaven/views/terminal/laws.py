@@ -122,7 +122,7 @@ def laws_screen(
 
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
-    """Yield the compute-optimal size by every law for a FLOP budget, and the median and range of these sizes."""
+    """Yield each law's compute-optimal size and tokens for a FLOP budget, and the median and range of all laws."""
     yield Table.of(_OPTIMA, rows, _notes)
     yield ""
     yield _LEGEND
@@ -141,7 +141,10 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return the ratios of a batch size to those of the laws, its cost, and rules for its lr."""
+    """Return lines about a batch size: its ratio to the batch size of each law, its cost, and rules for its lr.
+
+    The cost is compared with the fewest possible tokens and the fewest possible steps.
+    """
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -199,7 +202,10 @@ def _spreads(
 
 
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
-    """Return the lines about the predicted loss. Laws for mixtures of experts have their own line."""
+    """Return lines about the predicted loss.
+
+    If ``experts`` is 1, one line is for all laws. Otherwise, laws for mixtures of experts have a line of their own.
+    """
     unit = "nats per token, each of its own text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]
@@ -212,9 +218,9 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Return the median and the range of what laws predict for ``key``, a field of the rows.
+    """Return the median and the range of the laws' predictions of ``key``, a field of the rows.
 
-    If all laws extrapolate, a text says so. If only some do, a text has the range of the others.
+    If all laws extrapolate, the last text says so. If some do, it has the range of the laws that do not.
     """
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]

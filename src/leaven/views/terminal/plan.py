@@ -91,13 +91,16 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return a ramp's first batch size and speed as text. A speed just below the full speed is 99%, not 100%."""
+    """Return the first batch size and speed of a ramp. A speed just below the full speed is shown as 99%."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return another layout's memory, time relative to the plan's layout, and choices that the plan does not have."""
+    """Return a line about another layout: its memory, its time, and the settings that differ from the plan's layout.
+
+    The time is relative to that of the plan's layout, such as ``+2.5%``.
+    """
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     own, chosen = _choices(other.layout), _choices(plan.layout)
@@ -120,8 +123,10 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why a requested layout was not chosen, and the times of the parts that differ by at least 1% of a
-    step."""
+    """Return why the layout of ``--explain`` was not chosen, and how it changes the times of the parts of a step.
+
+    Parts whose times differ by less than 1% of ``step_seconds`` are left out.
+    """
     ep = explained.layout["ep"] if explained.layout else 1
     return [
         f"{explained.asked}: {explained.line}",

@@ -16,7 +16,7 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of the numbers in the field ``quantity`` of the rows, by default ``header``."""
+    """Return a column of numbers from one field of the rows. The field is ``quantity``, by default ``header``."""
     field = quantity or header
 
     def text(group: LayerGroup) -> str:
@@ -159,7 +159,8 @@ SHOWN = (
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield a table of the init std of matrices in this recipe and in each published initialisation.
 
-    Lines around it have the reason, the nearest published initialisations and their formulas.
+    The line above the table has the reason of the recipe's init. The lines below have the nearest published
+    initialisations, and the formulas of all published ones.
     """
     init, n_layers = shown.init, shown.scale["depth"]
     by_module: dict[str, list[Mapping[str, Any]]] = {}  # the matrices of each module, in the order of the layers

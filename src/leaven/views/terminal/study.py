@@ -178,7 +178,7 @@ class TuneScreen(LiveScreen):
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
-    """Return the noise between seeds, or None if it is unknown or has fewer than ``least`` degrees of freedom."""
+    """Return the noise between seeds as text. None: it is unknown, or has less than ``least`` degrees of freedom."""
     if state.noise_floor is None or state.noise_runs < least:
         return None
     return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"

@@ -57,10 +57,10 @@ class _Quantities(string.Formatter):
 
 
 class TrainScreen(LiveScreen):
-    """The live screen of a training run: a row at each validation, every ``log_every`` steps, and after a
-    minute without a row.
+    """The live screen of a training run.
 
-    In a terminal, a changing row above the progress bar shows the current step. Events in `EVENTS` have a line each.
+    It prints a row at each validation, every ``log_every`` steps, and after a minute without a row. Events in
+    `EVENTS` have a line each. In a terminal, a changing row above the progress bar shows the current step.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
