@@ -5,7 +5,7 @@ of the earlier study's recipe. Then equal hyperparameters mean the same at every
 the new search: the distance of each value from its value in the new recipe.
 
 - If the new search varies a multiplier of a module but not the global hyperparameter, the multiplier's distance
-  includes that of the global one. Example: twice the global lr is 1 octave for the lr of every module.
+  includes the global one's distance. Example: twice the global lr is 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
 - No rule scales the batch size and the run's tokens. So their distances are those from the start of the earlier
   study. If a search chose such a value of the new recipe, its distance is that from the best point of the earlier
@@ -128,8 +128,8 @@ def _read(folder: Path, what: str) -> StudyDocument:
         return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
     except OSError:
         raise InputError(
-            f"{what}: no study.json in this folder; give the folder of a study; to resume a study that was begun "
-            "with this folder, leave --from-study out"
+            f"{what}: no study.json in this folder; give the folder of a study; to resume a study that began with "
+            "--from-study, leave this option out"
         ) from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(

@@ -23,7 +23,7 @@ HELD_OUT = 1_000_000  # the seed of the batches for the validation loss; no mode
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of ``count`` sequences of text.
 
-    The seed `HELD_OUT` takes them from the validation split, all other seeds take them from the training split.
+    The text of the seed `HELD_OUT` is the validation split; that of all other seeds is the training split.
     """
 
     def batch(seed: int, step: int) -> TokenBatch:

@@ -68,6 +68,7 @@ def collapse(
     """Check whether the loss curves of all sizes are equal after normalisation.
 
     Args:
+        subject: what is checked, for messages.
         runs: the loss curves of all seeds, by size; the first size is the base. A run has diverged if one of
             its losses is not finite.
         irreducible: L0 in nats per token; None to fit it.
@@ -186,9 +187,10 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return the sizes with batch and tokens in proportion to their numbers of parameters.
+    """Return the sizes with batch and tokens in proportion to the number of parameters.
 
-    Both are multiplied by a number that makes the batch a whole number of sequences.
+    The first size has the family's own batch and tokens. The ratios of all others are rounded to give batches of
+    whole sequences.
     """
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]

@@ -135,7 +135,8 @@ def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seed
     """Return rows with the loss of each control run minus the loss under the rule, for each scale in ``longer``.
 
     The control run "nothing moved" keeps all hyperparameters. The control run "lr left alone" keeps the lr and moves
-    all others. It is left out if the rule does not change the lr. If a run diverged, the difference is None.
+    all other hyperparameters. It is left out if the rule does not change the lr. If a run diverged, the difference is
+    None.
     """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}

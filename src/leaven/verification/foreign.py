@@ -119,7 +119,7 @@ class ForeignFamily:
 
     @cached_property
     def _tokens(self) -> TokenSet | None:
-        """The tokens of the text, or None if there is no text: the factory returns batches, or they are made up."""
+        """The tokens of the text. None if the factory returns batches, or if the token ids are made up."""
         return None if self.source in {None, MADE_UP} else prepare(_data(str(self.source)), self.vocab_size)
 
     @property

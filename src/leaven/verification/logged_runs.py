@@ -320,7 +320,7 @@ def _runs_by_size(
         seed = row.place if (written := row.seed()) is None else written
         if seed in runs:
             twice = f"{row.place} repeats the size, {value} and seed of an earlier row"
-            raise InputError(f"{twice}; remove one of them, or name another swept column with --value")
+            raise InputError(f"{twice}; remove one of the two, or name another swept column with --value")
         runs[seed] = row.loss()
     return found, axes, list(columns)
 
@@ -343,7 +343,7 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
-    """Return the loss curves of all runs in a folder or file by size, the smallest first.
+    """Return the loss curves of all runs in a folder or file, by the name of their size, the smallest first.
 
     ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the files.
     Raise InputError if the runs cannot be used, or if the size of a curve is not clear.

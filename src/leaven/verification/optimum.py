@@ -181,7 +181,8 @@ def estimate(
     The bootstrap draws residuals of losses, which ``_Runs`` scales up to the size of the noise. A few runs show the
     noise only roughly. So residuals are also multiplied by the 97.5% quantile of Student's t / that of the normal
     distribution. Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of
-    a seed, which is the same at all values, is not noise. Without residuals to draw, the interval has no ends.
+    a seed, which is the same at all values, is not noise. If there are no residuals to
+    draw, the ends of the interval are None.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -58,7 +58,7 @@ class RunStore:
         """Create the store without starting workers.
 
         Args:
-            on_run: called by :meth:`run` with two numbers: that of its finished trials, and that of all its trials.
+            on_run: called by :meth:`run` as ``on_run(done, total)``, the numbers of finished and of all trials.
             stop: called repeatedly; the runs stop once it returns true.
             note: called with a message for the user.
             finished: the number of results that the folder should have at least.
@@ -165,7 +165,7 @@ class RunStore:
         return True
 
     def losses(self, family: ModelFamily, settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
-        """Train each setting with the seeds 0 to ``seeds - 1``, and return the losses under the setting's key."""
+        """Train each setting with the seeds 0 to ``seeds - 1``, and return the losses by the keys of ``settings``."""
         trials = {
             key: [family.trial(replace(setting, seed=seed)) for seed in range(seeds)]
             for key, setting in settings.items()

@@ -139,8 +139,8 @@ class SizeCheck(ABC, Generic[Measured]):
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
         """Train a model and return its measurements.
 
-        ``labels`` are the labels of the smallest model's parameters. For this model they are empty, and the call
-        fills them. Raise InputError if another model lacks one of them.
+        ``labels`` are the labels of the smallest model's parameters. For the smallest model itself, the set is
+        empty and is filled here. Raise InputError if a larger model lacks one of the labels.
         """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}

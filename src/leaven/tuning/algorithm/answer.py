@@ -179,7 +179,7 @@ class FittedTrials:
         The field ``floor`` is the noise, with two exceptions. Both use a noise that is fitted to the losses, so they
         need 1 to ``FITTED`` losses that are finite and no outliers.
 
-        - If no noise is known, ``floor`` is the fitted noise.
+        - If no noise is known, ``floor`` is the fitted noise, or 0 if no noise can be fitted.
         - A noise above 0 that was measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
           small. Then ``floor`` is the geometric mean of the measured and the fitted noise, but at least the measured
           one.
@@ -371,7 +371,10 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is the only finalist, with ``RERUNS`` trials and a predicted gain > ``least``."""
+        """Return whether ``point`` is a single finalist that is likely to be better than the start.
+
+        It needs at least ``RERUNS`` trials, and a predicted gain above ``least`` nats.
+        """
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 

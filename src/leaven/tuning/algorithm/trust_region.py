@@ -356,8 +356,9 @@ def region(
     noise: float | None = None,
     seeds: NDArray[np.int64] | None = None,
 ) -> Region:
-    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order in which they
-    ended.
+    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
+
+    Both are in the order in which the trials ended.
 
     Args:
         losses: nats; infinite where a trial diverged.
