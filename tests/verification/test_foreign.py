@@ -390,7 +390,7 @@ def test_results_on_another_text_are_refused_and_those_of_another_factory_named(
     with RunStore(here, 1, note=notes.append, stop=lambda: True) as store, pytest.raises(ChecksStopped):
         store.run([replace(trial, key="c")])
     assert notes == [
-        f"no result in {here}/runs.jsonl is of this model, its settings and this version; every run is trained"
+        f"no result in {here}/runs.jsonl fits this model, its settings and this version; every run is trained"
     ]
 
 

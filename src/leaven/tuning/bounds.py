@@ -62,7 +62,7 @@ BOUNDS = {
 
 
 def why_fixed(recipe: Recipe, path: str) -> str | None:
-    """Return the reason why the value at a path cannot move within its bounds, or None if it can (or is a choice)."""
+    """Return why the value at a path cannot move within its bounds, or None if it can. A choice always can."""
     if path in CHOICES or any(reach(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"{point.value_at(recipe, path):g} cannot move within its bounds: {bounds_of(path).why}"
@@ -84,8 +84,11 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return the distance and the reason of an end of the search range: the lower end for ``side`` 0, the upper end
-    for 1. The reason is a text for the user, empty at a natural limit such as dropout 0."""
+    """Return how far the value at a path may move in a search, and the reason for this limit.
+
+    For ``side`` 0, this is the distance from the recipe's value to the lower end of the search range; for ``side`` 1,
+    to the upper end. The reason is a text for the user. It is empty at a natural limit, such as dropout 0.
+    """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens
     value = point.value_at(recipe, path)
@@ -119,7 +122,10 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return why the recipe is invalid if only the value at ``path`` moves by ``octaves``; None if it is valid."""
+    """Return why the recipe becomes invalid if its value at ``path`` moves by the distance ``octaves``.
+
+    Return None if the recipe stays valid.
+    """
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

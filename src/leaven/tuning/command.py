@@ -59,7 +59,7 @@ _DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_A
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
-# Keys that may differ between the commands of a study, for example on another machine.
+# Keys that may differ between the processes of one study, for example on another machine.
 OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")
 DIGITS = 6  # significant digits of a searched number in the command
 
@@ -153,7 +153,8 @@ class Command(Part):
     # Number of GPUs of a trial. None: 1 with --workers auto, otherwise all GPUs.
     devices: Annotated[int, Field(gt=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None  # a trial that takes longer has failed
-    diverged: Annotated[str, AfterValidator(_expression)] | None = None  # a trial with such an output has diverged
+    # A regular expression. A trial whose output has a match has diverged.
+    diverged: Annotated[str, AfterValidator(_expression)] | None = None
     resume: bool = False  # whether all attempts at a trial share the folder {out}, so that the command can resume
     prune: bool = True  # whether a trial ends early if its losses are too far behind those of the best trial
 
@@ -189,8 +190,11 @@ class Command(Part):
         return shared | ({} if self.config is None else {"config": text})
 
     def check(self, space: SearchSpace) -> None:
-        """Raise InputError if a placeholder has no value, if a searched value or ``config`` has no placeholder, or if
-        all trials would read their losses from the same path."""
+        """Raise InputError if the command does not fit ``space``.
+
+        It does not fit if a placeholder has no value, if a searched value or ``config`` has no placeholder, or if all
+        trials would read their losses from the same path.
+        """
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
         names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
@@ -220,8 +224,10 @@ class Command(Part):
                 )
 
     def filled(self, values: Mapping[str, Value]) -> str:
-        """Return the command with values in place of the placeholders. Raise InputError if a value needs quotes, and
-        its placeholder is in quotes."""
+        """Return the command with values in place of the placeholders.
+
+        Raise InputError if a value needs quotes, but its placeholder is inside quotes already.
+        """
         quoted = {name: shlex.quote(text_of(value)) for name, value in values.items()}
         for name in sorted(_in_quotes(self.command)):
             if name in values and quoted[name] != (text := text_of(values[name])):

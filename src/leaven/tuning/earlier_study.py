@@ -5,10 +5,11 @@ of the earlier study's recipe. Then equal hyperparameters mean the same at every
 the new search: the distance of each value from its value in the new recipe.
 
 - If the new search varies a multiplier of a module but not the global hyperparameter, the multiplier's distance
-  includes that of the global one. Example: twice the global lr is 1 octave for the lr of every module.
+  includes the global one's distance. Example: twice the global lr is 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
-- No rule scales the batch size and the run's tokens. So they are compared by their distance from the start of the
-  earlier study, or from its best point if a search chose their values in the new recipe.
+- No rule scales the batch size and the run's tokens. So their distances are those from the start of the earlier
+  study. If a search chose such a value of the new recipe, its distance is that from the best point of the earlier
+  study.
 
 If both studies run a command, values of the same name are compared.
 """
@@ -39,8 +40,9 @@ EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an 
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
-    """Return the completed trials of the study in ``folder`` as points of ``space``, and the standard deviation of
-    the loss between seeds, or None if too few trials measured it.
+    """Return the completed trials of the study in ``folder`` as points of ``space``, and the noise of the study.
+
+    The noise is the standard deviation of the loss between seeds. It is None if too few trials measured it.
 
     Raises:
         InputError: if the study cannot be read or compared with ``space``, or has too few trials (``LEAST``).
@@ -106,7 +108,7 @@ def require_start(document: StudyDocument, start: Recipe | CommandFile, what: st
 
 
 def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
-    """Return the value at which a search of a recipe or a command file starts; None if there is none at the path."""
+    """Return the value at which a search of a recipe or a command file starts; None if the path has no value."""
     try:
         return value_at(start, path) if isinstance(start, Recipe) else start.space[path].dimension(path).centre
     except (AttributeError, LookupError):
@@ -126,8 +128,8 @@ def _read(folder: Path, what: str) -> StudyDocument:
         return StudyDocument.model_validate(json.loads(storage.read(folder / "study.json")))
     except OSError:
         raise InputError(
-            f"{what}: no study.json in this folder; give the folder of a study; to resume a study that was begun "
-            "with this folder, leave --from-study out"
+            f"{what}: no study.json in this folder; give the folder of a study; to resume a study that began with "
+            "--from-study, leave this option out"
         ) from None
     except (ValueError, RecursionError):  # a ValidationError is a ValueError
         raise InputError(

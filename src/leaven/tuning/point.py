@@ -55,7 +55,10 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values that a recipe has and a search can vary. ``space.py`` refuses some of them."""
+    """Return the paths of the recipe's values of all kinds that can be searched.
+
+    ``space.py`` refuses some of them, for example most values that are 0.
+    """
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -65,7 +68,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of the points of a quantity's depth profile, without points that affect no block."""
+    """Return the paths of the points of a quantity's depth profile. Points that affect no block are left out."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -92,7 +95,7 @@ def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the value at a searchable path: the recipe's, or else the default, or None if there is neither."""
+    """Return the value at a searchable path: the recipe's or else the default. Return None if there is neither."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -169,7 +172,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def recipe_at(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """Return the recipe at a point (distances by path), with ``seed`` as its ``data.seed`` if given.
+    """Return the recipe at a point (distances by path). If ``seed`` is given, it is the recipe's ``data.seed``.
 
     Raises:
         ValueError: if the recipe would be invalid, for example with a warm-up longer than the run.

@@ -70,7 +70,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-        """Return a recipe or command file that starts at ``octaves``, with ``reasons`` under ``[why]``."""
+        """Return the text of a recipe or command file that starts at ``octaves``. ``reasons`` are for ``[why]``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
@@ -106,7 +106,7 @@ class SearchSpace(ABC):
         return replace(self, dimensions=informed, earlier=earlier)
 
     def within_near(self) -> Self:
-        """Return the space limited to the box in which a search begins. The box of a grid search does not grow."""
+        """Return the space limited to the box in which a search begins. A grid search stays in this box."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -155,8 +155,10 @@ class Space(SearchSpace):
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``, if it has this value. ``reason`` tells the user why. Raise
-        InputError if no value is left."""
+        """Return the space without the value at ``path``, if it is searched. ``reason`` tells the user why.
+
+        Raise InputError if no value is left.
+        """
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -165,7 +167,10 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the recipe's value at ``path``, if searched, stays below ``limit``."""
+        """Return the space in which the value at ``path`` stays below ``limit``.
+
+        If the value is not searched, return the space unchanged.
+        """
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -196,7 +201,7 @@ class Space(SearchSpace):
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    A set or pattern leaves out values that cannot be searched. A range in ``[tuning.octaves]`` always applies.
+    A set or pattern leaves out values that cannot be searched. The ranges in ``[tuning.octaves]`` apply to any space.
 
     Args:
         which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or

@@ -200,7 +200,7 @@ class Answer(BaseModel):
     idle: tuple[str, ...] = ()
     # Loss of the start minus that of the best point, nats, from trials that were not used to choose the best point.
     gain: float | None = None
-    outlook: Outlook | None = None  # None before the end of a search, and for other methods than trust-region
+    outlook: Outlook | None = None  # only after the end of a search with the method trust-region
     # Whether the search uses prior knowledge; False if the trials contradict the knowledge, None if there is none.
     informed: bool | None = None
     advice: str = ""  # if all trials diverged: which value to lower
@@ -241,7 +241,7 @@ class StudyDocument(Sealed, Answer):
     method: str
     space: tuple[str, ...]  # paths of the searched values
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # random move of a proposal, see ``Region.radius``; only for trust-region
+    radius: float | None = None  # size of the random moves (``Region.radius``); only for the method trust-region
     stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
@@ -308,7 +308,10 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def edited(answer: Path) -> bool:
-    """Return whether a file is the best.toml or fewest.toml of a study, but not as ``leaven tune`` wrote it."""
+    """Return whether the best.toml or fewest.toml of a study was changed after ``leaven tune`` wrote it.
+
+    Return False for any other file.
+    """
     study = _study_of(answer)
     written = study and study.written.get(answer.name)
     return written is not None and storage.digest(storage.read(answer)) != written
@@ -323,10 +326,11 @@ def _study_of(answer: Path) -> StudyDocument | None:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return the factors on the tokens of ``target`` that would lower its loss as much as the gain of a study.
+    """Return factors on the tokens of ``target`` that lower its loss by a study's gain, or by a share of the gain.
 
-    A larger model may keep only a part of the gain, so there is a row for each part in ``SHARES``. The list is empty
-    if ``answer`` is not the best.toml of a study with a gain, or if the tokens are outside ``WORTH_TOKENS``.
+    A larger model may keep only a share of the gain, so there is a row for each share in ``SHARES``. ``answer`` is
+    the best.toml of the study. The list is empty if it is another file, if the study has no gain, or if the tokens
+    are outside ``WORTH_TOKENS``.
     """
     study = _study_of(answer) if answer.name == "best.toml" else None
     tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS

@@ -1,6 +1,6 @@
-"""Checks of scaling rules, by training models, and of the memory that the planner predicts.
+"""Checks that train models to test scaling rules, and a check of the memory that the planner predicts.
 
-A family makes the models of one recipe (recipe_family.py, small_models.py) or of a user's factory function
+A model family makes the models of one recipe (recipe_family.py, small_models.py) or of a user's factory function
 (foreign.py) at any scale. Each check is a series of calls::
 
     coordinates, gradients    SizeCheck.of(recipe, ...) -> family.build(scale, seed) -> record -> judge

@@ -1,7 +1,7 @@
 """Record the outputs of modules in a forward pass, and the attention logits.
 
-No module returns the attention logits, so calls of ``torch.nn.functional.scaled_dot_product_attention`` are
-intercepted.
+No module returns the attention logits, so calls of ``torch.nn.functional.scaled_dot_product_attention`` and of
+leaven's ``causal_attention`` are intercepted.
 """
 
 import math
@@ -20,14 +20,15 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The largest number of rows, such as tokens, that are kept of an output. Their RMS differs from that of all rows by
-a few percent. Of attention logits and probabilities, all rows of the first sequence are kept."""
+"""The largest number of rows, such as tokens, that are recorded of an output. The RMS of these rows differs from that
+of all rows by a few percent. Attention logits and probabilities are exceptions: all rows of the first sequence are
+recorded."""
 
 LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the first tensor among the output, its first item, its logits and its last_hidden_state, or None."""
+    """Return the first tensor among the output, its first item, its logits and its last_hidden_state; else None."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -46,9 +47,10 @@ class ActivationRecorder(TorchFunctionMode):
     label are stacked in the order in which they were computed. An output that a container returns unchanged is
     recorded once. Two kinds of outputs are left out:
 
-    - In a parametrized model, outputs of modules around the last matrix of a branch, such as ``layers.3.mlp``,
-      because they already include the branch multiplier.
-    - Outputs inside ``experts``. Their rows are the tokens that a router sends there, which change in training.
+    - In a parametrized model, the output of a module that contains the last matrix of a residual branch, such as
+      ``layers.3.mlp``, because this output already includes the branch multiplier.
+    - Outputs inside ``experts``: their rows are the tokens that a router sends there, and the router changes in
+      training.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:

@@ -21,7 +21,10 @@ HELD_OUT = 1_000_000  # the seed of the batches for the validation loss; no mode
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences of the training split, or of validation for the seed `HELD_OUT`."""
+    """Return a function that makes batches of ``count`` sequences of text.
+
+    The text of the seed `HELD_OUT` is the validation split; that of all other seeds is the training split.
+    """
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -32,9 +35,9 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return batches of made-up token ids, ``count`` sequences each.
+    """Return a function that makes batches of ``count`` sequences of made-up token ids.
 
-    A fixed permutation gives 70% of the ids from the id before. The others are drawn by Zipf's law.
+    70% of the ids follow from the id before them by a fixed permutation. All other ids are drawn by Zipf's law.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
@@ -54,7 +57,10 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return ``count`` sequences of a seed's stream, from number ``first`` on. A batch has ``size`` sequences."""
+    """Return ``count`` sequences of a seed's stream, from sequence number ``first`` on.
+
+    ``size`` is the number of sequences in a batch of ``batches``.
+    """
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

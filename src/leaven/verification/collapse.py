@@ -14,18 +14,19 @@ The first size is the base. If the normalised curve of another size is equal to 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
 The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), the fall of the loss
-after the first quarter of the run. The check judges the largest deviation after this quarter. Unless the user gives
-L0, the check takes the value from 0 to the lowest final loss with the least sum of squared deviations. (Qiu et al.
-fit L0 to the final losses of many sizes; two or three do not determine it.) On three of four families of their
-curves, this L0 is within 2% of theirs (docs/log.md).
+after the first quarter of the run. The check judges the largest deviation after this quarter. If the user
+does not give L0, the check fits it: of all values from 0 to the lowest final loss, L0 is the one with the least sum
+of squared deviations. (Qiu et al. fit L0 to the final losses of many sizes; two or three sizes do not determine it.)
+On three of four families of their curves, this L0 is within 2% of theirs (docs/log.md).
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
-band that contains the true deviations at all x with 95% probability. If a size has only one run, the bootstrap draws
-from the noise within its curve. The band then is too narrow, because it lacks the variation between seeds.
+band that contains the true deviations at all x together with 95% probability. If a size has only one run, the
+bootstrap draws from the noise within its curve. The band then is too narrow, because it lacks the variation between
+seeds.
 
-The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails if the whole band is beyond
-the limit at some x, a run diverged, or a loss does not fall after the first quarter. In all other cases it is
-undecided.
+The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails if the whole band of a
+size is beyond the limit at some x, if a run diverged, or if the loss of a size besides the base does not fall after
+the first quarter. In all other cases it is undecided.
 """
 
 import math
@@ -50,11 +51,12 @@ FROM = 0.25  # share of a run after which curves are compared; before, they depe
 # Limit on the deviation, as a share of the fall of the loss. 28 pairs of published curves that collapse deviate by
 # 0.4% to 3.1%; with their bands, by up to 4.5% (docs/log.md).
 LIMIT = 0.05
-# Number of intervals into which every curve is divided, or the number of points of the shortest curve if smaller.
+# The largest number of intervals into which curves are divided. If the shortest curve has fewer points than this, all
+# curves are divided into as many intervals as it has points.
 INTERVALS = 16
 LEAST_POINTS = 8  # a curve with fewer points is refused
 AXIS = "share of the run"
-BLOCKS = 4  # number of blocks of an interval; the mean losses of the blocks show the noise of a single run
+BLOCKS = 4  # number of blocks in an interval; the mean losses of the blocks show the noise of a single run
 
 Points = Sequence[tuple[float, float]]
 """The points of a loss curve: (time in steps or tokens, loss in nats per token), in the order of time."""
@@ -66,10 +68,11 @@ def collapse(
     """Check whether the loss curves of all sizes are equal after normalisation.
 
     Args:
-        runs: the loss curves of all seeds, by size; the first size is the base. In a run that diverged, a loss is not
-            finite.
+        subject: what is checked, for messages.
+        runs: the loss curves of all seeds, by size; the first size is the base. A run has diverged if one of
+            its losses is not finite.
         irreducible: L0 in nats per token; None to fit it.
-        settings: more settings for the document.
+        settings: further settings to list in the document.
 
     Raises:
         InputError: if there are fewer than two sizes, a curve cannot be used, or L0 is not below all final losses.
@@ -104,7 +107,9 @@ def collapse(
     for name, several in runs.items():
         ends = sorted({points[-1][0] for points in several})
         if len(ends) > 1:
-            raise InputError(f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give one length")
+            raise InputError(
+                f"{subject}: curves of {name} end at {ends[0]:g} and at {ends[-1]:g}; give runs of one length"
+            )
         if (start := max(points[0][0] for points in several)) > FROM * ends[0]:
             raise InputError(
                 f"{subject}: a curve of {name} starts at {start:g} and ends at {ends[0]:g}, so its first part is "
@@ -182,16 +187,21 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return the sizes with batch and tokens in proportion to their parameters, rounded to whole sequences."""
+    """Return the sizes with batch and tokens in proportion to the number of parameters.
+
+    The first size has the family's own batch and tokens. The ratios of all others are rounded to give batches of
+    whole sequences.
+    """
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
     return [replace(size, batch=ratio, tokens=ratio) for size, ratio in zip(sizes, ratios, strict=True)]
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return how far curves (..., sizes, intervals) deviate from that of the first size (top of this file).
+    """Return the deviations of the other sizes from the first size, as defined at the top of this file.
 
-    ``irreducible`` has the shape (...), and the result (..., sizes - 1, intervals after :data:`FROM`).
+    ``curves`` has the shape (..., sizes, intervals), and ``irreducible`` (L0) has the shape (...). The result has the
+    shape (..., sizes - 1, intervals after :data:`FROM`).
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -202,8 +212,10 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss L0 (...) with the least sum of squared :func:`deviations`, for curves (..., sizes,
-    intervals)."""
+    """Return the irreducible loss L0 with the least sum of squared :func:`deviations`.
+
+    ``curves`` has the shape (..., sizes, intervals), and the result has the shape (...).
+    """
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:
@@ -232,9 +244,10 @@ def _interval_means(points: Points, count: int) -> Array:
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
     """Return bootstrap samples of the mean curve of each size: (draws, sizes, intervals).
 
-    Seeds are drawn with replacement. For a single run, the noise within intervals is drawn (:func:`_blocks`), and the
-    result is None if it has too few points. Deviations of n seeds from their mean are too small by the factor
-    sqrt((n - 1) / n), those of n blocks from a fitted line by sqrt((n - 2) / n), so they are scaled up.
+    Seeds are drawn with replacement. For a size with a single run, the noise within intervals is drawn
+    (:func:`_blocks`). Return None if such a run has too few points. Deviations of n seeds from their mean are too
+    small by the factor sqrt((n - 1) / n), and deviations of n blocks from a fitted line by sqrt((n - 2) / n). So both
+    are scaled up.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):

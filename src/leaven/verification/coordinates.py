@@ -9,8 +9,8 @@ Below, N is the width, L is the depth (the number of blocks) and d is the head d
 each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
 
 - Over width, outputs whose last dimension does not grow, such as the model's logits, and query . key divided by a
-  growing d. Both are sums. At the start their terms have independent signs, so a sum falls as N^-1/2. Training adds
-  a part of order 1, which soon dominates.
+  growing d. Both are like a mean of N terms. At the start, the terms have independent signs, so the mean falls as
+  N^-1/2. Training adds a part of order 1, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
@@ -51,18 +51,20 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""How far the slope of log2 RMS over log2 size may be outside its allowed range, by axis. ``start`` is for the
-initial output. For the later output and its change, the limit is ``early`` up to `STEPS` steps, ``late`` after more.
+"""How far the slope of log2 RMS over log2 size may be outside its allowed range, by axis. The limit on the initial
+output is ``start``. The limit on the output after training and on its change is ``early`` for a training of at most
+`STEPS` steps, and ``late`` for a longer one.
 
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
 Under correct rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
 depth they were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these
-slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. Later,
-shallow models fit the batch through their attention: its output had slopes over depth down to -0.46 in some steps.
+slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. After more
+steps, shallow models fit the batch through their attention: the output of attention had slopes over depth down to
+-0.46 in some steps.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
-"""By how much the limits are wider after training steps with Muon, by axis: (for a slope below 0, for one above 0).
+"""How much the ``early`` and ``late`` limits are widened with Muon, by axis: (on slopes below 0, on slopes above 0).
 
 In a matrix with more inputs than outputs, a step of Muon changes only as many input directions as there are outputs.
 The share of the inputs in these directions depends on the ratio of the width to the number of tokens in the batch.
@@ -101,8 +103,9 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     read the stream between two branches would then change less at depth 2 than at depth 4, by a factor of 2^0.25."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
     """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
-    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches. At
-    depth 2, three quarters of the branches come before the middle block's MLP; at depth 16, about one half."""
+    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches.
+    This change would fall with the depth in the middle block: of all branches, three quarters come before its MLP at
+    depth 2, but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         axes = super().axes()
@@ -142,7 +145,11 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output, or of its change: over width of all layers, over depth of one."""
+        """Return the RMS of a module's output or of its change.
+
+        On an axis of widths, it is the RMS over all layers. On an axis of depths, it is that of one layer: the last
+        one for a container such as a block, the middle one for other modules.
+        """
         values = measured.squares[part]
         if axis.name == "depth":
             values = (values[-1 if measured.container else len(values) // 2],)
@@ -212,7 +219,7 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the usual cause of a slope beyond its limit. ``foreign`` means that the model is a user's."""
+    """Return the usual cause of a slope beyond its limit. ``foreign``: whether a user's factory made the model."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

@@ -1,8 +1,9 @@
 """Measure the memory of one rank of any parallel layout, by running two training steps in one process on the CPU.
 
-The layout, the optimizer, the step and the model, except for its attention (:class:`_Flash`), are those of real
-training. But tensors have shapes and no values (torch's fake tensors), and collectives return without other ranks
-(torch's fake process group). Routers cannot choose without values, so every expert gets the same number of tokens.
+The layout, the optimizer, the step and the model are those of real training. Only attention is replaced
+(:class:`_Flash`). But tensors have shapes and no values (torch's fake tensors), and collectives return without
+waiting for other ranks (torch's fake process group). Routers cannot choose without values, so every expert gets the
+same number of tokens.
 """
 
 from collections.abc import Callable

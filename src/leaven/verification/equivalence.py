@@ -3,9 +3,9 @@
 With the batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025),
 training at another batch follows the same stochastic differential equation. If the batch is kappa times larger, the
 lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and eps and decay change, too. So the final
-loss stays the same as long as gradients are mostly noise. The check compares final losses; they need not be the
-lowest possible. Control runs change only the batch. If their loss stays the same, too, the check shows nothing and
-does not pass.
+loss stays the same as long as gradients are mostly noise. The check compares final losses at the family's own lr,
+which need not be the best one. Control runs change only the batch. If their loss stays the same, too, the check shows
+nothing and does not pass.
 """
 
 import math
@@ -24,7 +24,7 @@ from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
 """The least number of steps with the largest batch. With fewer, the loss depends mainly on the number of steps: with
-64, runs at 1/4 of the batch differed by 1.8 nats although the rule was correct."""
+64, the loss at 1/4 of the batch was 1.8 nats away from that at the family's batch, although the rule was correct."""
 
 TOLERANCE = 0.02
 """The difference of the loss that is always allowed, as a share of log(vocabulary) - loss. The rule is exact only in
@@ -99,5 +99,5 @@ def _row(arm: str, kappas: Sequence[float], differences: np.ndarray, limit: floa
         note = "" if same else "the loss changes with the batch  <- too few steps for the rule, or lr too high?"
         return row(passed=same, note=note, beyond=max(abs(worst) - limit, 0.0))
     if same:
-        return row(passed=False, note="changes no more than noise; use longer runs or other ratios")
-    return row(passed=True, note="changes with the batch, as expected")
+        return row(passed=False, note="the loss changes by no more than noise; use longer runs or other ratios")
+    return row(passed=True, note="the loss changes with the batch, as expected")

@@ -6,9 +6,9 @@
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
 The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
-step) -> (inputs, targets)``. docs/concepts/checks.md describes them, and how a model is trained. The result of a
-training run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if the ``DivergenceMonitor``
-ended it, or if the result is at least 1 nat above the loss of a uniform guess.
+step) -> (inputs, targets)``. docs/concepts/checks.md describes the factory, and how its models are trained. The
+result of a training run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if the
+``DivergenceMonitor`` ended it, or if the result is at least 1 nat above the loss of a uniform guess.
 """
 
 import importlib
@@ -83,7 +83,7 @@ class ForeignFamily:
     def value(self, quantity: Quantity) -> float:
         """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for other quantities."""
         if quantity != "lr":
-            raise InputError(f"{self.name}: {quantity} is unknown for a factory; give a recipe file")
+            raise InputError(f"{self.name}: of a factory, only the lr can be swept; give a recipe file")
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
@@ -99,7 +99,7 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. Its key depends on what the factory makes, see :meth:`_state`.
+        """Return the training run of a setting. The run's key depends on what the factory makes (:meth:`_state`).
 
         Raise InputError if the batch is not a whole number of sequences, or the factory cannot make the model.
         """
@@ -119,7 +119,7 @@ class ForeignFamily:
 
     @cached_property
     def _tokens(self) -> TokenSet | None:
-        """The tokens of the text, or None if there is no text: the factory returns batches, or they are made up."""
+        """The tokens of the text. None if the factory returns batches, or if the token ids are made up."""
         return None if self.source in {None, MADE_UP} else prepare(_data(str(self.source)), self.vocab_size)
 
     @property
@@ -229,8 +229,8 @@ def foreign(
     Args:
         entry: ``module:factory``; the module is imported from the working directory, as with ``python -m``.
         scale: the scale at which one model is built, to read the size of the vocabulary from it.
-        source: the text, as ``data.source`` in a recipe, or :data:`MADE_UP`; None for :data:`SOURCE`. Must be None if
-            the factory returns batches, and so must ``batch_tokens``.
+        source: the text, written as ``data.source`` in a recipe, or :data:`MADE_UP`; by default :data:`SOURCE`. If
+            the factory returns batches, ``source`` and ``batch_tokens`` must be None.
 
     Raises:
         InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
@@ -245,11 +245,11 @@ def foreign(
         return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens, alpha)
     size = BATCH_TOKENS if batch_tokens is None else batch_tokens
     if size % SEQ_LEN:
-        raise InputError(f"--batch-tokens {size}: give a multiple of {SEQ_LEN}, the tokens in a sequence")
+        raise InputError(f"--batch-tokens {size}: give a multiple of {SEQ_LEN}, the number of tokens in a sequence")
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise InputError(
-            f"{entry}: no torch.nn.Embedding, whose size is the vocabulary; return a batch function, too"
+            f"{entry}: no torch.nn.Embedding, which gives the size of the vocabulary; return a batch function, too"
         )
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:
@@ -263,7 +263,7 @@ def foreign(
 
 
 def _two_steps(instance: ModelInstance) -> tuple[float, float]:
-    """Take two optimizer steps. Return the sum of the norms of all changes, and the loss on held-out text."""
+    """Take two optimizer steps. Return the sum over parameters of the norm of their change, and the held-out loss."""
     before = [parameter.detach().clone() for parameter in instance.model.parameters()]
     for step in range(2):
         instance.optimizer.zero_grad(set_to_none=True)

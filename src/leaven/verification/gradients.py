@@ -24,7 +24,7 @@ Two kinds of parameters are exceptions over width:
   eps, if the outputs of the experts align with the gradient. docs/concepts/checks.md has measurements.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
-fall with the depth by up to L^(alpha-1):
+fall with the depth, at most as L^(alpha-1):
 
 - lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep weight_decay. (With
   ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
@@ -54,8 +54,8 @@ from leaven.verification.verdict import Exponent
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
 
-``START_LIMIT`` also applies to the exponent of lr x weight_decay, and at the end to gains that all heads share.
-``END_LIMIT`` also applies to the exponent of the changes of gains and biases.
+``START_LIMIT`` also applies to the exponent of lr x weight_decay. For gains that all heads share, it applies at the
+end. ``END_LIMIT`` also applies to the exponent of the changes of gains and biases.
 
 Under correct rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit
 at the end is larger, because models of different width have learnt different amounts by then: after 20 steps, the
@@ -71,7 +71,8 @@ class GradientRecord:
     """The measurements of one run for all parameters that have the same label, such as ``mlp.out``."""
 
     start: float  # RMS of the gradient at the first step
-    end: float  # RMS of the gradient over the last quarter of the steps and one more batch: one batch is noisy
+    # RMS of the gradient over the batches of the last quarter of the steps and one more, because one batch is noisy
+    end: float
     moved: float  # RMS of the change of the parameter in the training
     eps: float
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
@@ -85,7 +86,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
     steps: int = 20
     lr_factor: float = 0.125
     """At the full lr, without a schedule, the exponents of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of
-    the lr they stay within the limits."""
+    the lr, the exponents stay within the limits."""
 
     name = "gradients"
     quantity = "slope of log2 gradient RMS over log2 size, less that of eps"
@@ -100,7 +101,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return the records of its parameters."""
+        """Train a model with a warm-up, on a new batch in each step. Return one record for each label."""
         instance.scale_lr(self.lr_factor)
         parameters = dict(instance.model.named_parameters())
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -184,7 +185,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS over all tensors of each label, from the tensors by parameter name."""
+    """Return, by label, the RMS of all tensors with this label. ``values`` has the tensors by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)

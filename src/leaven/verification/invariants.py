@@ -4,19 +4,20 @@ The scale is the width and depth of the model, the batch size, and the tokens of
 of each module at two scales, and combines them as listed below. If a combination falls to a quarter at twice the
 width, its exponent is -2. The check compares the exponent with that of a correct rule:
 
-- ``lr x eps x entries`` is constant, where entries is the number of weights (inside blocks, of all layers together).
-  A step of Adam changes the loss by lr x the sum of absolute gradients, which a correct rule keeps constant. And a
-  correct rule makes eps proportional to the gradients, which the gradient check tests.
+- ``lr x eps x entries`` is constant. Entries is the number of weights of the module; for a module inside blocks, it
+  is the number in all layers together. A step of Adam changes the loss by lr x the sum of absolute gradients, which a
+  correct rule keeps constant. And a correct rule makes eps proportional to the gradients, which the gradient check
+  tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If the rule multiplies residual
-  branches by L^-alpha at depth L, with alpha below 1, this share may fall as L^(alpha - 1) or slower.
+  branches by L^-alpha at depth L, with alpha below 1, this share may fall with the depth, at most as L^(alpha - 1).
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
 - ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287), and falls with the
   tokens of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the
   exponent of the lr depends on the parametrization and is not judged.
 
 A parametrization can be written in several ways: multiplier x c, init / c, lr / c, eps x c and decay x c together
-train in the same way. The products of lr with eps and with decay are the same for all of them. A rule can be right
-over width and over depth, but wrong if both grow, so a scale that is larger in both is compared, too.
+train in the same way. The products lr x eps and lr x decay do not depend on c. A rule can be right over width and
+over depth, but wrong if both grow, so a scale that is larger in both is compared, too.
 """
 
 import math
@@ -44,12 +45,15 @@ _REASONS = {
     "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 Combinations = dict[str, list[dict[str, float]]]
-"""By module label, a list with the combinations of settings in each layer, from the first layer to the last."""
+"""For each module label, a list over layers, from the first to the last. An item has the values of the combinations
+by name, such as ``{"lr": 0.01, "beta1": 30.0, ...}``."""
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations for each parameter that AdamW or Muon trains. ``steps`` is the number of steps, divided
-    by that at the smallest scale."""
+    """Return the combinations for each parameter that AdamW or Muon trains.
+
+    ``steps`` is the number of steps of the run / the number of steps at the smallest scale.
+    """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
     for name, parameter in instance.model.named_parameters():
@@ -93,7 +97,10 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return the row of each module label, and a row for batch and tokens if the rule ignores them."""
+    """Return a row for each module label.
+
+    If the rule could adapt to the batch or to the tokens, but changes nothing, a further row says so.
+    """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -141,9 +148,10 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponent of the combination ``column`` in each layer, or in the first and last if the depths differ.
+    """Return the exponent of the combination ``column`` in each layer.
 
-    If the combination is 0 at one scale, the exponent is infinite. Layers where it is 0 at both are left out.
+    If the depths differ, only the first and the last layer are compared. If the combination is 0 at one scale, the
+    exponent is infinite. Layers where the combination is 0 at both scales are left out.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]

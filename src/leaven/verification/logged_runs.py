@@ -2,7 +2,8 @@
 
 In a CSV or JSON lines file, a row is one run (for transfer) or one point of a loss curve (for collapse). Its columns
 give the size: width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is a .wandb
-file. The path of such a run, such as width256-lr0.004, gives its columns. Run folders of leaven are read, too.
+file. The path of such a run gives its columns: width256-lr0.004 has the width 256 and the lr 0.004. Run folders of
+leaven are read, too.
 """
 
 import csv
@@ -43,7 +44,7 @@ LARGEST_WIDTH = 10**15
 class LoggedRow:
     """A row of a file, a point of a run that was logged by TensorBoard or W&B, or the result of a run of leaven."""
 
-    place: str  # path, and in a file the number of the row, for messages
+    place: str  # for messages: the path and, for a row of a file, its number
     values: Mapping[str, Any]  # by column name
 
     def has(self, column: str) -> bool:
@@ -69,12 +70,12 @@ class LoggedRow:
         return value
 
     def loss(self) -> float:
-        """Return the loss, or NaN if the run has diverged: its loss is not finite, or larger than LARGEST_LOSS."""
+        """Return the loss, or NaN if the loss shows a diverged run: it is not finite, or beyond +-LARGEST_LOSS."""
         loss = self.number("loss")
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
     def seed(self) -> float | str | None:
-        """Return the seed, or None if the row has none. 0 and 0.0 are the same seed."""
+        """Return the seed, or None if the row has no seed or the seed nan. 0 and 0.0 are the same seed."""
         value = str(self.values["seed"]) if self.has("seed") else "nan"
         try:
             return None if math.isnan(float(value)) else float(value)
@@ -83,10 +84,10 @@ class LoggedRow:
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each folder below a folder once, with the names of its files that are not hidden.
+    """Yield the folder ``path`` and each folder below it once, with the names of its files that are not hidden.
 
     Links to folders are followed, except in the folder of a run. Raise InputError if a folder cannot be read. Also
-    raise it if a run may be missing: beside the folders of runs is an empty folder, or a link to nothing.
+    raise it if an empty folder or a broken link is beside folders with runs, because a run may be missing there.
     """
 
     def refuse(error: OSError) -> None:
@@ -127,14 +128,17 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _is_own_run(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder with files of these names is a run folder of leaven, which may have lost files."""
+    """Return whether a folder with files of these ``names`` is a run folder of leaven, even one that lost files."""
     found = {"recipe.toml", "metrics.jsonl", "events.jsonl"}.intersection(names)
     return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
 
 
 def _data_files(path: Path) -> list[Path]:
-    """Return ``path`` if it is a file; otherwise the files below that end in ``SUFFIXES`` and the folders below that
-    have TensorBoard files."""
+    """Return the files and folders with runs at ``path``.
+
+    If ``path`` is a file, this is ``path`` itself. If it is a folder, these are all files in it that end in one of
+    ``SUFFIXES``, and all folders in it that have TensorBoard files, at any depth. Raise InputError if there are none.
+    """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if not path.is_dir():
@@ -153,9 +157,10 @@ def _is_one_run(path: Path) -> bool:
 
 
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a TensorBoard or W&B run, with the columns step and loss. ``loss`` names the loss.
+    """Return the points of a TensorBoard or W&B run, with the columns step and loss.
 
-    The path below ``root`` gives the other ``columns``: ``width64/lr0.01`` has width and lr.
+    ``loss`` is the name of the loss in the log. The path below ``root`` gives the other ``columns``:
+    ``width64/lr0.01`` has the width 64 and the lr 0.01. Raise InputError if the log has no such loss.
     """
     cut: list[str] = []
     if path.is_dir():
@@ -178,7 +183,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. The column that ``loss`` names is renamed to "loss"."""
+    """Return the rows of a file or logged run. Their column "loss" is a copy of the column that ``loss`` names."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -234,7 +239,8 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size in a row. Batch and tokens are the row's numbers, not ratios. Sizes not in ``axes`` are 1."""
+    """Return the size in the columns ``axes`` of a row. Batch and tokens are the row's numbers, not ratios.
+    Sizes that are not in ``axes`` are 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1 or values[axis] > LARGEST_WIDTH:
@@ -314,7 +320,7 @@ def _runs_by_size(
         seed = row.place if (written := row.seed()) is None else written
         if seed in runs:
             twice = f"{row.place} repeats the size, {value} and seed of an earlier row"
-            raise InputError(f"{twice}; remove one of them, or name another swept column with --value")
+            raise InputError(f"{twice}; remove one of the two, or name another swept column with --value")
         runs[seed] = row.loss()
     return found, axes, list(columns)
 
@@ -322,7 +328,7 @@ def _runs_by_size(
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
     """Raise InputError if a run that has not diverged ends before another run of the same size.
 
-    ``ends`` are the last points of the runs.
+    ``ends`` are the last points of the runs. If the swept ``value`` is a size, such as the batch, nothing is checked.
     """
     if value in AXES:  # with another batch, a run has another number of steps
         return
@@ -337,7 +343,7 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
-    """Return the loss curves of all runs in a folder or file by size, the smallest first.
+    """Return the loss curves of all runs in a folder or file, by the name of their size, the smallest first.
 
     ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the files.
     Raise InputError if the runs cannot be used, or if the size of a curve is not clear.
@@ -381,7 +387,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. Rows of steps that a resumed run repeats replace the earlier rows.
+    """Return the points of a run. If a resumed run repeats steps, their later rows replace the earlier ones.
 
     Raise InputError if the rows seem to be those of two runs.
     """
@@ -425,7 +431,10 @@ def _by_numbers(name: str) -> list[str | float]:
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven in a folder. Raise InputError if there are any and ``loss`` is not "loss"."""
+    """Return the run folders of leaven at or below ``path``.
+
+    Raise InputError if there are any, but ``loss`` names another column than "loss".
+    """
     every = _folders(path) if path.is_dir() else ()
     folders = sorted(folder for folder, names in every if _is_own_run(folder, names))
     if folders and loss != "loss":

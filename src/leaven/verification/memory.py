@@ -23,7 +23,7 @@ from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.trial import WorkerPool
 from leaven.verification.dry_run import StepMemory, dry_run
 
-LIMITS = {"between steps": 0.02, "peak": 0.05}  # the allowed error of the planner / the dry run's memory
+LIMITS = {"between steps": 0.02, "peak": 0.05}  # allowed error of the planner, as a share of the dry run's memory
 PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "buffers")
 
 
@@ -66,9 +66,10 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return ``ranks``, or by default the first rank of the first, second and last pipeline stage, or of all stages.
+    """Return the given ``ranks``, sorted and without duplicates.
 
-    Raise InputError if one of the ``ranks`` is not in the layout.
+    By default, return the first rank of the first, second and last pipeline stage; with ``all_stages``, of all
+    stages. Raise InputError if one of the ``ranks`` is not in the layout.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -119,7 +120,8 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    Parts are not judged: the planner gives the largest size of a part, and the dry run its size at the peak.
+    The rows of single parts are not judged, because the planner gives the largest size of a part, and the dry run
+    gives its size at the peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

@@ -41,7 +41,7 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale to which the rule adapts hyperparameters. If not ``ruled``, only width and depth count."""
+        """The scale to which the rule adapts hyperparameters. If not ``ruled``, its batch and tokens are 1."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -53,7 +53,7 @@ class ModelInstance:
     optimizer: torch.optim.Optimizer
     batches: Batches
     seed: int  # seed of the batches
-    label: Callable[[str], str | None]  # from the name of a module or parameter to its label; None: left out
+    label: Callable[[str], str | None]  # from the name of a module or parameter to its label, or None (left out)
 
     def loss(self, step: int) -> Tensor:
         """Return the mean cross-entropy on the batch of a step, in nats per token."""
@@ -79,7 +79,8 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps the name of a module or parameter to its label, which all blocks share.
 
     For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label ``output``.
-    Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of one type of modules with submodules.
+    The members of an ``nn.ModuleList`` are blocks. So are the members of an ``nn.Sequential`` that are all of one
+    type and have submodules.
     """
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -107,7 +108,8 @@ def _lists_blocks(module: nn.Module) -> bool:
 def own_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps names in leaven's own transformer to labels, such as ``mlp.in``.
 
-    A block returns the residual stream and has the label ``residual``. The model has the label ``unembedding``.
+    A block has the label ``residual``, because it returns the residual stream. The whole model has the label
+    ``unembedding``.
     """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 

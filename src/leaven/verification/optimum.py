@@ -34,7 +34,7 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid of losses by value and seed; a list has the seeds 0, 1, 2 and so on.
+        """Return the grid of ``losses``, by value and then by seed. A list of losses has the seeds 0, 1, 2 and so on.
 
         The loss of a diverged run must be NaN or infinite.
         """
@@ -70,7 +70,11 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value one grid step beyond the `edge`, or halfway, in octaves, to the nearest value that diverged."""
+        """The value with which to extend the grid at its `edge`.
+
+        It is one grid step beyond the edge. If a value beyond the edge diverged, it is halfway (in octaves) from the
+        edge to the nearest such value.
+        """
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -78,12 +82,15 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The predicted loss (...) at the best value."""
+        """The predicted loss at the best value, of shape (...)."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value, (...): the vertex of a parabola around the lowest mean loss, clipped to the
-        grid. If the parabola has no minimum, return the grid value with the lowest mean loss."""
+        """Return log2 of the best value, of shape (...).
+
+        It is the vertex of a parabola around the lowest mean loss, clipped to the range of the grid. If the parabola
+        has no minimum, it is the grid value with the lowest mean loss.
+        """
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -92,7 +99,7 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss (...) at ``octave`` (...), on a parabola around the nearest grid value."""
+        """Return the loss at ``octave``, on a parabola around the nearest grid value. Both have the shape (...)."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
@@ -132,7 +139,7 @@ class Estimate:
 class _Runs:
     """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    The effects of seeds are 0 if ``paired`` is false, or if the runs do not determine them.
+    :meth:`of` fits effects of seeds only if ``paired`` is true and the runs determine them. Otherwise they are 0.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
@@ -160,7 +167,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return the residuals to draw from for each value: its own or, if these are fewer than two, all."""
+        """Return for each value the residuals to draw from: its own, or all if it has fewer than two of its own."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -172,9 +179,10 @@ def estimate(
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
     The bootstrap draws residuals of losses, which ``_Runs`` scales up to the size of the noise. A few runs show the
-    noise only roughly. So residuals are also multiplied by the ratio of the 97.5% quantiles of Student's t and of the
-    normal distribution. Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the
-    effect of a seed, which is the same at all values, is not noise.
+    noise only roughly. So residuals are also multiplied by the 97.5% quantile of Student's t / that of the normal
+    distribution. Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of
+    a seed, which is the same at all values, is not noise. If there are no residuals to
+    draw, the ends of the interval are None.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]
@@ -197,7 +205,7 @@ def estimate(
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return the shift of the best value in octaves, and its regret in nats (sweep.py)."""
+    """Return the shift of the best value in octaves, and the regret in nats. sweep.py defines both."""
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()

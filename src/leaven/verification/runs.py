@@ -58,10 +58,10 @@ class RunStore:
         """Create the store without starting workers.
 
         Args:
-            on_run: called by :meth:`run` with the number of its finished trials and of all its trials.
+            on_run: called by :meth:`run` as ``on_run(done, total)``, the numbers of finished and of all trials.
             stop: called repeatedly; the runs stop once it returns true.
             note: called with a message for the user.
-            finished: the least number of results that the folder should have.
+            finished: the number of results that the folder should have at least.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished
@@ -71,7 +71,7 @@ class RunStore:
         self._texts: dict[str, str] = {}  # fingerprints of the texts of finished runs, by key
         self._unsaved: deque[dict[str, Any]] = deque()  # lines of finished runs that could not be written yet
         self._lost = 0  # number of results that the folder has lost
-        self._waits = False  # whether the last write failed; the user gets a line once
+        self._waits = False  # whether the last write failed; the user is told once
 
     def __enter__(self) -> "RunStore":
         return self
@@ -142,10 +142,10 @@ class RunStore:
             self._note(f"caution: {lost} missing or changed in {file}, and will be trained again")
             self._lost = 0
         elif all_of_others and self._ended:
-            self._note(f"no result in {file} is of this model, its settings and this version; every run is trained")
+            self._note(f"no result in {file} fits this model, its settings and this version; every run is trained")
 
     def _save(self) -> bool:
-        """Write the lines of finished runs. Return whether all are written; the others are kept for the next call."""
+        """Write the lines of finished runs. Return False if a line cannot be written; it stays for the next call."""
         while self._unsaved:
             self._locked.require()
             try:
@@ -165,7 +165,7 @@ class RunStore:
         return True
 
     def losses(self, family: ModelFamily, settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
-        """Train each setting with the seeds 0 to ``seeds - 1``, and return the losses under the setting's key."""
+        """Train each setting with the seeds 0 to ``seeds - 1``, and return the losses by the keys of ``settings``."""
         trials = {
             key: [family.trial(replace(setting, seed=seed)) for seed in range(seeds)]
             for key, setting in settings.items()
@@ -225,7 +225,7 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return the least number of results that the folder should have."""
+        """Return the number of results that the folder should have at least, by ``finished`` and by its document."""
         document = {}
         with suppress(OSError):
             document = storage.json_object(storage.read(self.folder / RESULT)) or {}

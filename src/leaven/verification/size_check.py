@@ -115,7 +115,7 @@ class SizeCheck(ABC, Generic[Measured]):
     def judge(
         self, axis: SizeAxis, module: str, lines: Sequence[Sequence[Measured]], means: Means, slopes: Slopes
     ) -> VerdictRow:
-        """Return the row that says whether a module passes. ``lines`` has the measurements for each size and seed."""
+        """Return the row that says whether a module passes. ``lines`` has the measurements by size, then by seed."""
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
         """Return the number named ``part`` of a module's measurements."""
@@ -123,7 +123,10 @@ class SizeCheck(ABC, Generic[Measured]):
         return value
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of two or more sizes: widths at the smallest depth, and depths at the smallest width."""
+        """Return an axis of widths at the smallest depth, and one of depths at the smallest width.
+
+        An axis with only one size is left out.
+        """
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
@@ -134,8 +137,11 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train a model and return its measurements. Raise InputError if it lacks one of ``labels``, which the first
-        model fills."""
+        """Train a model and return its measurements.
+
+        ``labels`` are the labels of the smallest model's parameters. For the smallest model itself, the set is
+        empty and is filled here. Raise InputError if a larger model lacks one of the labels.
+        """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:

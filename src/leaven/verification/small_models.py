@@ -29,7 +29,8 @@ EXPERT_DEPTHS = (4, 8, 16)
 branches come before the MLP of this block; in deep models, one half. Experts change more in a step than a dense MLP,
 so from depth 2 to 8, the change of the MLP's input falls with the depth (a slope of -0.22)."""
 
-VOCABULARY, SEQ_LEN = 4096, 256  # the largest vocabulary of leaven's own tokenizers, and the largest sequence length
+# The largest sequence length of small models and, if leaven trains the tokenizer, their largest vocabulary.
+VOCABULARY, SEQ_LEN = 4096, 256
 LARGEST_GROUP = 8  # the most query heads per kv head if the recipe does not fit width 64: eight heads of dimension 8
 
 
@@ -141,7 +142,7 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
 
 @dataclass(frozen=True)
 class SmallModels(RecipeFamily):
-    """The family of a :func:`calibrated` recipe, which builds models for checks of a few steps."""
+    """The models of a :func:`calibrated` recipe at any scale, for checks of a few steps."""
 
     batches: Batches
     grow_heads: bool = False  # wider models have larger heads instead of more heads

@@ -9,7 +9,8 @@ For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 
 
 - The shift is the distance in octaves from the best value of the base to the best value of the other scale. For
   example, best lrs of 0.01 and 0.005 are a shift of -1.
-- The regret is what the base's best value costs at the other scale: its loss there, in nats, minus the lowest loss.
+- The regret is what the base's best value costs at the other scale: its loss in nats minus the lowest loss, both at
+  the other scale.
 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both are judged. A
 check must not pass because of noise, so their 95% bootstrap intervals are compared with the limits:
@@ -125,7 +126,8 @@ def compare(
 ) -> CheckDocument:
     """Return the document that compares the best values of all other scales with that of the base.
 
-    The base is the first scale in ``names``. ``ruled`` has the rule's exponents. ``settings`` has rule and unit.
+    The base is the first scale in ``names``. ``ruled`` has the rule's exponent along each axis. ``settings`` must
+    contain "rule" and "unit".
     """
     base, *others = names
     return verdict(
@@ -147,7 +149,10 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a name of each scale with what differs between the scales, such as ``64x4`` or ``tokens x2``."""
+    """Return a name for each scale, made of what differs between the scales.
+
+    Examples: ``64x4`` (width x depth), ``tokens x2``, ``64x4 batch x2``.
+    """
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -162,7 +167,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _wider(
     family: ModelFamily, quantity: Quantity, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid of a scale, with one more valid value beyond the edge if the best value is at an edge."""
+    """Return the grid of a scale. If the best value is at an edge, the next value beyond is added, if it is valid."""
     if not losses.has_optimum or not losses.edge:
         return grid
     value = losses.following
@@ -222,10 +227,11 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return the measured exponent of the best value along each axis with two or more sizes, all with a best value.
+    """Return a row with the measured exponent of the best value along each axis.
 
-    The grids have values at the base. So an exponent that is fitted to them is the error of the rule, and is added to
-    the rule's exponent: 0.1 and -0.5 give -0.4.
+    Axes with fewer than two sizes, or with a size without a best value, are left out. The values of a grid are those
+    at the base. So the exponent that is fitted to them is the error of the rule. It is added to the rule's exponent:
+    an error of 0.1 and a rule's exponent of -0.5 give -0.4.
     """
     found = []
     for axis in AXES:
@@ -249,7 +255,8 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value at each scale, its lowest point, and the best value along each axis."""
+    """Yield the loss over the swept value at each scale, the minimum at each scale, and the best value along each
+    axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

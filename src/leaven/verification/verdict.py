@@ -33,9 +33,10 @@ class Exponent:
 
 
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
-    """Return the document of a check, which passes if at least one row passed and no row failed or is undecided.
+    """Return the document of a check. The check passes if at least one row passed, and none failed or is undecided.
 
-    ``fault`` is the module of the worst failed row, or else of the worst undecided row. ``more`` are other fields.
+    The field ``fault`` names the module of the worst failed row, or else of the worst undecided row. ``more`` are
+    further fields of the document.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(

@@ -13,8 +13,8 @@ start is the point with which the search begins.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
    confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise, and
-   their losses are reported. A single finalist has none. If it has two trials and a predicted gain above 1.5 times
-   the noise, its measured gain must only be above the noise.
+   their losses are reported. A single finalist needs no confirmation trials. If it has two trials and a predicted
+   gain above 1.5 times the noise, its measured gain must exceed only the noise, not 2.5 times the noise.
 
 Predicted losses come from the surrogate (``surrogate.py``). ``sensitivity.py`` computes how much each searched value
 contributes to the gain.
@@ -54,7 +54,7 @@ Array = NDArray[np.float64]
 RERUNS = 2  # trials with fresh seeds of each of the best few points
 CONFIRMATIONS = 2  # confirmation trials of the chosen point, and of the start
 ALONE = 2.5  # times the noise: the gain that a point without confirmation trials must exceed
-LIKELY = 1.5  # times the noise: with a higher predicted gain, the gain of an only finalist must only exceed the noise
+LIKELY = 1.5  # times the noise: if its predicted gain is above this, a single finalist may gain less than ``ALONE``
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
 Point = tuple[float, ...]  # octaves from the start point
@@ -75,7 +75,7 @@ def answer(
 
     Args:
         noise: standard deviation of the loss between seeds; by default measured from the trials.
-        over: whether the search has ended. Before the end, there is a best point only if final trials have ended.
+        over: whether the search has ended. If not, there is a best point only once a final trial has ended.
         by_surrogate: whether predicted losses, rather than measured ones, rank points without fresh seeds.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
         earlier: trials of an earlier search, used as prior knowledge.
@@ -135,8 +135,9 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
     """Return the candidate with the fewest changes from the start, and its point (D,).
 
-    Candidates are ``point``, and points with at least ``RERUNS`` fresh trials whose predicted and measured losses are
-    at most ``seen.floor`` above those of ``point``. All trials of the start count as fresh.
+    Candidates are ``point`` and the points that are about as good: they have at least ``RERUNS`` fresh trials, and
+    both their predicted and their measured loss are at most ``seen.floor`` above that of ``point``. All trials of the
+    start count as fresh.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -175,10 +176,13 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Return the trials with a result, and the trust region fitted to them. ``given`` is the user's noise.
 
-        The field ``floor`` is the noise. A noise above 0 that was measured with fewer than ``FEWEST_DEGREES`` degrees
-        of freedom may be far too small. So a second noise is fitted to the losses, if at most ``FITTED`` are finite
-        and not outliers. Then ``floor`` is the geometric mean of both noises, but at least the measured one. Without
-        a measured noise, it is the fitted one.
+        The field ``floor`` is the noise, with two exceptions. Both use a noise that is fitted to the losses, so they
+        need 1 to ``FITTED`` losses that are finite and no outliers.
+
+        - If no noise is known, ``floor`` is the fitted noise, or 0 if no noise can be fitted.
+        - A noise above 0 that was measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
+          small. Then ``floor`` is the geometric mean of the measured and the fitted noise, but at least the measured
+          one.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -196,8 +200,8 @@ class FittedTrials:
         """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
         It is the surrogate's prediction plus a share of the mean difference between the point's losses and the
-        prediction. The share is 1 if no noise is known. If the surrogate assumes the noise s, the share is
-        1 - (floor / s)^2, but at least 0.
+        prediction. If no noise is known, the share is 1. Otherwise, it is 1 - (floor / s)^2 but at least 0, where s
+        is the noise that the surrogate assumes.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -306,7 +310,10 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials: neither the start nor an only finalist needs them."""
+    """Return the best point if it needs confirmation trials, otherwise None.
+
+    The start and a single finalist need no confirmation trials.
+    """
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -364,13 +371,19 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is the only finalist, with ``RERUNS`` trials and a predicted gain > ``least``."""
+        """Return whether ``point`` is a single finalist that is likely to be better than the start.
+
+        It needs at least ``RERUNS`` trials, and a predicted gain above ``least`` nats.
+        """
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points with a gain of at most ``noise`` in at least ``CONFIRMATIONS`` confirmation trials, all
-        with seeds that the start has, too."""
+        """Return the points whose gain in their confirmation trials is at most ``noise``.
+
+        Only points with at least ``CONFIRMATIONS`` confirmation trials count, and only if the start was run with the
+        seeds of all these trials.
+        """
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -379,8 +392,11 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate that is not refuted, or the start if none is more than ``noise`` better; None if
-        neither exists."""
+        """Return the candidate with the lowest loss that is not refuted, or the start.
+
+        It is the start if no candidate is left, or if this candidate is not ahead of the start by more than
+        ``noise``. Return None if no candidate is left and the start has no loss.
+        """
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -393,7 +409,10 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` is more than ``least`` nats better than the start, or the start has no loss."""
+        """Return whether ``point`` is more than ``least`` nats better than the start.
+
+        Any point is better than a start without a loss. The start is not better than itself.
+        """
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:

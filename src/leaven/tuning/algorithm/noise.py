@@ -10,7 +10,7 @@ from leaven.tuning.study_document import StudyTrial
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
 WILD = 5.0  # a point whose spread is above this times the median spread of all points is left out of the noise
-FEWEST_DEGREES = 2  # a measured noise decides about gains and pruning only with so many degrees of freedom
+FEWEST_DEGREES = 2  # the fewest degrees of freedom with which a measured noise decides about gains and pruning
 GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
@@ -38,8 +38,9 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     A trial is (point, seed, loss). Trials of one seed share init and data order, so more points do not average out
     this part of their noise. So with several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
-    Of three or more repeated points, one whose standard deviation is above ``WILD`` times the median is left out: it
-    lies at the divergence boundary. A point with the most trials, if at least three, always counts.
+    With three or more repeated points, a point whose standard deviation is above ``WILD`` times the median one is
+    left out, because it lies at the divergence boundary. The points with the most trials are never left out if they
+    have three or more trials.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -59,8 +60,8 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds (``given``, or else pooled over the trials) and its degrees of freedom.
 
-    Trials of the search count only if they are at the start. Other points are run again only if their loss in the
-    search was low, so this loss would bias the noise.
+    Trials with the purpose "search" count only if they are at the start. Any other point is run again only if its
+    loss in the search was low, so this first loss would bias the noise.
     """
     if given is not None:
         return given, GIVEN

@@ -2,10 +2,10 @@
 budget, or a search of only two values, would gain.
 
 The gain that is still possible is the loss at the best point minus the minimum within ``TRUST`` steps of the point.
-It is a median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` values, this median is
-too high, because the prior has one typical curvature for all values. So it is then limited to what the second half of
-the trials gained. After n trials, the possible gain is about proportional to 1 / n, so n further trials bring half of
-it. How far off this estimate is: docs/concepts/search.md.
+It is a median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` searched values, this
+median is too high, because the prior has one typical curvature for all values. So it is then limited to what the
+second half of the trials gained. After n trials, the possible gain is about proportional to 1 / n, so n further
+trials bring half of it. How far off this estimate is: docs/concepts/search.md.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from leaven.tuning.study_document import Coordinate, Dimension, SlicePoint
 SURE = 1.0  # standard deviations that are added to a predicted difference of losses, if one value moves
 TOGETHER = 2.0  # the same if many values move, because the errors of the surrogate add up
 SLICE = 21  # number of points of a slice
-WIDE, FINE = 2.0, 1 / 32  # steps from the best point within which the flat region is searched, in steps of FINE
+WIDE, FINE = 2.0, 1 / 32  # the flat region is searched within WIDE steps of the best point, on a grid of FINE steps
 BEYOND = 0.5  # steps by which a slice extends beyond the values that were tried
 DRAWS = 48  # quadratics drawn from the posterior
 LEAST = 8  # the fewest trials of the search from which a further gain is estimated
@@ -39,7 +39,7 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
     """Return the point ``best`` with as many values as possible reset to the start, the cheapest first.
 
-    A reset is undone if all resets so far may cost more than ``floor`` nats, or make a divergence likely.
+    A reset is undone if all resets so far together may cost more than ``floor`` nats, or make a divergence likely.
     """
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -121,8 +121,9 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats expected from twice as many trials (top of this file). Return None if the search
-    proposed too few trials, or if the first half of these all diverged.
+    """Return the gain in nats expected from doubling the number of trials (top of this file).
+
+    Return None if the search proposed too few trials, or if all trials in the first half of these diverged.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
@@ -148,10 +149,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the indices of the two numbers that alone bring the largest share of the predicted gain.
+    """Return (i, j, share): the two values, by index, that alone bring the largest share of the predicted gain.
 
-    The pair stays within the settings in ``points`` (n, D). Return None if the gain of the point ``best`` (D,) is at
-    most ``noise``, or if there are fewer than 3 numbers, or fewer than ``PER_VALUE`` trials for each value.
+    Choices are not considered, only numbers within the range of their settings in ``points`` (n, D). Return None in
+    three cases: the gain of the point ``best`` (D,) is at most ``noise``, fewer than 3 numbers are searched, or there
+    are fewer than ``PER_VALUE`` trials for each value.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

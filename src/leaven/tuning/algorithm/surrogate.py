@@ -17,10 +17,10 @@ has moved, the minimum stays at the start point. r is 8 / D^2 for D columns, but
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
 Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
-(the likelihood with a, b and h_ij integrated out). The noise does not: after few trials, the most likely noise is
-often too large and would hide the optimum. The model is a Gaussian process with a quadratic kernel and a mean
-function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares the constants with other
-settings.
+(the likelihood with a, b and h_ij integrated out). The noise is not chosen in this way: after few trials, the most
+likely noise is often too large and would hide the optimum. The model is a Gaussian process with a quadratic kernel
+and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares the constants
+with other settings.
 
 Knowledge from before the search gives further priors of the coefficients. The prior with the highest evidence is
 used, so knowledge that the trials contradict is dropped. There are two kinds of knowledge (H is the matrix of h_ij):
@@ -67,7 +67,7 @@ class Quadratic:
 
     slope: Array  # (D,)
     hessian: Array  # (D, D)
-    least: float  # lower limit of the curvature along each column in :meth:`minimum`
+    least: float  # :meth:`minimum` assumes at least this curvature along each column
 
     def __call__(self, x: Array) -> Array:
         """Return the values (m,) of the function at points (m, D)."""
@@ -170,8 +170,10 @@ def interaction(d: int) -> float:
 
 
 def _features(x: Array) -> Array:
-    """Return the P terms of the quadratic at points ``x`` (m, D), as (m, P), scaled so that all coefficients have the
-    prior standard deviation h."""
+    """Return the P terms of the quadratic, of shape (m, P), at points ``x`` (m, D).
+
+    The terms are scaled so that all coefficients have the prior standard deviation h.
+    """
     terms, d = [x, x**2 / 2], x.shape[1]
     if d <= MOST_WITH_INTERACTIONS:
         i, j = np.triu_indices(d, 1)
@@ -248,7 +250,8 @@ def fitted_noise(points: Array, losses: Array) -> float:
 class EarlierTrials:
     """The finished trials of an earlier search, as distances from the start of the new search."""
 
-    # (n, D + E): the D values of the new search in octaves, then in steps the E values of the earlier search only
+    # (n, D + E): first the D values of the new search, in octaves; then E values that only the earlier search has, in
+    # steps
     points: Array
     losses: Array  # (n,), finite
     noise: float | None  # standard deviation of the loss between seeds; None if unknown
@@ -271,7 +274,7 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
     """Return a prior for each of ``DIFFERENCES`` from the trials of an earlier search.
 
-    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has the first ``d`` columns.
+    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has only the first ``d`` columns.
     """
     if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]

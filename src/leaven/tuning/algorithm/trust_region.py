@@ -18,8 +18,9 @@ is ``scale`` octaves, the typical distance of an optimum from the start.
    and that of the posterior mean. So a hyperparameter whose optimum is known hardly moves, a hyperparameter with
    little effect moves far, and simultaneous proposals differ. The last proposal of a search is the minimum without a
    random move. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one
-   number, by about a step. About half of the choices, at random, take a level that has never been run or, if all
-   have been run, the best level of the drawn surrogate. The others take the best level of the posterior mean.
+   number, by about a step. In each proposal, about half of the choices, at random, take a level that has never been
+   run. If all levels of such a choice have been run, it takes the best level of the drawn surrogate. All other
+   choices take the best level of the posterior mean.
 4. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
@@ -176,7 +177,7 @@ class Axes:
         """Return the points nearest to ``params`` that are not in ``tried``; an empty list if all have been tried.
 
         The distance is the number of changes: a whole number changes by 1, a choice to any other level. In a space
-        with other numbers, or without whole numbers, the result is ``[params]``.
+        with a number that is not whole, and in a space of choices only, the result is always ``[params]``.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -245,7 +246,7 @@ class Region:
     divergence: DivergenceModel  # its inputs are the same columns
     since: int  # number of trials that ended after the incumbent
     low: Array  # (D,), the lower ends of the box
-    high: Array  # (D,), the upper ends
+    high: Array  # (D,), the upper ends of the box
     features: Features  # the origin is the start or, if the start diverged, the first trial that finished
     never: NDArray[np.bool_]  # (F,), whether a column is 0 in all trials so far
 
@@ -256,7 +257,7 @@ class Region:
         return self._within(self.lowest(mean, self._levels(mean), self.incumbent))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). With ``last``, this is the predicted best point."""
+        """Return a point to try next, (D,). With ``last``, it is :attr:`predicted`."""
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -318,8 +319,11 @@ class Region:
         return found
 
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) of the minimum of ``quadratic`` in the box, within ``reach`` steps of the point
-        ``around`` (D,) and with the given ``levels`` (D,) of choices."""
+        """Return the columns (F,) of the minimum of ``quadratic``.
+
+        Numbers stay in the box, and within ``reach`` steps of the point ``around`` (D,). Choices have the given
+        ``levels`` (D,).
+        """
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -352,8 +356,9 @@ def region(
     noise: float | None = None,
     seeds: NDArray[np.int64] | None = None,
 ) -> Region:
-    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order in which they
-    ended.
+    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
+
+    Both are in the order in which the trials ended.
 
     Args:
         losses: nats; infinite where a trial diverged.
@@ -425,7 +430,10 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with infinity for those far above the median (``OUTLIER``), if at least 10 are finite."""
+    """Return the losses with infinity in place of those far above the median (``OUTLIER``).
+
+    With fewer than 10 finite losses, return them unchanged.
+    """
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -437,8 +445,10 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,): the global one or, if it
-    is not searched, those of modules and depths."""
+    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,).
+
+    This is the global learning rate. If it is not searched, these are the learning rates of modules and depths.
+    """
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])
