@@ -203,6 +203,16 @@ def test_the_recipe_of_a_run_lies_beside_the_published_runs(port: int) -> None:
     assert '"symbol":"star"' not in get(port, "/published?recipe=0/../..")[2]
 
 
+def test_a_study_over_another_trainer_has_no_recipe_beside_the_published_runs(roots: Path, tmp_path: Path) -> None:
+    shutil.copytree(roots / "study", tmp_path / "study")
+    (study,) = find([tmp_path])
+    assert study.recipe is not None
+    assert row(study, 0.0).has_recipe
+    (tmp_path / "study/centre.toml").write_text('command = "python train.py {lr}"\n')
+    assert study.recipe is None
+    assert not row(study, 0.0).has_recipe
+
+
 @pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
 def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
     port: int, roots: Path, tmp_path: Path

@@ -18,7 +18,10 @@ def sweep(tmp_path: Path) -> CheckDocument:
 
 
 def test_a_sweep_draws_the_limits_of_the_shift(sweep: CheckDocument) -> None:
-    sweep = sweep.model_copy(update={"rows": sweep.rows[:1]})
+    *others, best, base = sweep.curves
+    assert (best.quantity, base.quantity) == ("best", "optimum")
+    smaller = best.model_copy(update={"x": [32.0, *best.x[:1]], "y": [4.0, *best.y[:1]]})  # the base is not the first
+    sweep = sweep.model_copy(update={"rows": sweep.rows[:1], "curves": [*others, smaller, base]})
     page = check_page(sweep)
     assert "The red lines are the limits of the shift, 0.5 octaves from it." in page
     for level in (2**-0.5, 2**0.5):  # the base's best is 1

@@ -99,7 +99,9 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
     drawn: dict[str, Figure | None] = {"losses": charts.figure(f"{name}, {unit}", "final loss, nats", traces, x=axis)}
     best = [curve for curve in check.curves if curve.quantity == "best"]
     limit = next((row.limit for row in check.rows if row.limit is not None), None)
-    drawn |= {f"best-{curve.axis}": _best(curve, f"best {name}, {unit}", limit) for curve in best}
+    base = stars.get(next(iter(check.settings.get("scales", ())), ""))
+    level = base.x[0] if base else None
+    drawn |= {f"best-{curve.axis}": _best(curve, f"best {name}, {unit}", level, limit) for curve in best}
     axes = [curve.axis for curve in best]
     section = {"name": name, "stars": bool(stars), "legend": legend, "best": axes, "limit": limit}
     return drawn, {"losses": section}
@@ -128,12 +130,11 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
     return drawn, {"collapse": list(colours.items())}
 
 
-def _best(curve: VerdictCurve, title: str, limit: float | None) -> Figure:
-    """Draw the best value over the width, depth, batch or tokens, with a grey line at the value of the first point.
+def _best(curve: VerdictCurve, title: str, level: float | None, limit: float | None) -> Figure:
+    """Draw the best value over the width, depth, batch or tokens, with a grey line at ``level``, that of the base.
 
     With ``limit``, two red lines are that many octaves (factors of 2) above and below the grey line.
     """
-    level = curve.y[0]
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []
     known = [value for value in (*curve.low, *curve.high, *limits) if value is not None]
     x = charts.measured_axis(curve.x, numbers.value)
