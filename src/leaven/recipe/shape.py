@@ -313,7 +313,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module by name; of the several roles of ``biases``, the last one."""
+        """Return the role of each module by name. ``biases`` has several roles; the last one is returned."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -322,7 +322,7 @@ class ModelShape(Part):
 
     @property
     def params_active(self) -> int:
-        """Return the number of parameters without those of experts that a token does not use."""
+        """Return the number of parameters that one token uses: all except those of experts that are not chosen."""
         return sum(self._used(parameter) for parameter in self.parameters())
 
     @property
