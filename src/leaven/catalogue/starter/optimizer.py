@@ -17,7 +17,7 @@ Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
-"""The lr stays within the range of the published lrs (converted to this size and batch), widened by this factor."""
+"""Largest factor by which the lr may be outside the range of the published lrs, converted to this size and batch."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
@@ -45,7 +45,8 @@ def batch_factor(batch: int, published: int | None) -> float:
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs by laws and published runs, converted to this size and batch."""
+    """Return the peak lrs by laws and published runs, converted to this size and batch. The lr of a reference run
+    (``--from``) is not converted."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
