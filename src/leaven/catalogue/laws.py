@@ -293,7 +293,7 @@ def power_lines_tau(params: float, tokens: float) -> float:
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the batches of one kind by law, in tokens. Laws that restate another law are left out."""
+    """Return the optimal or critical batch by each law, in tokens. Laws that restate another law are left out."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }

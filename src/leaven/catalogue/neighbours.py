@@ -174,7 +174,7 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, the nearest first: all within `FACTOR` in size, and at least `NEAREST`."""
+        """Return the runs that vote, the nearest first: all within `FACTOR` in size, but no fewer than `NEAREST`."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 

@@ -117,7 +117,7 @@ class PublishedRun(Part):
 
     @property
     def ramp(self) -> groups.BatchRamp | None:
-        """Return how the batch grew, or None if it did not grow or this is not known."""
+        """Return how the batch grew; None if it did not grow, or if it is not known whether it grew."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
     @property
@@ -203,7 +203,7 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        A warm-up in steps is converted with a constant batch. It is not converted if the batch is known to grow.
+        A warm-up in steps is converted to tokens with the final batch, but not if the batch is known to grow.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:

@@ -145,7 +145,7 @@ class ModelShape(Part):
                 f"{stated} {width} is not n_heads x d_head = {self.n_heads} x {self.d_head} = {heads}; "
                 f"set {stated} = {heads}"
                 + (f" or d_head = {width // self.n_heads}" if width % self.n_heads == 0 else "")
-                + ("" if self.d_attention else f", or d_attention = {heads} for wider heads")
+                + ("" if self.d_attention else f", or d_attention = {heads} to keep both")
             )
         if self.n_heads % self.n_kv_heads:
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]

@@ -101,7 +101,10 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
     A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. Its number of
-    sequences divides well among the GPUs. InputError: the run is too short for the batch of the reference run.
+    sequences divides well among the GPUs.
+
+    Raises:
+        InputError: if the run is too short for the batch of the reference run.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)
@@ -136,8 +139,8 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
 def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
-    With a reference run (``--from``), the batch grows as there. Otherwise it grows if it is above `LARGEST_CONSTANT`,
-    or if batches grew in most model families (such as Pythia) near this size.
+    With a reference run (``--from``), the batch grows as in that run. Otherwise it grows if it is above
+    `LARGEST_CONSTANT`, or if batches grew in most model families (such as Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()

@@ -38,7 +38,8 @@ ADAM = {
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    The factor is limited by `MOST_BY_BATCH`, because published batches at one size differ by up to a factor of 100.
+    The factor is limited to 1/2 .. 2 (`MOST_BY_BATCH`), because published batches at one size differ by up to a
+    factor of 100. If ``published`` is None, the factor is 1.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
@@ -74,7 +75,7 @@ def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float
 
 
 def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
-    """Choose the warm-up and the decay of the lr. InputError: the reference's warm-up is longer than the run."""
+    """Choose the warm-up and the decay of the lr. Raise InputError if a reference's warm-up is as long as the run."""
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
     for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():

@@ -81,7 +81,10 @@ def choose_proxy(
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: number of parameters that the user requests. InputError if no proxy has about this size.
+        size: number of parameters that the user requests.
+
+    Raises:
+        InputError: if no proxy has about the requested size.
     """
     if size is not None:
         shapes = list(_smaller(model, attrgetter("params")))

@@ -74,8 +74,10 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size in `VOCABULARIES` nearest to ``usual``, or the next smaller one with a small enough embedding
-    (`VOCABULARY_SHARE` of ``params``)."""
+    """Return the size in `VOCABULARIES` nearest to ``usual``, or a smaller one that keeps the embedding small.
+
+    The embedding has at most `VOCABULARY_SHARE` of ``params``, except with the smallest size.
+    """
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -129,7 +131,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff``, and ``experts`` if there are any. A token uses experts of total width ``width``."""
+    """Return ``d_ff``, and ``experts`` if there are any. A token uses MLPs of about this ``width`` in total."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -277,7 +279,10 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size, if from `RECENT` on; if no run is, the neighbours."""
+    """Return the newest run of each lineage near this size, without runs before `RECENT`.
+
+    If no run is left, return the neighbours.
+    """
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

@@ -57,7 +57,9 @@ def starter(request: StarterRequest) -> StarterRecipes:
     """Return the requested recipe (the target), with a layout for one process, and the steps that derived it.
 
     :func:`leaven.planning.start.start` adds the layout for a cluster, the proxy and the comparison with other runs.
-    InputError is raised for a request that no recipe can fulfil.
+
+    Raises:
+        InputError: if no recipe can fulfil the request.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
