@@ -61,7 +61,7 @@ def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[st
         raise InputError(f"{origin}: a line has more than {MOST_DOTS:,} dots; give a recipe file")
     try:
         document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of a number with too many digits, or of deep arrays
+    except (ValueError, RecursionError) as error:  # also for numbers with too many digits and for deep arrays
         raise InputError(f"{origin}: not TOML: {error}") from None
     for override in overrides:
         path, separator, value = override.partition("=")
