@@ -29,7 +29,8 @@ def shown(text: str) -> str:
 
 
 AGAIN_AFTER = 1.0
-"""Seconds. A second Ctrl-C that comes earlier is ignored: a program around leaven may have repeated the first one."""
+"""Seconds. A Ctrl-C within this time after the first one is ignored: a program around leaven may have sent the first
+one twice."""
 STOPPING = "stopping at the next safe point; press Ctrl-C again to stop at once"
 
 

@@ -15,7 +15,10 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected best value of a hyperparameter, relative to the recipe's value (for the matrices in blocks)."""
+    """The expected best value of a hyperparameter, relative to the recipe's value.
+
+    The recipe's lr, weight decay and init std are those of the matrices in blocks, after the scaling rule.
+    """
 
     octaves: float  # log2(expected value / the recipe's value)
     deviation: float  # standard deviation of log2(value) over the values of the laws and runs
@@ -24,7 +27,7 @@ class Expectation:
 def expectations(case: Case) -> dict[str, Expectation]:
     """Return the expected best lr, batch, weight decay and init std, by path.
 
-    Values that are 0 in the recipe, and an init std that no near run publishes, are left out.
+    A value that is 0 in the recipe is left out, and so is the init std if no near run publishes it.
     """
     near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")

@@ -34,7 +34,7 @@ class PublishedGroup(Provenance):
     """A table of published values that all come from one source, except the fields in ``exceptions``."""
 
     evidence: Evidence | None = None  # kind of the source
-    exceptions: dict[str, Provenance] = Field(default_factory=dict)  # the source of each field that has another
+    exceptions: dict[str, Provenance] = Field(default_factory=dict)  # the source of each field with another source
     derived: Texts = ()  # fields that were computed from other values
 
     def provenance(self, field: str) -> Provenance:
@@ -66,7 +66,7 @@ class LayerwiseScaling(Part):
 
 
 class PublishedArchitecture(PublishedGroup):
-    """The published architecture; leaven cannot train all of its parts, such as latent attention."""
+    """The architecture of a published run. leaven cannot train every such architecture, e.g. latent attention."""
 
     n_layers: int | None = None
     d_model: int | None = None

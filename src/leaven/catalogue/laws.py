@@ -91,7 +91,7 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``; inf if no factor does."""
+        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``, inf if none is enough."""
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
@@ -154,7 +154,7 @@ class Fitted(Part):
     experts: Range = ANY  # (experts of a layer) / (those that a token uses), if the law depends on it; 1 if dense
 
     def beyond(self, params: float, tokens: float, compute: float, experts: float = 1) -> list[BeyondRange]:
-        """Return a row for each fitted range outside of which the run is, the farthest first."""
+        """Return a row for each fitted range that does not contain the run, the farthest range first."""
         found = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
@@ -209,7 +209,7 @@ class Law(Sourced):
     loss_of_experts: ExpertsLoss | None = None
     tau: Power | None = None  # the best AdamW timescale, batch / (lr x weight decay x tokens): a share of the run
     says: str = ""  # for a law that predicts no number: how a value changes, such as "lr ~ N^-0.23 D^-0.32"
-    form_of: str | None = None  # name of the law that this law restates in another form; then it has no vote
+    form_of: str | None = None  # name of the law that this law restates in another form; restatements have no vote
 
 
 class Frontier(Sourced):
@@ -279,7 +279,7 @@ def evaluate(
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return the rows of :func:`evaluate` for ``model`` and ``tokens`` tokens, without laws that restate another."""
+    """Return the rows of :func:`evaluate` for a model and a run length, without laws that restate another law."""
     experts = model.experts.number / model.experts.active if model.experts else 1
     rows = evaluate(model.params_active, tokens, params_non_embedding=model.params_non_embedding, experts=experts)
     return [row for row in rows if row.form_of is None]
@@ -293,7 +293,7 @@ def power_lines_tau(params: float, tokens: float) -> float:
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or critical batches of the laws in tokens, without laws that restate another."""
+    """Return the optimal or critical batch by each law, in tokens. Laws that restate another law are left out."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }

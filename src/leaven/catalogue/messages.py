@@ -1,8 +1,9 @@
 """Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
-A template is a text, or a list of texts, which are its parts. A part has fields in braces, as in ``str.format``. A
-part is omitted from the message if one of its fields has no value. Besides Python's formats, a field may have one of
-the formats below. ``each``, ``range`` and ``count`` are for :class:`leaven.catalogue.neighbours.Votes`.
+A template is a text, or a list of texts, which are its parts. A part may have fields in braces, as in
+``str.format``. A part is omitted from the message if one of its fields has no value. Besides Python's formats, a
+field may have one of the formats below. ``each``, ``range`` and ``count`` are for
+:class:`leaven.catalogue.neighbours.Votes`.
 
 - ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits
@@ -116,5 +117,5 @@ def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Pa
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section without fields, by key."""
+    """Return the messages of a section, by key. None of these messages may have fields."""
     return dict(templates()[section])

@@ -24,11 +24,12 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor beyond the farthest run that votes:
-at 15 times the model's size if this run is 10 times larger than the model."""
+"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor beyond the farthest run that votes.
+If that run is 10 times larger than the model, they fall to nearly 0 at 15 times the model's size."""
 ALIKE = 2.0
-"""A mixture of experts votes on shared experts and dense layers only if its number of active experts and its number /
-active are within this factor of the model's: 64 experts with 6 active say nothing about 8 with 2."""
+"""A mixture of experts votes on shared experts and dense layers only if it is similar to the model. Its number
+of active experts, and (all experts) / (active experts), must be within this factor of the model's values: 64 experts
+with 6 active say nothing about 8 with 2."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -66,10 +67,13 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs of ``kind`` that are nearest to a model, each with its distance, or raise InputError.
 
-    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. Only runs within
-    ``factor`` of the model's size count; those that fit ``stack`` come first. If there is none, runs of all sizes are
-    ranked by distance alone. The first run of each lineage comes before all others. Runs with unknown tokens, or an
-    lr that cannot be compared (such as muP), are left out.
+    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8.
+
+    - Only runs within ``factor`` of the model's size are returned. Runs that fit ``stack`` come first,
+      then the nearest.
+    - If no run is within ``factor``, runs of all sizes are returned, ordered by distance alone.
+    - In both cases, the first run of each lineage comes before the other runs of all lineages.
+    - Runs with unknown tokens, or with an lr that cannot be compared (such as muP), are left out.
 
     Args:
         limit: the largest number of runs to return.
@@ -131,7 +135,7 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes ``by`` with their most frequent value (in a tie, the first), or None without votes."""
+    """Return the votes ``by`` with their most frequent value; in a tie, the first one. Return None without votes."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
@@ -170,7 +174,7 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs within `FACTOR` of the model's size, the nearest first, but at least `NEAREST` runs."""
+        """Return the runs that vote, the nearest first: all within `FACTOR` in size, but no fewer than `NEAREST`."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -188,7 +192,7 @@ class Neighbours:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the values that the neighbours publish, by run id; only the reference run's, if it publishes one.
+        """Return the values that the neighbours publish, by run id. A value of the reference run replaces the others.
 
         ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run.
         """
@@ -202,11 +206,11 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return votes by run id with their median, weighted by :meth:`weights`."""
+        """Return the votes ``by`` (values by run id) with their geometric median, weighted by :meth:`weights`."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the neighbours' votes on a recipe's value with the most frequent one, or None without votes."""
+        """Return the neighbours' votes on the value at a path, with the most frequent value; None without votes."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
@@ -266,7 +270,7 @@ def neighbours(
         params: parameters of the model that a token uses.
         qk_norm: whether the model has QK-norm; None: runs with and without it are equally near.
         reference: the run of ``--from``, which decides the values that it publishes.
-        experts: whether the model is a mixture of experts. It has dense neighbours, too.
+        experts: whether the model is a mixture of experts. Mixtures have dense neighbours, too.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     kind: Kind = "moe" if experts else "dense"

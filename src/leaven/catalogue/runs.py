@@ -117,12 +117,12 @@ class PublishedRun(Part):
 
     @property
     def ramp(self) -> groups.BatchRamp | None:
-        """Return how the batch grew, or None if it did not grow or this is not known."""
+        """Return how the batch grew; None if it did not grow, or if it is not known whether it grew."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
     @property
     def batch_grew(self) -> bool | None:
-        """Return whether the last batch was larger than the first."""
+        """Return whether the last batch was larger than the first; None if it is not known."""
         if self.ramp is None:
             return False if self.constant_batch else None
         stages = [stage["tokens"] for stage in self.ramp.stages or () if "tokens" in stage]
@@ -130,7 +130,7 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """Return the first batch of the ramp in tokens, or None without a ramp."""
+        """Return the first batch of the ramp in tokens; None without a ramp, or if it is not known."""
         ramp = self.ramp
         if ramp is None:
             return None
@@ -141,20 +141,20 @@ class PublishedRun(Part):
 
     @property
     def ramp_start(self) -> float | None:
-        """Return (first batch of the ramp) / (final batch)."""
+        """Return (first batch of the ramp) / (final batch); None without a ramp, or if not known."""
         start = self.ramp_start_tokens
         return start / self.batch_tokens if start and self.batch_tokens else None
 
     @property
     def ramp_tokens(self) -> int | None:
-        """Return the number of tokens after which the batch has its full size, or None without a ramp."""
+        """Return the tokens after which the batch has its full size; None without a ramp, or if not known."""
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return how many tokens come before each stage of the batch; [0] without stages."""
+        """Return how many tokens come before each stage of the batch: [0] without stages, None if not known."""
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:
@@ -182,11 +182,11 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """Return whether the lr is known, for Adam or AdamW, and not for muP."""
+        """Return whether the lr is known, the optimizer is Adam or AdamW, and the run does not use muP."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Return whether the lr is known, for one of ``optimizers``, and not for muP."""
+        """Return whether the lr is known, the optimizer is one of ``optimizers``, and the run does not use muP."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
@@ -203,7 +203,7 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        A warm-up in steps is converted to tokens only if the batch is not known to grow.
+        A warm-up in steps is converted to tokens with the final batch, but not if the batch is known to grow.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -266,7 +266,7 @@ class PublishedRun(Part):
 
     @property
     def tokens_per_parameter(self) -> float | None:
-        """Return the training tokens / the number of parameters that a token uses."""
+        """Return (training tokens) / (number of parameters that a token uses)."""
         return self.tokens / self.params_active if self.tokens else None
 
     @property

@@ -25,7 +25,10 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay: papers write Adam for AdamW, too."""
+    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay.
+
+    Published runs with "Adam" decay weights as AdamW does, so `L2_DECAY` keeps the two apart.
+    """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -122,8 +125,8 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value of a run that recipes cannot state, or of a recipe that runs cannot state.
 
-    Left out are the paths in ``not_compared`` of ``terms.toml``, the defaults of a recipe, and values of a run that
-    are false or those in ``given``.
+    Left out are the paths in ``not_compared`` of ``terms.toml`` and the defaults of a recipe. Of a run, values that
+    are false, and values that ``given`` in ``terms.toml`` lists, are also left out.
     """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):

@@ -2,7 +2,7 @@
 
 ``--json`` prints a document, and :mod:`leaven.views` shows it. Keys may be added, but are never renamed or removed.
 The number in ``schema`` changes when the meaning of a key changes. docs/reference/documents.md is generated from
-these files: the comment of a field becomes its description.
+the files of this folder: the comment of a field becomes its description.
 """
 
 import json
@@ -14,29 +14,29 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 Number = int | float
-"""A number that may be whole in JSON (a count) or decimal (a measurement)."""
+"""A number that JSON writes as a whole number (a count) or with decimals (a measurement)."""
 
-DIGEST = "blake2b"  # key of the digest of all other keys, in a JSON object that is kept in a file
+DIGEST = "blake2b"  # a JSON object in a file may have this key: the digest of all its other keys and their values
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """Return the digest of the keys of a JSON object other than ``DIGEST``."""
+    """Return the digest of a JSON object. The key ``DIGEST`` is left out."""
     content = {key: value for key, value in document.items() if key != DIGEST}
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with its digest."""
+    """Return a copy of a JSON object with its digest added at the key ``DIGEST``."""
     return {**document, DIGEST: digest_of(document)}
 
 
 def is_sealed(document: Mapping[str, Any]) -> bool:
-    """Return whether the digest of a JSON object is right, or missing as in files of older versions."""
+    """Return whether the digest of a JSON object is right. True without a digest, as in files of older versions."""
     return DIGEST not in document or document[DIGEST] == digest_of(document)
 
 
 class Sealed(BaseModel):
-    """A base for documents whose files have a digest. Reading a changed file raises ValidationError."""
+    """A base class of documents whose files have a digest. Reading a file that was changed raises ValidationError."""
 
     @model_validator(mode="before")
     @classmethod

@@ -21,7 +21,7 @@ class RunSummary(Document, schema="run-summary/1"):
     optimizer: str | None
     decay: str | None  # shape of the learning rate's decay
     lineage: str  # model family from which the learning rate was inherited; by default the run's own family
-    lr_comparable: bool  # false for runs with muP or an optimizer other than Adam(W)
+    lr_comparable: bool  # false if peak_lr is null, or is for muP or an optimizer other than Adam(W)
 
 
 class NearRun(RunSummary, schema="near-run/1"):
@@ -65,13 +65,13 @@ class FindingRow(Entry):
     path: str  # path of the value in the recipe
     severity: Severity
     value: float | None
-    low: float | None  # lower end of the range of published runs
-    high: float | None  # upper end of the range of published runs
-    factor: float | None  # factor by which the value is outside the range; null if the value is not a number
+    low: float | None  # lower end of the usual range; null if the check has no range
+    high: float | None  # upper end of the usual range; null if the check has no range
+    factor: float | None  # factor by which the value is outside the usual range; null if the check has no range
     says: str  # the finding as a sentence
     runs: list[str]  # ids of published runs that support the finding
     did_so: list[str]  # ids of published runs whose value is at least as far outside
-    alike: list[str]  # ids in did_so whose runs use AdamW, pre-norm and about the size, lr and batch of the recipe
+    alike: list[str]  # ids in did_so of runs with Adam(W), the recipe's norms, and about its size, lr and batch
     mends: list[dict[str, Any]]  # suggestions, the best first: new values by path; null removes a value
     check: str  # name of the check
     source: str
@@ -86,7 +86,7 @@ class RecipeCheck(Document, schema="recipe-check/1"):
     tokens: int
     passed: bool  # true if no finding is more severe than "note"
     checks: list[str]  # names of all checks
-    findings: list[FindingRow]  # values farthest outside the range come first
+    findings: list[FindingRow]  # the most severe come first
     next: list[str] = []  # commands to type next
 
 

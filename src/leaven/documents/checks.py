@@ -5,19 +5,19 @@ from typing import Any
 from leaven.documents import Document, Entry, Number, Sealed
 
 REGRET_LIMIT = 0.01
-"""The largest accepted regret of a sweep, in nats. The regret at a scale is the loss with the value that is best at
-the base scale, minus the lowest loss. Published scaling laws predict losses to about this accuracy."""
+"""The largest accepted regret of a sweep, in nats. The regret of a model size is its loss with the value that is best
+for the base, minus its lowest loss. Published scaling laws predict losses to about this accuracy."""
 
 
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
     axis: str  # what grows, e.g. width; in a sweep, two scales: 64x4 -> 256x4; "bookkeeping" if nothing was trained
     slope: float | None  # the judged number, e.g. an exponent; of several, the one farthest beyond its limit
-    limit: float | None  # largest allowed distance of slope from its correct value or range, which is usually 0
+    limit: float | None  # largest allowed distance of slope from its correct value (usually 0) or range
     passed: bool | None  # null if the row is measured but not judged
     parts: dict[str, float | None] = {}  # all numbers of the row by column
     note: str = ""  # the usual cause of a failure, or why the row is not judged
-    beyond: float | None = 0.0  # how far slope is beyond the limit; null if the row failed without a number
+    beyond: float | None = 0.0  # how far slope is beyond limit, or 0; null if the row failed without a number
     undecided: bool = False  # whether the noise is too large to tell passed from failed
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from leaven.documents import Document, Entry, Number
 
 Layout = dict[str, Any]
-"""The keys of [layout] in a recipe, with micro_batch and grad_accumulation."""
+"""The keys of [layout] in a recipe, and also micro_batch and grad_accumulation."""
 
 
 class StateRow(Entry):
@@ -46,7 +46,7 @@ class CandidateRow(Entry):
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train with the layout. It can only plan and export context parallelism (cp above 1)."""
+        """Whether leaven can train with the layout. With cp above 1, leaven can only plan and export it."""
         return bool(self.layout["cp"] == 1)
 
 
@@ -84,7 +84,7 @@ class RampPoint(Entry):
     tokens_per_second: float
     tflops_per_gpu: float
     share: float  # throughput at this batch size / throughput at the full batch size
-    filled: bool  # whether there are enough micro-batches for the pipeline; if not, leaven cannot train
+    filled: bool  # whether there are enough micro-batches for the pipeline; without them, leaven cannot train
 
 
 class RampChoice(Entry):

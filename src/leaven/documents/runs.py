@@ -17,7 +17,7 @@ class CautionRow(Entry):
 
 class ParameterValues(Entry):
     name: str
-    shape: list[int]  # [out, in]
+    shape: list[int]  # [out, in] of a matrix; [experts, out, in] of routed experts
     role: str  # role of the parameter in the scaling rule
     module: str
     layer: int | None
@@ -43,7 +43,7 @@ class Totals(Entry):
 class WorthRow(Entry):
     """What the gain of a study is worth in training tokens.
 
-    Only a part of the gain may survive the transfer to a larger run. Each row assumes another part.
+    Only a part of the gain may survive the transfer to a larger run. Each row assumes a different part.
     """
 
     share: float  # part of the gain that is assumed to survive, from 0 to 1
@@ -130,9 +130,7 @@ class TrainDocument(Document, schema="train/1"):
     unsaved: str | None  # why the checkpoint of a stopped run could not be saved; null if nothing failed
     saved_tokens: int  # tokens that the newest checkpoint was trained on; 0 without a checkpoint
     noise_scale: float | None  # latest measured gradient noise scale, in tokens
-    averaged_loss: float | None = (
-        None  # validation loss of the averaged weights, nats per token; null without [average]
-    )
+    averaged_loss: float | None = None  # validation loss of the averaged weights (nats); null without [average]
     finished: bool  # false if the run was stopped
     next: list[str] = []  # commands to type next
 
@@ -225,7 +223,7 @@ class ComparedRun(Entry):
     finished: bool
     loss: float | None  # last validation loss, nats per token
     difference: float | None  # loss of this run - loss of the first run; null for the first run
-    speedup: float | None  # tokens that the first run needed / tokens of this run for the same loss; null if unknown
+    speedup: float | None  # tokens of the first run / tokens of this run, both up to the same loss; null if unknown
     tokens: int
     seconds: float | None
     tokens_per_second: float | None  # median over the steps

@@ -11,7 +11,7 @@ from leaven.recipe.base import Part
 
 # 10,000 times as many tokens as any published run; this number times 8 bytes still fits into 64 bits.
 MOST_TOKENS = 10**18
-MOST_INCREMENTS = 10_000  # of a ramp; each is an entry in the schedule of batch sizes
+MOST_INCREMENTS = 10_000  # largest number of increments of a ramp; each is an entry in :attr:`Batch.sizes`
 Count = Annotated[int, Field(gt=0, le=MOST_TOKENS)]
 # Which hyperparameters apply while the batch size is not ``[batch] tokens``. fixed: those for ``[batch] tokens``;
 # scaled: those that the scaling rule computes for the present size.
@@ -127,7 +127,7 @@ class BatchSchedule:
         for threshold, batch_tokens in self.sizes[1:]:
             last = segments[-1]
             steps = -(-(threshold - last.first_token) // last.batch_tokens)
-            if steps <= 0:  # the last size has no step, because the step before it passed this threshold
+            if steps <= 0:  # the last size has no step: the step before it also passed this threshold
                 segments[-1] = Segment(last.first_step, last.first_token, batch_tokens)
             else:
                 consumed = last.first_token + steps * last.batch_tokens
@@ -135,7 +135,7 @@ class BatchSchedule:
         return tuple(segments)
 
     def batch_at(self, tokens: int) -> int:
-        """Return the batch size, in tokens, of a step before which ``tokens`` tokens were consumed."""
+        """Return the batch size, in tokens, of the step that starts when ``tokens`` tokens have been consumed."""
         return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
 
     def tokens_at_step(self, step: int) -> int:

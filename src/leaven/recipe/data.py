@@ -25,7 +25,7 @@ class DataSource(Part):
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text, or column of token ids
     # dtype of .bin files of token ids that do not state their dtype; None: uint16.
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
-    # Token ids for validation, written like ``source``. None: a twentieth of ``source``.
+    # Where token ids for validation are, as for ``source``. None: a twentieth of the ids of ``source`` is held out.
     validation: str | None = None
 
     added: ClassVar = ("dtype", "validation")
@@ -48,8 +48,8 @@ class Data(Part):
     # bpe: a tokenizer is trained on the sources. If all sources have token ids, none is trained. Other values
     # name a tokenizer: the path of a tokenizer.json, or hf://org/model.
     tokenizer: str = "bpe"
-    # Id of the token that ends documents in sources of token ids. None: that of the tokenizer, or unknown if there is
-    # no tokenizer.
+    # Id of the token that ends documents in sources of token ids. None: the id in the tokenizer; without a tokenizer,
+    # the id is unknown.
     end_of_text: int | None = Field(default=None, ge=0)
     tokens: Count  # number of tokens to train on; if the text has fewer, it is repeated
     # Seed of the initialisation, the order of the data and the masks of dropout.

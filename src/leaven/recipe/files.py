@@ -18,11 +18,11 @@ from leaven.recipe.units import parse_quantity
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
-LONGEST = 10_000_000  # characters of a recipe; the longest ones have 10,000
-MOST_DOTS = 10_000  # in a line
+LONGEST = 10_000_000  # characters of a recipe; real recipes have at most about 10,000
+MOST_DOTS = 10_000  # dots in one line
 DEEPEST = 20  # levels of nested tables and arrays; recipes have 4
-LARGEST_INTEGER = 2**63 - 1  # of TOML, and of torch
-SMALLEST_FLOAT, LARGEST_FLOAT = 1.2e-38, 1e19  # fp32: smaller ones lose digits, and squares of larger ones overflow
+LARGEST_INTEGER = 2**63 - 1  # limit of TOML and torch
+SMALLEST_FLOAT, LARGEST_FLOAT = 1.2e-38, 1e19  # in fp32, smaller numbers lose digits; larger ones overflow if squared
 
 
 def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
@@ -56,14 +56,12 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
 def parse_toml(text: str, origin: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Return a TOML text as nested dicts, with ``a.b=value`` overrides applied. ``a.b=`` removes the key."""
     if len(text) > LONGEST:
-        raise InputError(
-            f"{origin}: {len(text):,} characters, more than the {LONGEST:,} of any recipe; give a recipe file"
-        )
+        raise InputError(f"{origin}: {len(text):,} characters; a recipe has at most {LONGEST:,}; give a recipe file")
     if any(line.count(".") > MOST_DOTS for line in text.split("\n")):  # tomllib takes minutes for such a key
         raise InputError(f"{origin}: a line has more than {MOST_DOTS:,} dots; give a recipe file")
     try:
         document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of a number with too many digits, or of deep arrays
+    except (ValueError, RecursionError) as error:  # also for numbers with too many digits and for deep arrays
         raise InputError(f"{origin}: not TOML: {error}") from None
     for override in overrides:
         path, separator, value = override.partition("=")
@@ -211,9 +209,10 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return a list of tables without the defaults that the template omits, and any other value unchanged.
+    """If ``rows`` is a list of tables, return it without the defaults that the template omits.
 
-    ``own`` has the same tables without any defaults, and ``stated`` is the value in the template.
+    Any other value is returned unchanged. ``own`` has the same tables without any defaults. ``stated`` is the value
+    in the template.
     """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows

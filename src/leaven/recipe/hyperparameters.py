@@ -36,7 +36,7 @@ class DepthProfile(Part):
     """Multipliers that change with the depth of a block, on top of the multipliers of modules.
 
     Each tuple has the multipliers at evenly spaced depths, from the first block to the last. Between these depths the
-    logarithm is interpolated linearly (Mlodozeniec et al. 2025).
+    logarithm of the multiplier is interpolated linearly (Mlodozeniec et al. 2025).
     """
 
     lr: Profile = (1.0,)
@@ -63,8 +63,8 @@ class Clip(Part):
     """The way in which gradients are clipped."""
 
     # global: the norm over all parameters is at most ``limit``. per-module: the norm of each module in each block is
-    # at most ``limit``. running: the global norm is at most ``limit`` x the root mean square of the clipped norms of
-    # earlier steps, averaged with Adam's beta2.
+    # at most ``limit``. running: the global norm is at most ``limit`` x the running root mean square of the
+    # clipped norms of earlier steps, which decays with Adam's beta2.
     mode: Literal["global", "per-module", "running"]
     limit: NonNegative = 1.0  # limit of the norm, see ``mode``; 0 switches clipping off
 
@@ -98,7 +98,7 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor in Muon's step, lr x factor x orthogonal matrix, of a matrix (``out``, ``into``)."""
+        """Return the factor in the step of an ``out`` x ``into`` matrix, which is lr x factor x orthogonal matrix."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
@@ -130,7 +130,7 @@ class Hyperparameters(Part):
     z_loss: NonNegative = 0.0
     modules: dict[str, Multipliers] = {}  # multipliers by the name of a module, such as mlp.out
     depth: DepthProfile = DepthProfile()
-    muon: Muon | None = None  # only with optimizer = "muon", which sets a missing table to the defaults of Muon
+    muon: Muon | None = None  # only with optimizer = "muon"; a missing table then has the defaults of :class:`Muon`
 
     added: ClassVar = ("muon", "z_loss")
 
@@ -142,7 +142,7 @@ class Hyperparameters(Part):
         return values
 
     def muon_of(self, role: Role) -> Muon | None:
-        """Return the settings of Muon, or None if it does not update parameters of this role."""
+        """Return the settings of Muon if it updates parameters of this role, else None."""
         return self.muon if role.in_branches else None
 
     @property
@@ -151,7 +151,7 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of matrices in blocks: from ``muon``, or else the shared one."""
+        """Return the lr or weight decay of matrices in blocks: the value in ``muon``, or else the shared value."""
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own
@@ -205,7 +205,7 @@ class Hyperparameters(Part):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Return why a multiplier of a module is refused, or None. ``known`` has the role of each module."""
+        """Return why a multiplier of a module is refused, else None. ``known`` has the role of each module."""
         where = "hyperparameters.modules"
         if module not in known:
             close = get_close_matches(module, known, n=1)

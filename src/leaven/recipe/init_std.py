@@ -1,8 +1,8 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
 A recipe that names an init has no ``init_std``, but may have multipliers of modules and depth. Gains start at 1 and
-biases at 0. Where the original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws
-from the full normal distribution, whose std differs by at most 1.4%.
+biases at 0. Two published inits truncate the normal distribution at 3 sigma: ``mitchell``, and ``depth-scaled`` for
+its unembedding. leaven draws from the full distribution, whose std differs by at most 1.4%.
 
 :data:`COMPARED` has more inits, for comparison only: they need another architecture or special learning rates.
 """
@@ -61,7 +61,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Return whether the std of a branch's last matrix depends on the number of layers or on its own layer."""
+        """Return whether the std of a branch's last matrix depends on the number of layers or the layer's index."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -198,8 +198,8 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
     """Raise ValueError if a published init and a scaling rule would count the same change of the shape twice.
 
-    ``wider`` and ``deeper`` say whether the base and the recipe's model differ in width and in depth. The depth is
-    counted twice if the rule multiplies branches by depth^-alpha, and the init lowers the std of their last matrices.
+    ``wider``: the base and the recipe's model differ in width. ``deeper``: they differ in depth. The depth is counted
+    twice if the rule multiplies branches by depth^-alpha and the init also lowers the std of their last matrices.
     """
     if init == "rule" or rule == "standard":
         return

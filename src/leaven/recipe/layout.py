@@ -21,7 +21,7 @@ class Layout(Part):
     tp: Degree = 1  # tensor-parallel degree
     pp: Degree = 1  # pipeline-parallel degree
     cp: Degree = 1  # context-parallel degree; for ``leaven plan`` and exports, not for training
-    ep: Degree = 1  # expert-parallel degree: how many of the dp x cp ranks divide the experts of a layer
+    ep: Degree = 1  # expert-parallel degree: the experts of a layer are divided among this many of the dp x cp ranks
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
     # Number of replicas (HSDP); ZeRO shards each replica over dp / dp_replicate ranks.
     dp_replicate: Degree = 1

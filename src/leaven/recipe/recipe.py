@@ -56,7 +56,8 @@ class Scaling(Part):
 
     rule: RuleName = "complete-d-p"
     # completep and complete-d-p multiply each residual branch by r^-alpha, and the lr inside the blocks by
-    # r^(alpha-1). r is layers / layers of the base. Depth 12 -> 24 with alpha = 1: branches / 2, lr unchanged.
+    # r^(alpha-1), where r = (layers of this recipe) / (layers of the base). Twice the layers of the base with
+    # alpha = 1: branches / 2, lr unchanged.
     alpha: float = Field(default=1.0, ge=0.5, le=1)
     # The exponent t in lr ~ (training tokens)^-t of complete-d-p; published values are 0.3 to 0.5.
     token_exponent: float = Field(default=0.5, ge=0, le=1)
@@ -104,7 +105,7 @@ class Stability(Part):
 
 
 class EvaluationSettings(Part):
-    """How often the validation loss is computed, and on how many tokens. A run also computes it at its end."""
+    """How often the validation loss is computed, and on how many tokens. A run always ends with an evaluation."""
 
     tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the validation split
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: 1/10 of the run
@@ -113,9 +114,9 @@ class EvaluationSettings(Part):
 class Average(Part):
     """An average of the weights over steps, which a run computes, validates and saves beside the weights.
 
-    Without a half-life, the average is uniform. With one, it is an exponential moving average: weights count half as
-    much as weights ``half_life_tokens`` tokens later. A moving average begins as a uniform one, so the initial
-    weights never count more than others.
+    Without a half-life, the average is uniform. With a half-life, it is an exponential moving average: the weights of
+    a step count half as much as those of a step ``half_life_tokens`` tokens later. A moving average begins as a
+    uniform average, so the first weights never count more than later ones.
     """
 
     # Half-life of an exponential moving average in tokens; None: a uniform average.
@@ -132,7 +133,7 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share of the current weights in the average after a step; 0 until the average begins.
+        """Return the share of the current weights in the average after a step. It is 0 until the average begins.
 
         The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens.
         """
@@ -291,7 +292,7 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """The recipe with AdamW in place of Muon, to compare it with values for Adam. Unchanged without Muon."""
+        """The recipe with AdamW in place of Muon, for comparisons with values for Adam. Unchanged without Muon."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
@@ -315,7 +316,7 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
-    document[keys[-1]] = deepcopy(value)  # a later path may set a value inside it
+    document[keys[-1]] = deepcopy(value)  # a later call may change the copy
 
 
 def split_path(path: str) -> list[str]:

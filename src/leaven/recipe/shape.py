@@ -145,7 +145,7 @@ class ModelShape(Part):
                 f"{stated} {width} is not n_heads x d_head = {self.n_heads} x {self.d_head} = {heads}; "
                 f"set {stated} = {heads}"
                 + (f" or d_head = {width // self.n_heads}" if width % self.n_heads == 0 else "")
-                + ("" if self.d_attention else f", or d_attention = {heads} for wider heads")
+                + ("" if self.d_attention else f", or d_attention = {heads} to keep both")
             )
         if self.n_heads % self.n_kv_heads:
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
@@ -313,7 +313,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module by name; of the several roles of ``biases``, the last one."""
+        """Return the role of each module by name. ``biases`` has several roles; the last one is returned."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -322,7 +322,7 @@ class ModelShape(Part):
 
     @property
     def params_active(self) -> int:
-        """Return the number of parameters without those of experts that a token does not use."""
+        """Return the number of parameters that one token uses: all except those of experts that are not chosen."""
         return sum(self._used(parameter) for parameter in self.parameters())
 
     @property

@@ -7,7 +7,7 @@ from fractions import Fraction
 from leaven.errors import InputError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-# A whole number. Commas only between groups of three digits: elsewhere, as in 0,5, one is a decimal comma.
+# A whole number. Commas may only separate groups of three digits. The comma of 0,5 would be a decimal comma.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9][0-9_]*)"
 _QUANTITY = re.compile(rf"({WHOLE}(?:\.[0-9]+)?|\.[0-9]+)(?:e([+-]?[0-9]+))?\s*([KMBGT]?)", re.IGNORECASE)
 

@@ -1,7 +1,7 @@
 """Compare a recipe with published runs and report unusual values, for ``leaven recipes check``.
 
-``checks.toml`` has the limits and the message of each check. If the value to compare is not simply a value of the
-recipe, a function of `training_checks` or `model_checks` with the check's name computes it.
+``checks.toml`` has the limits and the message of each check. If the compared value must be computed, a function of
+`training_checks` or `model_checks` does so. The function has the name of the check.
 """
 
 import math
@@ -33,9 +33,13 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe, and dropped if the recipe becomes invalid, if the finding stays, or
-    if another finding that is more than a note appears or becomes more severe. The changes that cause the fewest new
-    notes (the mildest severity) come first.
+    Each suggested change is tried on the recipe. It is dropped in three cases:
+
+    - The changed recipe is invalid.
+    - The finding is still there.
+    - There is a new or more severe finding, and it is more than a note (the mildest severity).
+
+    The changes that add the fewest notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -50,7 +54,7 @@ def findings(
         return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggested change adds, or None if it is to be dropped."""
+        """Return how many notes a suggested change adds, or None if the change must be dropped."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid
@@ -75,7 +79,7 @@ def repair(
     """Return changes of a recipe after which all its findings are notes (the mildest severity).
 
     If `MOST_REPAIRS` rounds do not find such changes, only the first suggestion is returned, or {} if there is none.
-    ``found`` is the result of :func:`findings` with the other arguments.
+    ``found`` is the result of :func:`findings` for the same recipe.
     """
     first = changes = next(iter(_first_suggestions(found)), {})
     for _ in range(MOST_REPAIRS):
@@ -154,7 +158,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with its fields for one recipe filled in, or None if it does not apply to the recipe."""
+    """Return the check with the fields of this recipe filled in, or None if the check does not apply."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)
@@ -173,7 +177,7 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the number by which values are compared: 1 / (1 - beta) for a beta of Adam, else the value."""
+    """Return the number by which values are compared: 1 / (1 - beta) for a beta of Adam, else the value itself."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

@@ -23,9 +23,9 @@ Suggestion = Mapping[str, Any]
 """Values to set, by path; None removes a value."""
 
 VOTES = 5
-"""Largest number of neighbours of a recipe, and of runs that a finding names because their value is usual."""
-# A run within all these factors of the recipe counts as alike. If such a run has the unusual value, too, the finding
-# is only a note.
+"""A recipe has at most this many neighbours, and a finding names at most this many runs with a usual value."""
+# A run with the recipe's norms and within all these factors counts as alike. If a run that is alike has the unusual
+# value, too, the finding is only a note, except beyond `Check.trained`.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
@@ -45,8 +45,9 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, and what it compares for one recipe.
 
-    :meth:`read`, and the function of `training_checks` or `model_checks` with the check's name, set the fields from
-    ``value`` on for a recipe. A check without limits gives a note whenever it applies.
+    The fields up to ``far_from_runs`` come from ``checks.toml``. The fields from ``value`` on are set for a recipe by
+    :meth:`read`, and then by the function of the check in `training_checks` or `model_checks`, if there is one. A
+    check without limits gives a note whenever it applies.
     """
 
     name: str
@@ -164,7 +165,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std above 0 of the hidden weights that do not end a branch; 0 if there is none."""
+        """Return the median of the nonzero init stds of hidden weights that do not end a branch; 0 if all are 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -174,7 +175,7 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return init std x multiplier of the last matrix of each residual branch, as RMS over all layers."""
+        """Return init std x multiplier of the last matrix of each residual branch: the RMS over layers, by module."""
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:
@@ -193,15 +194,15 @@ class Case:
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest value of ``of_run`` for the published runs."""
+        """Return the smallest and the largest value of ``of_run`` for :attr:`runs`."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of a hyperparameter with which the hidden weights get the value ``wanted``.
+        """Return the change of a hyperparameter that gives the hidden weights about the value ``wanted``.
 
-        ``to`` rounds the new value to two digits: ``math.ceil`` if the weights must get at least ``wanted``,
-        ``math.floor`` if at most. A beta is always rounded to the nearest value.
+        ``to`` rounds the new value to two digits: with ``math.ceil``, the weights get at least ``wanted``, with
+        ``math.floor`` at most ``wanted``. A beta is always rounded to the nearest value with three digits.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

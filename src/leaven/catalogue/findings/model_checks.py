@@ -39,8 +39,8 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Norms on the outputs of
-    branches undo the std.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Models with norms on the
+    outputs of branches are not checked, because these norms undo the std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -74,7 +74,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 def branch_stds(check: Check, case: Case) -> Check | None:
     """Check that the last matrices of all residual branches have about the same multiplier of the init std.
 
-    The multipliers differ if a shared expert or a dense layer is added without a multiplier for its branch.
+    The usual cause of a difference: a shared expert or a dense layer was added without a multiplier for its branch.
     """
     tuned = case.recipe.hyperparameters
     multipliers = {end: tuned.modules.get(end, Multipliers()).init_std for end in case.recipe.model.branch_ends}
@@ -95,7 +95,8 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout, unless the run is known to have over 1.5 epochs: in fewer, models hardly memorise the text."""
+    """Report dropout, unless the run is known to have more than 1.5 epochs. In shorter runs it has little use: models
+    hardly memorise the text."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]

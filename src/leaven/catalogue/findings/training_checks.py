@@ -38,7 +38,7 @@ def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs and their median.
 
     Published runs have one lr for all parameters. If the scaling rule gives the embedding another lr than the hidden
-    weights, the number between both that is nearest to the median is compared.
+    weights, the check compares one number between these two lrs: the one that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -111,7 +111,7 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay with published values, if the scaling rule does not change it.
 
-    :func:`timescale` compares lr x decay even if it does. For ``adam`` there is :func:`l2_decay`.
+    :func:`timescale` compares lr x decay for every rule. The decay of ``adam`` is left to :func:`l2_decay`.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02

@@ -34,8 +34,10 @@ class StarterBase:
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
     """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
 
-    ``at`` and ``batch`` are the size and the batch in tokens of the target. InputError: the request has ``--proxy``
-    beside ``--from``, or no proxy has about the requested size.
+    ``at`` and ``batch`` are the size and the batch in tokens of the target.
+
+    Raises:
+        InputError: if the request has both ``--proxy`` and ``--from``, or if no proxy has about the requested size.
     """
     if at.reference:
         if request.proxy:

@@ -18,8 +18,7 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch leaves at least this many steps: a few more than the 1,000 below which `leaven recipes check` reports
-"outside"."""
+"""The batch leaves at least this many steps. Below 1,000 steps `leaven recipes check` reports "outside"."""
 FEWEST_STEPS = 200
 """Fewest steps of a run with the batch of a reference run (``--from``). Shorter runs are refused."""
 LARGEST_CONSTANT = 8_400_000
@@ -54,8 +53,8 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
     """Return the ``ramp`` or ``stages`` of a recipe's ``[batch]`` that repeat the batch growth of a published run.
 
-    Stages begin, and a ramp ends, at the same share of the run. Return None if the batch did not grow, if its growth
-    is not known in detail, or if ``batch`` is not above the start of the ramp.
+    Stages begin, and a ramp ends, at the same share of the run as in the published run. Return None if the batch did
+    not grow, if its growth is not known in detail, or if ``batch`` is not above the start of the ramp.
 
     Args:
         tokens, batch: length and full batch of the new run, in tokens.
@@ -86,7 +85,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: RunSize) -> Evidence:
-    """Return the batches in tokens by laws and published runs, converted to this run length."""
+    """Return the batches in tokens that laws predict and published runs have, converted to this run length."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (
@@ -102,7 +101,10 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
     A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. Its number of
-    sequences divides well among the GPUs. InputError: the run is too short for the batch of the reference run.
+    sequences divides well among the GPUs.
+
+    Raises:
+        InputError: if the run is too short for the batch of the reference run.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)
@@ -137,8 +139,8 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
 def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
-    With a reference run (``--from``), the batch grows as there. Otherwise it grows if it is above `LARGEST_CONSTANT`,
-    or if batches grew in most model families (such as Pythia) near this size.
+    With a reference run (``--from``), the batch grows as in that run. Otherwise it grows if it is above
+    `LARGEST_CONSTANT`, or if batches grew in most model families (such as Pythia) near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -193,7 +195,10 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return ``sequences``, changed by at most 1/32 to a multiple of a power of 2 that divides ``gpus``."""
+    """Return ``sequences``, rounded to a multiple of a power of 2 that divides ``gpus``.
+
+    The power is limited, so that rounding changes ``sequences`` by at most 1/32.
+    """
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
@@ -201,7 +206,8 @@ def _divisible(sequences: int, gpus: int) -> int:
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
     """Return a batch in sequences: the allowed size nearest to ``wanted`` tokens that has at most ``most`` tokens.
 
-    Allowed are 2^k and 3 x 2^k sequences, or, if ``gpus`` is not a power of 2, its largest odd factor times 2^k.
+    If ``gpus`` is a power of 2, sizes of 2^k and 3 x 2^k sequences are allowed. Otherwise, sizes of m x 2^k sequences
+    are allowed, where m is the largest odd factor of ``gpus``. If all are above ``most``, return the smallest size.
     """
     odd = gpus // (gpus & -gpus)  # the largest odd factor
     bases = (1, 3) if odd == 1 else (odd,)

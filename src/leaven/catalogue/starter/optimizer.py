@@ -17,7 +17,7 @@ Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
-"""The lr stays within the range of the published lrs (converted to this size and batch), widened by this factor."""
+"""Largest factor by which the lr may be outside the range of the published lrs, converted to this size and batch."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
@@ -38,14 +38,16 @@ ADAM = {
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    The factor is limited by `MOST_BY_BATCH`, because published batches at one size differ by up to a factor of 100.
+    The factor is limited to 1/2 .. 2 (`MOST_BY_BATCH`), because published batches at one size differ by up to a
+    factor of 100. If ``published`` is None, the factor is 1.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs by laws and published runs, converted to this size and batch."""
+    """Return the peak lrs by laws and published runs, converted to this size and batch. The lr of a reference run
+    (``--from``) is not converted."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -73,7 +75,7 @@ def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float
 
 
 def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
-    """Choose the warm-up and the decay of the lr. InputError: the reference's warm-up is longer than the run."""
+    """Choose the warm-up and the decay of the lr. Raise InputError if a reference's warm-up is as long as the run."""
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
     for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():

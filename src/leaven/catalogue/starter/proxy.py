@@ -25,8 +25,8 @@ at 58 M "costs a little" at 483 M (arXiv 2512.22382, from notes about it)."""
 SAFE = 136_000_000
 """Parameters of a model whose best lr was also the best at 483 M (same source). Larger proxies are not needed."""
 SMALL_FACTOR = 32
-"""Largest ratio of target to proxy, in parameters, if no published run is near the target: leaven's own searches went
-from 0.2 M to 6.4 M, where a quarter of the gain was left (docs/log.md)."""
+"""Largest ratio of target to proxy, in parameters, if fewer than `ENOUGH_LINEAGES` lineages are near the target.
+leaven's own searches went from 0.2 M to 6.4 M, where a quarter of the gain was left (docs/log.md)."""
 FARTHEST_PROXY = 100
 """Largest ratio of target to proxy, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
@@ -81,7 +81,10 @@ def choose_proxy(
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: number of parameters that the user requests. InputError if no proxy has about this size.
+        size: number of parameters that the user requests.
+
+    Raises:
+        InputError: if no proxy has about the requested size.
     """
     if size is not None:
         shapes = list(_smaller(model, attrgetter("params")))

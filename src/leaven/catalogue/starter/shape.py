@@ -1,6 +1,6 @@
 """Choose the shape of a starter recipe from the proportions of the nearest published runs.
 
-Symbols: d is d_model, L the number of layers, and f is d_ff, the width of the MLP.
+Symbols: d is d_model, L is the number of layers, and f is d_ff, the width of the MLP.
 """
 
 import math
@@ -74,8 +74,10 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size in `VOCABULARIES` nearest to ``usual``, or the next smaller one with a small enough embedding
-    (`VOCABULARY_SHARE` of ``params``)."""
+    """Return the size in `VOCABULARIES` nearest to ``usual``, or a smaller one that keeps the embedding small.
+
+    The embedding has at most `VOCABULARY_SHARE` of ``params``, except with the smallest size.
+    """
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -129,7 +131,7 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff``, and ``experts`` of which a token uses about this width together."""
+    """Return ``d_ff``, and ``experts`` if there are any. A token uses MLPs of about this ``width`` in total."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -153,7 +155,8 @@ def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
 def _widths(usual: float, proportions: Proportions) -> list[int]:
     """Return the round widths within a factor of 3 of ``usual`` at which the heads of ``proportions`` are possible.
 
-    If no width is round, return all within the factor; if none is, the smallest possible width.
+    The width of a reference run counts as round. If there is no round width, return all possible widths within the
+    factor. If there is no possible width within the factor, return the smallest possible width.
     """
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
@@ -242,7 +245,7 @@ def _usual_aspect(near: Neighbours) -> float:
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the width d at which the blocks, 12 d^2 L at the usual d / L, have all parameters that a token uses."""
+    """Return the width d at which 12 d^2 L is the number of parameters that a token uses, with the usual d / L."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
@@ -252,8 +255,10 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the values in `_CHOICES` of a run; leaven's default where unknown or not supported. An unsupported
-    activation without a gate becomes gelu."""
+    """Return the choices (`_CHOICES`) of a run. Choices that are unknown or not supported get leaven's default.
+
+    There are two exceptions: an unknown QK-norm is off, and an unsupported activation without a gate becomes gelu.
+    """
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -274,7 +279,10 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size, if it is from `RECENT` on, or else the neighbours."""
+    """Return the newest run of each lineage near this size, without runs before `RECENT`.
+
+    If no run is left, return the neighbours.
+    """
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

@@ -7,9 +7,9 @@ The method:
   a smaller model to tune first (the proxy), or the target itself if tuning is not worth its cost, or a small model
   that leaven tuned if no run is near.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) within a factor
-  of 4 of the target's size has one vote, or each of the nearest three lineages if these are fewer. Votes of runs
-  farther from this size have less weight; see :meth:`Neighbours.weights`. For a mixture of experts, the size is the
-  number of parameters that a token uses, and mixtures of experts vote beside dense runs.
+  of 4 of the target's size has one vote. If these are fewer than three, the three nearest lineages vote. Votes
+  of runs farther from this size have less weight; see :meth:`Neighbours.weights`. For a mixture of experts, the size
+  is the number of parameters that a token uses, and mixtures of experts vote beside dense runs.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
   a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
 - All laws together have as much weight as all published runs together. Laws outside their fitted range have less
@@ -57,7 +57,9 @@ def starter(request: StarterRequest) -> StarterRecipes:
     """Return the requested recipe (the target), with a layout for one process, and the steps that derived it.
 
     :func:`leaven.planning.start.start` adds the layout for a cluster, the proxy and the comparison with other runs.
-    InputError is raised for a request that no recipe can fulfil.
+
+    Raises:
+        InputError: if no recipe can fulfil the request.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
@@ -180,7 +182,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
-    """Choose precision, scaling rule and ``scaling.base``: the reference run, or else the base."""
+    """Choose precision, scaling rule and ``scaling.base``. The shape of a reference run replaces that of ``base``."""
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")
