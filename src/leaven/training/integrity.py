@@ -127,8 +127,8 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
             "restore the files of one of them"
         )
     try:
-        there = _tokenizer_digests(run)
-        if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:
+        there = tokenizer_digest(run)
+        if there is not None and state.get(TOKENIZER, there) != there:
             yield (
                 f"{run.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of "
                 "this run"
@@ -145,12 +145,11 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 def _has_other_rewinds(run: RunFolder) -> bool:
     """Return whether a rewind in events.jsonl differs from the rewind with the same number in the newest checkpoint.
     One of the two may have more rewinds: the checkpoint is older, or events are lost."""
-    saved = newest_document(run).get("rewinds")
+    saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
-        earlier = event.get("earlier_rewinds")
-        if event["event"] in RETURNS and isinstance(earlier, list) and isinstance(saved, list):
-            pairs = zip([*earlier, event], saved, strict=False)
+        if event["event"] in RETURNS:
             with suppress(*WRONG_TYPES):  # damage is reported when the rewinds are read
+                pairs = zip([*event["earlier_rewinds"], event], saved, strict=False)
                 if any(one[key] != other[key] for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
                     return True
     return False
@@ -199,19 +198,13 @@ def newest_state(run: RunFolder) -> dict[str, Any]:
 def tokenizer_digest(run: RunFolder) -> str | None:
     """Return a digest of tokenizer.json that does not depend on its formatting, or None without this file. Raise
     InputError if it cannot be read."""
-    return next(iter(_tokenizer_digests(run)), None)
-
-
-def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digest of tokenizer.json without formatting, and of its bytes (saved by older versions). Return []
-    if this file is missing."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
-        return []
+        return None
     except OSError as error:
         raise InputError(f"{run.tokenizer_file}: cannot be read: {error.strerror}") from None
-    return [blake2b(form, digest_size=16).hexdigest() for form in (_canonical(content), content)]
+    return blake2b(_canonical(content), digest_size=16).hexdigest()
 
 
 def _canonical(tokenizer: bytes) -> bytes:
@@ -296,10 +289,9 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 
 def progress(run: RunFolder, recipe: Recipe) -> str | None:
     """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None."""
+    if (saved := newest_saved(run)) is not None:
+        return f"{run.events_file.name} says that the run has trained {saved:,} tokens"
     events = run.events()
-    saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
-    if saved:
-        return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
     if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
@@ -358,12 +350,8 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 def newest_saved(run: RunFolder) -> int | None:
     """Return the token count of the last checkpoint in events.jsonl, which the run has saved, resumed from or
     returned to. Return None if there is none."""
-    for event in reversed(run.events()):
-        if (tokens := _saved_tokens(event)) is not None:
-            return tokens
-        if event["event"] in RETURNS:  # a rollback by an older version, without from_tokens
-            break
-    return None
+    saved = (_saved_tokens(event) for event in reversed(run.events()))
+    return next((tokens for tokens in saved if tokens is not None), None)
 
 
 def saved_checkpoints(run: RunFolder) -> set[int]:

@@ -352,10 +352,7 @@ class Tracker:
         name = run.path.resolve().name
         known: dict[str, Any] = {"project": recipe.name, "name": name, "config": recipe.model_dump(mode="json")}
         if module.__name__ == "wandb":
-            # A run that an older version began keeps its id, although runs in other folders may have the same id.
-            older = f"{recipe.name}-{name}"
-            begun = any(path.name.endswith(f"-{older}") for path in run.path.glob("wandb/*run-*"))
-            known |= {"id": older if begun else f"{older}-{run.identity}", "dir": str(run.path)}
+            known |= {"id": f"{recipe.name}-{name}-{run.identity}", "dir": str(run.path)}
         module.init(resume="allow", **known)
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:

@@ -77,11 +77,11 @@ def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
-    for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
-        earlier = event.get("earlier_rewinds")
+    for event in run.events():
+        if event["event"] not in RETURNS:
+            continue
         try:
-            before = map(Rewind.of, earlier) if isinstance(earlier, list) else rewinds[:position]
-            whole = [*before, Rewind.of(event)]
+            whole = [*map(Rewind.of, event["earlier_rewinds"]), Rewind.of(event)]
         except WRONG_TYPES:
             raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
         if len(whole) > len(rewinds):

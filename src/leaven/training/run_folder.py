@@ -40,6 +40,7 @@ _OF_RETURN: dict[str, tuple[type, ...]] = {
     "lr_tokens": (int,),
     "attempt": (int,),
     "found_step": (int,),
+    "earlier_rewinds": (list,),
 }
 _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "rollback": _OF_RETURN | {"why": (str,)},
@@ -51,7 +52,6 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
-    "earlier_rewinds": (list, int),  # older versions wrote an int, which is ignored
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -266,7 +266,7 @@ class RunFolder:
             path, _, inode = storage.read(owner).rpartition(b"\n")
             other, recorded, own = Path(os.fsdecode(path)), int(inode), False
             whose = f"the checkpoints of the run in {other}, which may have changed since"
-        except (OSError, ValueError) as error:  # older versions did not write this file
+        except (OSError, ValueError) as error:
             if not (rewinds and linked and isinstance(error, FileNotFoundError)):
                 return
             whose = f"checkpoints without {OWNER}, the file that names their run"
@@ -525,8 +525,7 @@ def _content(path: Path) -> bytes:
 
 def _rewinds_known(events: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of rewinds in the events, including rewinds whose own lines are lost."""
-    returns = [event.get("earlier_rewinds") for event in events if event["event"] in RETURNS]
-    return max((len(each) if isinstance(each, list) else at for at, each in enumerate(returns)), default=-1) + 1
+    return max((len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS), default=0)
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:

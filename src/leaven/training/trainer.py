@@ -145,7 +145,6 @@ def train(
     rewind: ManualRewind | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
-    back: ManualRewind | None = None,
 ) -> TrainDocument:
     """Train a recipe in a run folder, and return the result.
 
@@ -167,7 +166,6 @@ def train(
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
-        back: the old name of ``rewind``.
 
     Raises:
         InputError: if the recipe cannot be trained, or the folder is unwritable, in use or has another recipe.
@@ -176,7 +174,7 @@ def train(
     folder = storage.expanded(folder)
     with _stopped_by_ctrl_c(stop) as asked:
         summary = _train(
-            recipe, tokens, folder, on_step, on_event, asked, log_to, rewind or back, group, history=history
+            recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history
         )
         if asked() and not summary.finished and not stop():
             saved = "saved" if summary.unsaved is None else f"not saved ({summary.unsaved})"

@@ -245,7 +245,7 @@ class TrialCheckpoint(Callback):
         """
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
-        if found is not None and found.state.get(TRIAL, self._folder.name) != self._folder.name:
+        if found is not None and found.state.get(TRIAL) != self._folder.name:
             ignored[self._folder / checkpoint_name(found.progress.tokens)] = "it belongs to another trial"
             found = None
         for path, why in ignored.items():
