@@ -81,9 +81,7 @@ def test_runs_in_folders_of_one_name_are_runs_of_their_own(
         (tmp_path / folder).parent.mkdir()
         train(short, tokens, tmp_path / folder, log_to=["wandb"])
     monkeypatch.delitem(sys.modules, "wandb")
-    first, second = (
-        call[1]["id"] for call in map(json.loads, calls.read_text().splitlines()) if call[0] == "init"
-    )
+    first, second = (call[1]["id"] for call in map(json.loads, calls.read_text().splitlines()) if call[0] == "init")
     assert first != second
     assert first.startswith("tiny-seed0-")
 

@@ -1,9 +1,8 @@
-"""Defines rewinds, which take a run back to an earlier state: automatically after a spike
-(:mod:`leaven.training.spikes`), or on request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import
-torch.
+"""Defines rewinds, which take a run back to an earlier state: after a spike (:mod:`leaven.training.spikes`), or on
+request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import torch.
 
 The rewinds and the number of trained tokens determine the data to skip, the lr, and which checkpoints no longer
-count. So if the checkpoint at the target is missing, the run can start from an older one with the same result.
+count. So the run has the same result from any checkpoint before the target.
 """
 
 import math
@@ -135,9 +134,7 @@ class ManualRewind:
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
         """Return whether this rewind was done already: the run's last manual rewind had the same arguments, and
         ``recipe`` is still the recipe of the run."""
-        asked = [event["asked"] for event in run.events() if event["event"] == "rewind"]
-        # Checkpoints have the arguments, too, in case the event is lost.
-        asked += [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
+        asked = [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
@@ -175,31 +172,25 @@ class ManualRewind:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 
     def _target(self, run: RunFolder) -> int:
-        """Return the token count of the newest undamaged checkpoint at or before ``rewind_to``.
-
-        Raises:
-            InputError: if there is none, or if a checkpoint at exactly ``rewind_to`` is damaged or gone.
-        """
+        """Return the token count of the newest undamaged checkpoint at or before ``rewind_to``. Raise InputError if
+        there is none, or if the checkpoint at exactly ``rewind_to`` is damaged or gone."""
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)
         found, damaged = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
-            there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
-            raise InputError(
-                f"--rewind-to {format_quantity(self.rewind_to)}: no undamaged checkpoint at or before this count; "
-                + (
-                    f"there are checkpoints at {there} tokens"
-                    if there
-                    else "the run folder has none, so leave out --rewind-to"
-                )
-            )
+            counts = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
+            there = f"there are checkpoints at {counts} tokens"
+            if not counts:
+                there = "the run folder has none, so leave out --rewind-to"
+            asked = format_quantity(self.rewind_to)
+            raise InputError(f"--rewind-to {asked}: no undamaged checkpoint at or before this count; {there}")
         require_own_files(run, found.state)
         tokens = found.progress.tokens
         if tokens != self.rewind_to and self.rewind_to in {*map(tokens_of, damaged), *saved_checkpoints(run)}:
-            asked = run.checkpoints / checkpoint_name(self.rewind_to)
+            missing = run.checkpoints / checkpoint_name(self.rewind_to)
             raise InputError(
-                f"--rewind-to {self.rewind_to}: {asked} is damaged or gone; "
+                f"--rewind-to {self.rewind_to}: {missing} is damaged or gone; "
                 f"bring it back (is its disk mounted?), or type --rewind-to {tokens} for the one before it"
             )
         return tokens

@@ -63,8 +63,7 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 class LockedFolder:
     """A context manager that creates a folder if necessary, and locks it for this process. A kill releases the lock.
 
-    Raises InputError if another process has locked the folder, or if the folder cannot be created. ``kind`` is the
-    name of the folder in messages, such as "run folder".
+    Raises InputError if another process has locked the folder. ``kind`` names it in messages, such as "run folder".
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -185,13 +184,10 @@ class RunFolder:
         return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return (recipe, {path: value before}) of the last event that changed the recipe.
+        """Return (recipe, {path: value before}) of the last event that changed the recipe, or None without one.
 
-        Return None if there is no such event. Also return None if the newest checkpoint has a rewind whose event is
-        lost: this rewind may have changed the recipe again.
-
-        Raises:
-            InputError: if the recipe in the event is damaged.
+        Also return None if the newest checkpoint has a rewind whose event is lost: that rewind may have changed the
+        recipe again. Raise InputError if the recipe in the event is damaged.
         """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
@@ -221,18 +217,14 @@ class RunFolder:
             yield
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove files of interrupted writes, and write the recipe file if it is missing or out of date."""
-        for file in (self.recipe_file, self.plan_file):
-            for torn in self.path.glob(f".{file.name}.*.tmp"):
-                if torn.is_file():
-                    torn.unlink()
+        """Write the recipe file if it is missing or out of date."""
         if not self.recipe_file.exists():
             self._write_recipe(recipe)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
             self._write_recipe(current, also_in_events=True)
 
     def claim_checkpoints(self) -> None:
-        """Mark the folder of checkpoints as used by this run. Raise InputError if another run uses it."""
+        """Write the file that marks the checkpoints as those of this run. Raise InputError if another run has."""
         if self._claimed is not None or not self.writes:
             return
         file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), _inode(self.path))
@@ -246,8 +238,8 @@ class RunFolder:
             self._claimed = self.checkpoints.stat().st_dev
 
     def require_claimed(self) -> None:
-        """Raise OSError if the disk with the claimed folder of checkpoints (:meth:`claim_checkpoints`) is away. A new
-        folder on the same disk is allowed: the user has removed or moved the checkpoints."""
+        """Raise OSError if the disk with the claimed folder of checkpoints is away. A new folder on the same disk is
+        allowed: the user has removed or moved the checkpoints."""
         if self._claimed is None or (self.checkpoints / OWNER).exists():
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
@@ -293,8 +285,7 @@ class RunFolder:
         )
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, and keep the comments of an existing one, which the user may have written. Raise
-        InputError if this fails. If the recipe is ``also_in_events``, ignore a full disk."""
+        """Write the recipe file, and keep the user's comments in it. With ``also_in_events``, ignore a full disk."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -325,11 +316,10 @@ class RunFolder:
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Also
-        remove an incomplete last line.
+        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
 
         ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining lines
-        differ from ``written``, or None if they do not, or in a process that does not write.
+        differ from it, or None.
         """
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
@@ -362,7 +352,7 @@ class RunFolder:
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl in order of steps. If a step was repeated, return only its last line."""
+        """Return the lines of metrics.jsonl in order of steps: of a repeated step, only the last line."""
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
@@ -491,7 +481,7 @@ class RunFolder:
 
 
 def _inode(folder: Path) -> int:
-    """Return the inode of a folder. A folder that is moved on its disk keeps it, and a copy there has another."""
+    """Return the inode of a folder, which stays if the folder is moved on its disk. A copy has another."""
     return folder.stat().st_ino
 
 
@@ -514,7 +504,6 @@ def _named_events(read: storage.JsonLines) -> list[dict[str, Any]]:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file, or nothing if it is missing."""
     try:
         return storage.read(path, math.inf)
     except FileNotFoundError:
@@ -537,8 +526,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _parse_int(digits: str) -> int:
-    """Return the number that ``digits`` stand for. Raise ValueError if it is too large for a float: a line with such
-    a number is damaged."""
+    """Return an integer. Raise ValueError if it is too large for a float: a line with such a number is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)
