@@ -36,6 +36,7 @@ from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors,
 from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
 from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback
+from leaven.training.optimizer import MOMENTS
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
     IDENTITY,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json``, for one process and for several. The second lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
-_ADAM, _MUON = ("step", "exp_avg", "exp_avg_sq"), "momentum_buffer"
+*_ADAM, _MUON = MOMENTS
 TEXT = "text"  # key of the fingerprint of the text in the state of a run's checkpoint
 
 
@@ -335,7 +336,7 @@ def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> N
     if any(f"{kind}.{name}" in optimizer for kind in (*_ADAM, _MUON) for name in shapes):
         for name, shape in shapes.items():
             muon = f"{_MUON}.{name}" in optimizer
-            kinds = (_MUON,) if muon else _ADAM
+            kinds = [_MUON] if muon else _ADAM
             optimizer.require({f"{kind}.{name}": () if kind == "step" else shape for kind in kinds})
     averages = {f"{AVERAGE}.{name}": shape for name, shape in shapes.items()}
     if any(name in optimizer for name in averages):

@@ -57,8 +57,8 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet, or None if it is unknown. The peak in fp32 counts
-    as unknown, because a GPU may run fp32 as TF32, which has another peak."""
+    """Return the dense peak speed of a device from its data sheet, or None if unknown. The peak in fp32 counts as
+    unknown, because a GPU may run fp32 as TF32."""
     name = device_name(device)
     known = known_device(name)
     tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
@@ -67,7 +67,7 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 def default_device() -> torch.device:
     """Return the device that ``--device`` or LEAVEN_DEVICE names, or the best device of this machine. Raise
-    InputError if the name is unknown, or this machine or this build of torch lacks the device."""
+    InputError if this machine or this build of torch lacks the device."""
     there = [name for name in DEVICES if _lacking(name) is None]
     name = os.environ.get("LEAVEN_DEVICE") or there[0]
     if name not in DEVICES:
@@ -120,8 +120,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device: from its data sheet if that is known, or measured. A measured peak is the
-    higher of the speeds with ``compute`` and with fp32: a device may only emulate ``compute``."""
+    """Return the peak speed of a device: of its data sheet or, without one, the higher of the measured speeds in
+    ``compute`` and in fp32, because a device may only emulate ``compute``."""
     known = known_peak(device, compute)
     if known is not None:
         return known
@@ -243,8 +243,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes of memory that a Linux control group can still use, or None if it has no limit. Inactive page
-    cache counts as free."""
+    """Return the bytes that a Linux control group can still use, or None without a limit. Inactive page cache counts
+    as free."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -268,10 +268,9 @@ def machine() -> dict[str, Any]:
 
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB (old versions: 32 MiB).
-    Do nothing with another C library.
 
-    By default, glibc returns a large block to the system, which must then clear its pages again in every step. On a
-    CPU, this takes 5 to 37% of a step (measured: docs/log.md). Keeping larger blocks would fragment memory.
+    By default, glibc returns large blocks to the system, which must clear their pages again in every step. On a CPU,
+    this takes 5 to 37% of a step (docs/log.md). Keeping larger blocks would fragment memory.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h

@@ -1,10 +1,9 @@
 """Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
-trial with a high learning rate starts behind and may still win. So a trial may be behind by a margin: the amount by
-which the baseline's own loss still falls, but at least :data:`LEAST` standard deviations of the loss between seeds.
-The margin narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and
-tested on another set (benchmarks/early_stopping.py, docs/log.md).
+trial with a high learning rate starts behind and may still win. So a trial may be behind by the amount by which the
+baseline's own loss still falls, but at least :data:`LEAST` standard deviations of the loss between seeds. The
+constants were chosen on the curves of one set of trials and tested on another (benchmarks/early_stopping.py).
 """
 
 import math

@@ -65,9 +65,8 @@ class Optimizer:
     def build(
         cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], tuned: Hyperparameters, **of_muon: Any
     ) -> "Optimizer":
-        """Return the optimizer that ``tuned.optimizer`` names: ``adamw`` has decoupled weight decay, ``adam`` adds
-        weight decay to the gradient (L2), ``muon`` is AdamW with Muon for matrices inside the blocks. ``of_muon`` are
-        more arguments of :class:`MuonWithAdamW`."""
+        """Return the optimizer that ``tuned.optimizer`` names. ``adam`` adds weight decay to the gradient (L2).
+        ``of_muon`` are more arguments of :class:`MuonWithAdamW`."""
         groups = parameter_groups(parameters, rows)
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
@@ -126,9 +125,9 @@ class Optimizer:
 class Clipper:
     """Clips gradients in place, without waiting for the device.
 
-    Mode ``global`` limits the norm of all gradients together, and mode ``per-module`` the norm of each module in each
-    block. In mode ``running``, the limit is a multiple of the running norm: the root of an exponential average of the
-    squared, clipped norms of earlier steps, with a bias correction as in Adam.
+    Mode ``global`` limits the norm of all gradients, and ``per-module`` the norm of each module in each block. In
+    mode ``running``, the limit is a multiple of the running norm: the root of an exponential average of the squared,
+    clipped norms of earlier steps, with a bias correction as in Adam.
     """
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
@@ -289,6 +288,5 @@ class NoiseScale:
         return {"noise_scale.averages": self.averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the averages from a checkpoint, or reset them to 0 if it has none."""
         saved = state["noise_scale.averages"] if "noise_scale.averages" in state else torch.zeros_like(self.averages)
         self.averages = saved.to(self.averages, copy=True)

@@ -1,6 +1,6 @@
-"""Measures the time and memory of training steps: of a run, for its ``plan.json`` (:class:`RunProfile`), and of a few
-steps on random tokens, for ``leaven plan --measure`` (:func:`measure`). Both compare them with the planner's
-predictions, and add them to the calibration history (:mod:`leaven.planning.calibration`)."""
+"""Measures the time and memory of training steps: of a run (:class:`RunProfile`), and of a few steps on random tokens
+for ``leaven plan --measure`` (:func:`measure`). Both add them to the calibration history
+(:mod:`leaven.planning.calibration`)."""
 
 import json
 import time
@@ -84,8 +84,8 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of this and earlier starts to ``plan.json``. Return the rows of this start, one for each
-        batch size. Processes other than the first only return []. An error in writing the file is ignored."""
+        """Write the rows of this and earlier starts to ``plan.json``, if possible. Return the rows of this start, one
+        for each batch size. Processes other than the first only return []."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -125,8 +125,7 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of a step's predicted cost and of its ``measured`` cost, the median over ``steps`` steps.
-    ``measured`` is None if no step was measured."""
+    """Return a record of a step's predicted cost, and of its ``measured`` cost: the median over ``steps`` steps."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None
@@ -155,7 +154,6 @@ def record_of(
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values that identify a row of ``plan.json``."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
@@ -171,7 +169,6 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Return the records of earlier starts in ``plan.json``, or [] if the file is missing or damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))
@@ -212,9 +209,8 @@ def measure(
     """Measure a few steps of a recipe's model on random tokens, and add the result to the calibration history. Return
     the result, or None if stopped.
 
-    ``gpus`` is the cluster of the plan; this machine must have an accelerator of the same type. A model that is too
-    large or too slow is measured at two smaller depths. Time and memory are extrapolated: both are linear in the
-    number of layers.
+    ``gpus`` is the cluster of the plan. A model that is too large or too slow is measured at two smaller depths. Time
+    and memory are linear in the number of layers, and are extrapolated.
 
     Raises:
         InputError: if this machine does not have that type of accelerator, or not even two layers fit.
@@ -230,7 +226,6 @@ def measure(
         deepest -= 1
 
     def at_depths(depths: tuple[int, ...]) -> list[StepCost]:
-        """Return the cost of a step at each depth that fits into memory."""
         done, total = count(1), len(depths) * (UNTIMED_STEPS + TIMED_STEPS)
         shallow = [recipe.replace({"model.n_layers": depth}) for depth in depths]
         found = [
@@ -292,8 +287,8 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. A model with two
-    layers may take longer, because its depth is not reduced further."""
+    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. With two layers it may
+    take longer, because the depth is not reduced further."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
@@ -311,9 +306,6 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
-    """Return the time and memory of a step on random tokens, or None if memory runs out. Raise StopRequested if
-    ``stop()`` becomes true."""
-
     def work() -> list[float]:
         training = Training(recipe, random_tokens(recipe))
         training.stop = stop

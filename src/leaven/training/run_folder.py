@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,16 @@ class LockedFolder:
             ) from None
         self._lock = (self._path / LOCK).stat()
 
-    def is_locked(self) -> bool:
-        """Return whether the lock file is still in the folder. If the disk has a fault, return True."""
+    def require(self) -> None:
+        """Lock the folder again if its lock file was removed. Raise InputError if the folder was deleted, moved or
+        replaced by another one of the same name."""
         try:
-            return os.path.samestat(self._lock, (self._path / LOCK).stat())
+            if os.path.samestat(self._lock, (self._path / LOCK).stat()):
+                return
         except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return True
-
-    def lock_again(self) -> None:
-        """Lock the folder again, if only the lock file was removed. Raise InputError if the folder was deleted, moved
-        or replaced by another one of the same name."""
+            pass
+        except OSError:  # the disk has a fault, so nothing is known
+            return
         with suppress(OSError):
             if os.path.samestat(self._there, self._path.stat()):
                 self._held.close()
@@ -109,11 +108,6 @@ class LockedFolder:
             f"{self._kind} {self._path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
             "and run the same command again, or start again with another --run"
         )
-
-    def require(self) -> None:
-        """Lock the folder again if its lock file was removed, as :meth:`lock_again` does."""
-        if not self.is_locked():
-            self.lock_again()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -191,7 +185,7 @@ class RunFolder:
         """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
-        if not changes or self.lost_rewinds(events):
+        if not changes or self.rewinds_ahead(events) > 0:
             return None
         try:
             recipe = Recipe.model_validate(changes[-1]["recipe"])
@@ -199,15 +193,15 @@ class RunFolder:
         except WRONG_TYPES:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
-    def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the newest checkpoint has more rewinds than ``events``, which may be an older copy."""
-        return self.rewinds_ahead(events) > 0
-
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of rewinds in the newest checkpoint minus the number in ``events``. It is below 0 between
-        a rewind and the next checkpoint. Without an undamaged checkpoint, it is -1."""
+        """Return the number of rewinds in the newest checkpoint minus the number in ``events``.
+
+        The result is above 0 if events are lost, and below 0 between a rewind and the next checkpoint, or without an
+        undamaged checkpoint.
+        """
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
-            return len(newest_document(self)["rewinds"]) - _rewinds_known(events)
+            known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
+            return len(newest_document(self)["rewinds"]) - max(known, default=0)
         return -1
 
     @contextmanager
@@ -293,12 +287,13 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Raise InputError if the locked folder was deleted, moved or replaced. If only the lock file was
-        removed, lock the folder again."""
-        if self._locked is not None and not self._locked.is_locked():
-            self.writes = False  # until the folder is locked again
-            self._locked.lock_again()
-            self.writes = True
+        """Call :meth:`LockedFolder.require`. If it raises an error, nothing is written into the folder any more."""
+        try:
+            if self._locked is not None:
+                self._locked.require()
+        except InputError:
+            self.writes = False
+            raise
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
         """Return ``recipe`` with a ``why`` for each change, such as "since 1,000 tokens; before: 0.01". If this
@@ -408,13 +403,8 @@ class RunFolder:
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Return the events of the automatic rewinds since the last manual rewind."""
-        found: list[dict[str, Any]] = []
-        for event in self.events():
-            if event["event"] == "rewind":
-                found = []
-            elif event["event"] == "rollback":
-                found.append(event)
-        return found
+        returns = [event for event in self.events() if event["event"] in RETURNS]
+        return list(takewhile(lambda event: event["event"] == "rollback", reversed(returns)))[::-1]
 
     @property
     def begun(self) -> bool:
@@ -510,11 +500,6 @@ def _content(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _rewinds_known(events: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of rewinds in the events, including rewinds whose own lines are lost."""
-    return max((len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS), default=0)
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:
