@@ -435,10 +435,7 @@ class CheckpointManager:
         remove unfinished ones and later ones that one of the run's ``rewinds`` has undone.
 
         Call :meth:`outcome` first. The processes wait for each other, so that none reads or writes a checkpoint
-        meanwhile.
-
-        Raises:
-            InputError: on all processes, if there is any other checkpoint after ``after_tokens``.
+        meanwhile. Raise InputError on all processes if there is any other checkpoint after ``after_tokens``.
         """
         self._group.barrier()
         new: Path | None = None

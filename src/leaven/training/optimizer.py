@@ -31,11 +31,8 @@ Moments = Mapping[tuple[str, str], Tensor]
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
     """Return groups for ``torch.optim``, with the keys module, param_names, params, peak_lr, lr, betas, eps and
-    weight_decay. Groups of Muon have momentum and match in place of betas and eps.
-
-    Raises:
-        ValueError: if a parameter does not have exactly one row in the parameter table, or a row has no parameter.
-    """
+    weight_decay. Groups of Muon have momentum and match in place of betas and eps. Raise ValueError if a parameter
+    does not have exactly one row in the parameter table, or a row has no parameter."""
     names = {row.name for row in rows}
     if len(names) != len(rows):
         raise ValueError("the parameter table lists a parameter twice")

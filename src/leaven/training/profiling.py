@@ -210,10 +210,8 @@ def measure(
     the result, or None if stopped.
 
     ``gpus`` is the cluster of the plan. A model that is too large or too slow is measured at two smaller depths. Time
-    and memory are linear in the number of layers, and are extrapolated.
-
-    Raises:
-        InputError: if this machine does not have that type of accelerator, or not even two layers fit.
+    and memory are linear in the number of layers, and are extrapolated. Raise InputError if this machine does not
+    have that type of accelerator, or not even two layers fit.
     """
     device = default_device()
     _require_accelerator(device, gpus)

@@ -53,11 +53,8 @@ class Rewind:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Rewind":
-        """Return the rewind in an event or in the state of a checkpoint.
-
-        Raises:
-            KeyError, TypeError, ValueError: if a value is missing or wrong.
-        """
+        """Return the rewind in an event or in the state of a checkpoint. Raise KeyError, TypeError or ValueError if a
+        value is missing or wrong."""
         counts = {field.name: document[field.name] for field in fields(cls) if field.name != "asked"}
         made = cls(**counts, asked=document.get("asked"))
         del counts["lr"]
@@ -68,11 +65,8 @@ class Rewind:
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     """Return the automatic and manual rewinds of a run, in order, from the newest checkpoint or from events.jsonl,
-    whichever has more. An event contains the rewinds before it, because lines of the file may be lost.
-
-    Raises:
-        InputError: if the event of a rewind is damaged.
-    """
+    whichever has more. An event contains the rewinds before it, because lines of the file may be lost. Raise
+    InputError if the event of a rewind is damaged."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]

@@ -373,11 +373,8 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events in events.jsonl: its lines with a text under ``event``.
-
-        Raises:
-            InputError: if a value that a resume needs is missing or has a wrong type.
-        """
+        """Return the events in events.jsonl: its lines with a text under ``event``. Raise InputError if a value that
+        a resume needs is missing or has a wrong type."""
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):

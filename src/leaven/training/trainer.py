@@ -331,12 +331,8 @@ class RunTrainer:
 
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log this
-        as an event with the values ``about``.
-
-        Raises:
-            InputError: if there are checkpoints but none can be used, if the text has changed, or if files of the run
-                do not belong together.
-        """
+        as an event with the values ``about``. Raise InputError if there are checkpoints but none can be used, if the
+        text has changed, or if files of the run do not belong together."""
         saved = newest_saved(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
@@ -556,9 +552,7 @@ def check(
     """Return the run folder, the recipe, and the rewind, or None if no rewind is left to do.
 
     If ``micro_batch`` of the recipe is "auto" and the run has begun, the returned recipe has the run's micro-batch.
-
-    Raises:
-        InputError: if the folder cannot be used to train this recipe after this rewind.
+    Raise InputError if the folder cannot be used to train this recipe after this rewind.
     """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)

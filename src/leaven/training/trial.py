@@ -131,11 +131,8 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each of the ``durations`` (numbers of tokens), shortest first.
-
-    Raises:
-        InputError: if a duration cannot be trained, or if the durations cannot share one run.
-    """
+    """Return one copy of the recipe for each of the ``durations`` (numbers of tokens), shortest first. Raise
+    InputError if a duration cannot be trained, or if the durations cannot share one run."""
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
