@@ -371,8 +371,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 UNREADABLE = "unreadable"
 SEEN_AFTER = 60  # seconds; NFS may show a new file so late (acdirmax)
-GIVE_UP = 5.0
-""":meth:`CheckpointManager.close` waits at most this many seconds for other processes, which may be gone."""
+GIVE_UP = 5.0  # seconds for which `CheckpointManager.close` waits for processes that may be gone
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,8 @@ RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 """By rule of thumb, a forward pass has about this many tokens. On a CPU, the activations of small models then stay in
 the cache (measured: docs/log.md). An accelerator stays busy."""
 
-TIMED_STEPS = 1_000
-"""Runs of fewer steps are not timed, because timing costs about eight steps."""
-
-ROUNDS = 3
-"""A candidate is timed with this many passes, after one that is not counted."""
-
+TIMED_STEPS = 1_000  # runs of fewer steps are not timed, because timing costs about eight steps
+ROUNDS = 3  # timed passes of a candidate, after one that is not counted
 LIMIT_SECONDS = 60.0
 """A candidate is not timed if its passes would probably end later than this many seconds after the first began."""
 

@@ -195,8 +195,7 @@ class Clipper:
 
 
 FIRST_SCALE = 2.0**16
-GROW_AFTER = 2_000
-"""The loss scale doubles after this many consecutive steps without overflow, as in torch."""
+GROW_AFTER = 2_000  # the loss scale doubles after so many consecutive steps without overflow, as in torch
 
 
 @dataclass

@@ -49,14 +49,9 @@ from leaven.training.metrics import Step
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
 from leaven.training.run_folder import IDENTITY, RunFolder
 
-WARM_UP = 3
-"""This many first steps of each batch size are not measured: they compile, fill caches and allocate memory."""
-
-KEPT = 1_000
-"""The median step time covers at most this many of the latest steps."""
-
-ENOUGH = 10
-"""A measurement needs at least this many steps to be added to the calibration history."""
+WARM_UP = 3  # first steps of each batch size, not measured: they compile, fill caches and allocate memory
+KEPT = 1_000  # the median step time covers at most so many of the latest steps
+ENOUGH = 10  # steps that a measurement needs to be added to the calibration history
 
 
 class RunProfile(Callback):
@@ -178,16 +173,10 @@ def _rows(run: RunFolder) -> list[CalibrationRecord]:
         return []
 
 
-UNTIMED_STEPS, TIMED_STEPS = 2, 3
-"""A measurement takes first the untimed and then the timed steps."""
-FORWARDS = 2
-"""A measured step has at most this many forward passes. With one, the optimizer has too large a share of the time."""
-
-SHORT_SECONDS = 10.0
-"""If a step is estimated to take more seconds than this, the model is measured with fewer layers."""
-
-USUAL_SHARE = 0.5
-"""Before anything is measured, a step is assumed to reach this share of the best matmul speed."""
+UNTIMED_STEPS, TIMED_STEPS = 2, 3  # steps of a measurement, the untimed ones first
+FORWARDS = 2  # most forward passes of a measured step; with one, the optimizer has too large a share of the time
+SHORT_SECONDS = 10.0  # if a step is estimated to take longer, the model is measured with fewer layers
+USUAL_SHARE = 0.5  # a step is first assumed to reach this share of the best matmul speed
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,12 @@ if TYPE_CHECKING:
 LEVEL = 32
 WINDOW = 128
 ALLOWANCE = 4.0
-CAP = 12.0
-"""The largest number of deviations that counts. So a step adds at most CAP - ALLOWANCE to the sum."""
+CAP = 12.0  # largest number of deviations that counts: a step adds at most CAP - ALLOWANCE to the sum
 LIMIT = 24.0
 OUTSTANDING = 6.0
 """``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many deviations above its median,
 as in OLMo-core's SkipStep optimizers."""
-PATIENCE = 20
-"""With ``on_spike = "skip"``, this many skipped steps in a row are an anomaly."""
-
+PATIENCE = 20  # with ``on_spike = "skip"``, so many skipped steps in a row are an anomaly
 # The smallest standard deviations: 0.05 nats, and for the logarithms of the norms 0.25 and 0.1. A floor is harmless
 # where the true deviations are smaller, as with large batches.
 FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
