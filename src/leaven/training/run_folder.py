@@ -19,7 +19,7 @@ from leaven.documents import DIGEST, digest_of, sealed
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.line_digests import LinesDigest, digest, kept_metrics
+from leaven.training.line_digests import LinesDigest, digest, in_order, kept_metrics
 
 LOCK = ".lock"
 OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it
@@ -351,26 +351,11 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the numbers of damaged lines. A line whose step does not fit
-        between its neighbours is damaged."""
+        """Return the lines of :meth:`metrics`, and the numbers of damaged lines."""
         read = _read(self.metrics_file)
-        numbered = [
-            (number, line)
-            for number, line in zip(read.numbers, read.documents, strict=True)
-            if isinstance(line.get("step"), int)
-        ]
-        steps = [line["step"] for _, line in numbered]
-        lines: list[tuple[int, dict[str, Any]]] = []
-        damaged = list(read.damaged)
-        for (number, line), following in zip(numbered, [*steps[1:], math.inf], strict=False):
-            before = lines[-1][1]["step"] if lines else -math.inf
-            if before < following and not before < line["step"] < following:
-                damaged.append(number)
-                continue
-            while lines and lines[-1][1]["step"] >= line["step"]:
-                lines.pop()
-            lines.append((number, line))
-        return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
+        lines, damaged = in_order(zip(read.numbers, read.documents, strict=True))
+        damaged = sorted([*read.damaged, *damaged])
+        return storage.JsonLines([line for _, line in lines], damaged, [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events in events.jsonl: its lines with a text under ``event``. Raise InputError if a value that
