@@ -281,7 +281,7 @@ def _differs(checkpoint: Path, wanted: str) -> bool:
 
 
 def _seen(checkpoint: Path) -> str:
-    """Return a text that two processes have in common if they see the same files, of the same sizes."""
+    """Return a text that is equal in two processes if they see the same files, of the same sizes."""
     try:
         files = storage.read(checkpoint / "state.json")
         names = sorted((storage.json_object(files) or {})["files"])

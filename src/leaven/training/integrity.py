@@ -235,8 +235,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
     """Return how recipe.toml differs from the recipe of the run, or [] if no recipe of the run can be read.
 
-    The recipe of the run is that of the last event that changed the recipe or, if that is newer, of the checkpoint. A
-    value from before the event is no change, because a kill may have come before recipe.toml was written.
+    The recipe of the run is that of the checkpoint or, if the event is newer, of the last event that changed the
+    recipe. A value from before the event is no change: a kill may have come before recipe.toml was written.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
@@ -264,8 +264,8 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was started on a text with another ``fingerprint``. ``saved`` is that in a
-    checkpoint, for a run whose events have none."""
+    """Raise InputError if the run was started on a text with another ``fingerprint``. If no event has one, ``saved``
+    counts, the fingerprint in a checkpoint."""
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
@@ -364,7 +364,7 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
     """Return a sentence about the checkpoints, if ``read_checkpoint`` can use none, or None if the disk has none.
 
-    Those that ``read_checkpoint`` does not return as ``damaged`` were undone by a rewind. ``tokens`` is its argument.
+    ``damaged`` is the result and ``tokens`` the argument of ``read_checkpoint``. A rewind has undone all others.
     """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
@@ -377,8 +377,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the newest saved checkpoint if an older one, at ``found`` tokens, was read, or None. Call
-    :func:`newest_saved` (``saved``) before reading, because the run may be saving another."""
+    """Return the name of the newest saved checkpoint (at ``saved`` tokens) if an older one, at ``found`` tokens, was
+    read, or None. Call :func:`newest_saved` before reading, because the run may be saving another."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 

@@ -218,7 +218,7 @@ class RunFolder:
             self._write_recipe(current, also_in_events=True)
 
     def claim_checkpoints(self) -> None:
-        """Write the file that marks the checkpoints as those of this run. Raise InputError if another run has."""
+        """Mark the folder of checkpoints as used by this run. Raise InputError if another run uses it."""
         if self._claimed is not None or not self.writes:
             return
         file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), _inode(self.path))

@@ -167,8 +167,8 @@ def train(
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed.
 
-    What the handler of the first Ctrl-C raises is raised after the block, because it would leave half a step. A
-    second Ctrl-C, at least `AGAIN_AFTER` seconds later, raises at once.
+    What the handler of the first Ctrl-C raises is raised after the block, because an exception within a step would
+    leave half a step. A second Ctrl-C, at least `AGAIN_AFTER` seconds later, raises at once.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
