@@ -247,36 +247,33 @@ class RunFolder:
         ``rewinds``, which removes checkpoints, is also refused if its checkpoints are a link to a folder without the
         file that names its run.
         """
-        linked, owner = self.checkpoints.is_symlink(), self.checkpoints / OWNER
         try:
-            path, _, inode = storage.read(owner).rpartition(b"\n")
-            other, recorded, own = Path(os.fsdecode(path)), int(inode), False
+            path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
+            other = Path(os.fsdecode(path))
+            if self._is_owner(other, int(inode)):
+                return
             whose = f"the checkpoints of the run in {other}, which may have changed since"
         except (OSError, ValueError) as error:
-            if not (rewinds and linked and isinstance(error, FileNotFoundError)):
+            if not (rewinds and self.checkpoints.is_symlink() and isinstance(error, FileNotFoundError)):
                 return
             whose = f"checkpoints without {OWNER}, the file that names their run"
-        else:
-            try:
-                there, same = _inode(other), other.samefile(self.path)
-            except OSError:  # that run was moved or removed, or is on another machine
-                there, same = None, False
-            if recorded == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
-                own = not linked or same or there != recorded
-            # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
-            elif self._claimed is None and not linked:
-                try:
-                    own = same or not (other / "checkpoints").samefile(self.checkpoints)
-                except OSError:
-                    own = True
-            if own:
-                return
         folder = self.checkpoints.resolve()
         raise InputError(
             f"{self.checkpoints} is a link to {whose}; if no other run uses them, type: "
             f"echo > {shlex.quote(str(folder / OWNER))}; if this run is a copy, replace the link by a copy of them: "
             f"cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
         )
+
+    def _is_owner(self, owner: Path, inode: int) -> bool:
+        """Return whether this run uses its folder of checkpoints alone. The file in it names the run ``owner``, which
+        had this ``inode``, and may have been moved or removed since."""
+        linked, same = self.checkpoints.is_symlink(), _same(owner, self.path)
+        if inode == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
+            return not linked or same or not os.path.exists(owner) or _inode(owner) != inode
+        # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
+        if linked or self._claimed is not None:
+            return False
+        return same or not _same(owner / "checkpoints", self.checkpoints)
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
         """Write the recipe file, and keep the user's comments in it. With ``also_in_events``, ignore a full disk."""
@@ -455,6 +452,13 @@ class RunFolder:
 def _inode(folder: Path) -> int:
     """Return the inode of a folder, which stays if the folder is moved on its disk. A copy has another."""
     return folder.stat().st_ino
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them is missing
+        return False
 
 
 def _json_line(document: dict[str, Any]) -> bytes:
