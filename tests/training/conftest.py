@@ -1,5 +1,9 @@
 """Shared by the tests of training: one thread, the tokens of the tiny recipe, and made-up steps."""
 
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,20 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     reader = EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
     return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of this size, such as 1m, in ``folder``, or skip the test if this user may not."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def made_up(number: int, **values: Any) -> Step:

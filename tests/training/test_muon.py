@@ -3,12 +3,12 @@ step."""
 
 import copy
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.training.conftest import losses
 from tests.training.planted import STEP, in_order, text
 from tests.training.planted import recipe as planted
 from torch import nn
@@ -239,16 +239,12 @@ def test_a_rollback_and_a_rewind_restore_the_momentum(tmp_path: Path, monkeypatc
     kept = {"data__tokens": 90 * STEP, "stability__keep_every_tokens": 9 * STEP}
     recipe, garbage, run = planted(hyperparameters__optimizer="muon", **kept), text(74, 3), RunFolder(tmp_path)
     assert train(recipe, garbage, run.path).rollbacks == 1
-    before = list(losses(run))
+    before = losses(run.path)
     train(recipe, garbage, run.path, rewind=ManualRewind(40 * STEP))
-    assert list(losses(run)) == before
+    assert losses(run.path) == before
     # The user may change the momentum then, as the betas of Adam.
     slower = recipe.replace({"hyperparameters.muon": {"momentum": 0.8, "weight_decay": 0.2}})
     train(slower, garbage, run.path, rewind=ManualRewind(40 * STEP))
     assert run.recipe().hyperparameters == slower.hyperparameters
-    assert before[:30] == list(losses(run))[:30]
-    assert before[-1] != list(losses(run))[-1]
-
-
-def losses(run: RunFolder) -> Iterator[float]:
-    return (line["loss"] for line in run.metrics())
+    assert before[:30] == losses(run.path)[:30]
+    assert before[-1] != losses(run.path)[-1]

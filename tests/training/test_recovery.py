@@ -2,7 +2,6 @@
 -9."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.conftest import small_disk
 from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.data.tokens import TokenSet
@@ -292,13 +292,8 @@ def test_a_full_disk_does_not_stop_a_run(
     tmp_path: Path, run_once: Callable[..., Result], until: int | None, elsewhere: bool
 ) -> None:
     """The file system is full from step 40 to step 120, or until the run waits at its end. Checkpoints may be on
-    another disk. The test needs the right to mount a disk."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    try:
+    another disk."""
+    with small_disk(tmp_path, "2m") as disk:
         ballast, reported = disk / "ballast", []
         if elsewhere:
             (tmp_path / "checkpoints").mkdir()
@@ -329,5 +324,3 @@ def test_a_full_disk_does_not_stop_a_run(
             event for event, _ in reported if event not in {"unwritten", "waits"}
         ]
         assert len(run.metrics()) == run.metrics()[-1]["step"]
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)

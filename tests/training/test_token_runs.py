@@ -76,6 +76,8 @@ def test_without_a_tokenizer_text_is_refused(tiny: Recipe, tmp_path: Path) -> No
     assert len(after_train(tmp_path / "run", recipe)) == 1
     (tmp_path / "run" / "tokenizer.json").touch()
     assert len(after_train(tmp_path / "run", recipe)) == 3
+    with refused("tokenizer.json: damaged", "replace it with the tokenizer.json that the run was trained with"):
+        load_run(tmp_path / "run")
     experts = {"number": 4, "active": 2, "d_expert": 8, "shared": 1, "router": "softmax"}  # in no architecture
     assert len(after_train(tmp_path / "run", recipe.replace({"model.experts": experts}))) == 2
     (tmp_path / "run" / "tokenizer.json").unlink()

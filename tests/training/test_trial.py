@@ -195,19 +195,6 @@ def test_a_checkpoint_of_another_width_is_not_trained_on(
     assert done == [1]
 
 
-def test_a_checkpoint_of_an_older_version_is_continued(
-    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "trial"
-    with steps_counted(monkeypatch, die_at=3), pytest.raises(Killed):
-        train_trial(tiny, checkpoint=folder, checkpoint_seconds=0)
-    (mine,) = folder.iterdir()
-    reseal(mine, lambda state: {key: value for key, value in state.items() if key != TRIAL})
-    with steps_counted(monkeypatch, die_at=1) as done, pytest.raises(Killed):
-        train_trial(tiny, checkpoint=folder)
-    assert done == [4]
-
-
 def test_a_short_trial_writes_nothing_and_a_full_disk_does_not_stop_one(brief: Recipe, tmp_path: Path) -> None:
     away = tmp_path / "checkpoints"
     away.symlink_to(tmp_path / "unmounted" / "scratch")

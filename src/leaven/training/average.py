@@ -9,8 +9,7 @@ from torch import Tensor
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import lerp_
 
-AVERAGE = "average"
-"""In a checkpoint, the average of a parameter is the tensor ``average.NAME``."""
+AVERAGE = "average"  # the average of a parameter is the tensor ``average.NAME`` of a checkpoint
 
 
 class WeightAverage:

@@ -23,8 +23,7 @@ from leaven.training.micro_batch import fitting, require_memory
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
-STEPS = 3
-"""A measurement takes this many optimizer steps. The first is a warm-up and is not measured."""
+STEPS = 3  # optimizer steps of a measurement; the first is a warm-up and is not measured
 
 
 def batches_of(recipe: Recipe) -> list[int]:

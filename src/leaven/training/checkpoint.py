@@ -1,10 +1,9 @@
-"""Writes and reads checkpoints. A checkpoint is a folder that is either complete or absent. Any number of processes
-can read it.
+"""Writes and reads checkpoints. A checkpoint is a folder that is either complete or absent.
 
-A checkpoint is written to a temporary folder, synced, and renamed. Each process writes its parts of the tensors: a
-file for the model and a file for the optimizer. The first process checks that the parts form whole tensors, and
-writes ``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and an
-earlier, undamaged one is used.
+It is written to a temporary folder, synced, and renamed. Each process writes its parts of the tensors: a file for the
+model and a file for the optimizer. The first process checks that the parts form whole tensors, and writes
+``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and an earlier,
+undamaged one is used. Any number of processes can read a checkpoint.
 """
 
 import json
@@ -16,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors,
 from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
 from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback
+from leaven.training.optimizer import MOMENTS
 from leaven.training.rewind import Rewind, undone
 from leaven.training.run_folder import (
     IDENTITY,
@@ -57,9 +57,8 @@ if TYPE_CHECKING:
 FORMAT, FORMAT_OF_MANY = 2, 3
 """The format number in ``state.json``, for one process and for several. The second lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
-_ADAM, _MUON = ("step", "exp_avg", "exp_avg_sq"), "momentum_buffer"
-# Keys of the state of a run's checkpoint:
-TEXT = "text"  # the fingerprint of the text
+*_ADAM, _MUON = MOMENTS
+TEXT = "text"  # key of the fingerprint of the text in the state of a run's checkpoint
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,9 @@ def write_checkpoint(
 ) -> Path:
     """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path.
 
-    All processes of ``exchange`` must call this, from any thread, and get the same result. The first process calls
-    ``tidy`` when the checkpoint is complete, for example to remove older ones. The other processes return after that.
-    Before it writes, each process calls ``require``, which raises OSError if the folder is not the right one.
+    All processes of ``exchange`` must call this, from any thread, and get the same result. Before it writes, each
+    process calls ``require``, which raises OSError if the folder is not the right one. When the checkpoint is
+    complete, the first process calls ``tidy``, for example to remove older ones; then the other processes return.
 
     Raises:
         NotSaved: if a process cannot write, rank 1 or higher does not answer, or the parts do not form whole tensors.
@@ -141,8 +140,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return the digest of each file, the position of each block, and the
-    names of the tensors of which another process must save a block (``of_others``)."""
+    """Write this process's share of the tensors. Return the files' digests, the positions of the blocks, and the
+    names of the tensors that another process must save (``of_others``)."""
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -167,8 +166,12 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
 
 
 def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[Any]) -> None:
-    """Check the files of all processes, write ``state.json``, and rename the folder into place. Raise OSError if a
-    process failed, and ValueError if the parts do not form whole tensors."""
+    """Check the files of all processes, write ``state.json``, and rename the folder into place.
+
+    Raises:
+        OSError: if a process failed.
+        ValueError: if the parts do not form whole tensors.
+    """
     errors = [
         (f"rank {rank}: " if len(parts) > 1 else "") + ("does not answer" if part is None else part["error"])
         for rank, part in enumerate(parts)
@@ -236,9 +239,8 @@ def read_checkpoint(
     for candidate in reversed(listed):
         if tokens is not None and tokens_of(candidate) != tokens:
             continue
-        wanted = group.broadcast(_seen(candidate)) if group.size > 1 else UNREADABLE
-        if wanted != UNREADABLE:  # otherwise, _read raises the error
-            require_seen(candidate, partial(_differs, candidate, wanted), group)
+        if group.size > 1:
+            require_seen(candidate, partial(_differs, candidate, group.broadcast(_seen(candidate))), group)
         try:
             found, unreadable = _read(candidate, group, recipe), None
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, SafetensorError, *WRONG_TYPES):
@@ -274,11 +276,12 @@ def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -
 
 
 def _differs(checkpoint: Path, wanted: str) -> bool:
-    return _seen(checkpoint) not in {wanted, UNREADABLE}
+    there = _seen(checkpoint)
+    return there != wanted and UNREADABLE not in {there, wanted}  # _read raises the error of an unreadable one
 
 
 def _seen(checkpoint: Path) -> str:
-    """Return a text that is equal in two processes if they see the same files of a checkpoint, of the same sizes."""
+    """Return a text that is equal in two processes if they see the same files, of the same sizes."""
     try:
         files = storage.read(checkpoint / "state.json")
         names = sorted((storage.json_object(files) or {})["files"])
@@ -312,13 +315,20 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
         _require_parameters(model, optimizer, recipe)
     progress = Progress(state["step"], state["tokens"], state["seconds"])
     rewinds = tuple(Rewind.of(rewind) for rewind in state["rewinds"])
-    _require_types(progress, state["state"])
-    return Checkpoint(progress, model, optimizer, state["state"], rewinds)
+    values = state["state"]
+    if not (
+        all(type(count) is int for count in (progress.step, progress.tokens))
+        and math.isfinite(progress.seconds)
+        and isinstance(values, dict)
+        and all(isinstance(values.get(key, ""), str) for key in (TEXT, IDENTITY))
+    ):
+        raise ValueError("a value of state.json has a wrong type")
+    return Checkpoint(progress, model, optimizer, values, rewinds)
 
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
-    """Raise ValueError unless ``model`` has exactly the parameters of a recipe. ``optimizer`` must have the moments
-    of all parameters or of none, and the averages of all or of none."""
+    """Raise ValueError unless ``model`` has exactly the parameters of a recipe, and ``optimizer`` the moments of all
+    of them or of none, and the averages of all or of none."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -326,23 +336,11 @@ def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> N
     if any(f"{kind}.{name}" in optimizer for kind in (*_ADAM, _MUON) for name in shapes):
         for name, shape in shapes.items():
             muon = f"{_MUON}.{name}" in optimizer
-            kinds = (_MUON,) if muon else _ADAM
+            kinds = [_MUON] if muon else _ADAM
             optimizer.require({f"{kind}.{name}": () if kind == "step" else shape for kind in kinds})
     averages = {f"{AVERAGE}.{name}": shape for name, shape in shapes.items()}
     if any(name in optimizer for name in averages):
         optimizer.require(averages)
-
-
-def _require_types(progress: Progress, state: Any) -> None:
-    """Raise ValueError if a value of state.json has a wrong type."""
-    right = (
-        all(type(count) is int for count in (progress.step, progress.tokens))
-        and math.isfinite(progress.seconds)
-        and isinstance(state, dict)
-        and all(isinstance(state.get(key, ""), str) for key in (TEXT, IDENTITY))
-    )
-    if not right:
-        raise ValueError("a value of state.json has a wrong type")
 
 
 def _undone(checkpoint: Path, rewinds: Sequence[Rewind]) -> bool:
@@ -366,18 +364,14 @@ def _reason(error: Exception) -> str:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = blake2b(digest_size=16)
     with storage.open_file(path) as file:
-        while piece := file.read(2**22):
-            digest.update(piece)
-        size = file.tell()
-    return {"bytes": size, "blake2b": digest.hexdigest()}
+        digest = file_digest(file, lambda: blake2b(digest_size=16))  # type: ignore[arg-type]
+        return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
 
 
 UNREADABLE = "unreadable"
 SEEN_AFTER = 60  # seconds; NFS may show a new file so late (acdirmax)
-GIVE_UP = 5.0
-""":meth:`CheckpointManager.close` waits at most this many seconds for other processes, which may be gone."""
+GIVE_UP = 5.0  # seconds for which `CheckpointManager.close` waits for processes that may be gone
 
 
 @dataclass(frozen=True)
@@ -392,9 +386,9 @@ class Saved:
 class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
-    The first checkpoint in each interval of ``every_tokens`` counts as scheduled. :func:`checkpoints_to_keep` chooses
-    the scheduled checkpoints to keep. A later checkpoint in an interval, for example after a stop, is kept only while
-    it is the newest. So stops do not push out the checkpoints to which a run may roll back.
+    The first checkpoint in each interval of ``every_tokens`` counts as scheduled; :func:`checkpoints_to_keep` chooses
+    those to keep. A later checkpoint in an interval, for example of a stop, is kept only while it is the newest. So
+    stops do not push out the checkpoints to which a run may roll back.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
     """
@@ -418,18 +412,13 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint. Up to ``good_tokens`` tokens, the run shows no anomaly: the newest
-        scheduled checkpoint at or before this count is kept."""
+        """Start writing a copy of the checkpoint. Up to ``good_tokens`` tokens, the run shows no anomaly."""
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save. Return None if an earlier call returned it, if nothing was saved, or if
-        the save is not done and ``wait`` is False. With ``wait``, all processes get the result in the same call.
-
-        Raises:
-            ProcessLost: if the first process does not report the result.
-        """
+        """Return the result of the last save, once; None if there is none, or it is not done and ``wait`` is False.
+        With ``wait``, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -441,16 +430,11 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens``.
+        """Prepare the folder for a run that continues from ``after_tokens``: rename the ``damaged`` checkpoints, and
+        remove unfinished ones and later ones that one of the run's ``rewinds`` has undone.
 
-        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that
-        one of the run's ``rewinds`` has undone.
-
-        Call :meth:`outcome` first. The processes wait for each other, so that no process reads or writes a checkpoint
-        meanwhile.
-
-        Raises:
-            InputError: on all processes, if there is any other checkpoint after ``after_tokens``.
+        Call :meth:`outcome` first. The processes wait for each other, so that none reads or writes a checkpoint
+        meanwhile. Raise InputError on all processes if there is any other checkpoint after ``after_tokens``.
         """
         self._group.barrier()
         new: Path | None = None

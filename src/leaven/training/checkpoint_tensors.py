@@ -51,12 +51,8 @@ class SavedTensor:
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
     """Return the whole tensors by name, each with the places of all its blocks. An element of ``parts`` has the
-    blocks that one process has written.
-
-    Raises:
-        ValueError: if an element is missing, stored twice or outside its tensor, or if two blocks name different
-            dtypes or shapes of their whole tensor.
-    """
+    blocks that one process has written. Raise ValueError if an element is missing, stored twice or outside its
+    tensor, or if two blocks name different dtypes or shapes of their whole tensor."""
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
         for name, saved in part.items():
@@ -117,11 +113,8 @@ class Tensors(Mapping[str, Tensor]):
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
         """Check that the blocks of every tensor are in ``files`` and form the whole tensor. Blocks in one of the
-        files ``headers`` must also have the dtype and shape that the list of blocks states.
-
-        Raises:
-            ValueError: if a check fails; the message names the tensor.
-        """
+        files ``headers`` must also have the dtype and shape that the list of blocks states. Raise ValueError if a
+        check fails; the message names the tensor."""
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]

@@ -4,7 +4,6 @@ The MFU is the model FLOPs per second (:mod:`leaven.planning.flops`) divided by 
 """
 
 import ctypes
-import json
 import os
 import platform
 import re
@@ -26,15 +25,12 @@ from leaven.errors import InputError, out_of_memory
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.hardware import known_device, parse_cluster
 from leaven.planning.this_machine import cores, processor
-from leaven.recipe.files import cache_folder
 from leaven.recipe.recipe import Recipe
-from leaven.storage import json_object, read, write_text
 
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
-TIMES_FP32 = "times_fp32.json"  # file in the cache folder with the results of `times_fp32`
 EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than this many times its time in fp32
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
@@ -61,8 +57,8 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet, or None if it is unknown. The peak in fp32 counts
-    as unknown, because a GPU may run fp32 as TF32, which has another peak."""
+    """Return the dense peak speed of a device from its data sheet, or None if unknown. The peak in fp32 counts as
+    unknown, because a GPU may run fp32 as TF32."""
     name = device_name(device)
     known = known_device(name)
     tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
@@ -71,7 +67,7 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 def default_device() -> torch.device:
     """Return the device that ``--device`` or LEAVEN_DEVICE names, or the best device of this machine. Raise
-    InputError if the name is unknown, or this machine or this build of torch lacks the device."""
+    InputError if this machine or this build of torch lacks the device."""
     there = [name for name in DEVICES if _lacking(name) is None]
     name = os.environ.get("LEAVEN_DEVICE") or there[0]
     if name not in DEVICES:
@@ -124,40 +120,18 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device: from its data sheet if that is known, or measured. A measured peak is the
-    higher of the speeds with ``compute`` and with fp32: a device may only emulate ``compute``."""
+    """Return the peak speed of a device: of its data sheet or, without one, the higher of the measured speeds in
+    ``compute`` and in fp32, because a device may only emulate ``compute``."""
     known = known_peak(device, compute)
     if known is not None:
         return known
     threads = torch.get_num_threads()
-    times = times_fp32(device, compute, threads)
+    fp32, speed = (best_matmul(device, dtype, threads) for dtype in (torch.float32, DTYPES[compute]))
+    times = fp32 / speed
     best = "fp32" if times > 1 else compute
     slower = f" ({compute} is slower{': emulated' if times > EMULATED else ''})" if times > 1 else ""
     source = f"best {best} matmul measured here{slower}, no data sheet"
-    return Peak(best_matmul(device, DTYPES[best], threads), source, times if times > EMULATED else None)
-
-
-def times_fp32(device: torch.device, compute: str, threads: int) -> float:
-    """Return the time of a matmul in ``compute`` divided by its time in fp32.
-
-    A ratio below 0.8 or above 2 is stored in leaven's cache folder. A ratio in between is measured again in each
-    call, because other work on the machine may have changed it.
-    """
-    if compute == "fp32":
-        return 1.0
-    key = f"{device_name(device)}, torch {torch.__version__}, {threads} threads, {compute}"
-    remembered: dict[str, Any] = {}
-    with suppress(OSError, InputError):
-        remembered = json_object(read(cache_folder() / TIMES_FP32)) or {}
-    times = remembered.get(key)
-    if not isinstance(times, float):
-        times = best_matmul(device, torch.float32, threads) / best_matmul(device, DTYPES[compute], threads)
-        if 0.8 <= times <= 2:
-            return times
-        with suppress(OSError, InputError):
-            cache_folder().mkdir(parents=True, exist_ok=True)
-            write_text(cache_folder() / TIMES_FP32, json.dumps(remembered | {key: times}, indent=1))
-    return times
+    return Peak(max(fp32, speed), source, times if times > EMULATED else None)
 
 
 @cache
@@ -269,8 +243,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes of memory that a Linux control group can still use, or None if it has no limit. Inactive page
-    cache counts as free."""
+    """Return the bytes that a Linux control group can still use, or None without a limit. Inactive page cache counts
+    as free."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -294,10 +268,9 @@ def machine() -> dict[str, Any]:
 
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB (old versions: 32 MiB).
-    Do nothing with another C library.
 
-    By default, glibc returns a large block to the system, which must then clear its pages again in every step. On a
-    CPU, this takes 5 to 37% of a step (measured: docs/log.md). Keeping larger blocks would fragment memory.
+    By default, glibc returns large blocks to the system, which must clear their pages again in every step. On a CPU,
+    this takes 5 to 37% of a step (docs/log.md). Keeping larger blocks would fragment memory.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h

@@ -1,10 +1,9 @@
 """Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
-trial with a high learning rate starts behind and may still win. So a trial may be behind by a margin: the amount by
-which the baseline's own loss still falls, but at least :data:`LEAST` standard deviations of the loss between seeds.
-The margin narrows as the learning rate decays. The constants were chosen on the curves of one set of trials and
-tested on another set (benchmarks/early_stopping.py, docs/log.md).
+trial with a high learning rate starts behind and may still win. So a trial may be behind by the amount by which the
+baseline's own loss still falls, but at least :data:`LEAST` standard deviations of the loss between seeds. The
+constants were chosen on the curves of one set of trials and tested on another (benchmarks/early_stopping.py).
 """
 
 import math
@@ -18,9 +17,7 @@ import numpy as np
 from leaven.training.loop import Callback, Diverged, StepResult
 from leaven.training.outcome import Baseline, Curve, curve_of
 
-POINTS = 32
-"""A run is divided into this many intervals of equal token counts, each with at most one point of the loss curve."""
-
+POINTS = 32  # intervals of a run, of equal token counts, each with at most one point of the loss curve
 
 LEARNT = 0.01
 """Every run that has not diverged ends at least this many nats below a uniform guess, log(vocabulary size). Learning
@@ -101,16 +98,11 @@ class Pruning(Callback):
             raise Pruned(expected(curve, self.baseline))
 
 
-SMOOTH = 4
-"""Curves are compared by their mean over this many points."""
-FIRST = 0.25
-"""No trial is pruned before this share of the run is done."""
-MARGIN = 1.0
-"""A trial may be behind the baseline by this share of the amount by which the baseline's loss still falls."""
-LEAST = 8.0
-"""A trial may be behind the baseline by this many standard deviations of the loss between seeds."""
-CATCHES_UP = 1.5
-"""A trial whose gap is this many times the amount by which the baseline's loss still falls closes half of its gap."""
+SMOOTH = 4  # curves are compared by their mean over this many points
+FIRST = 0.25  # no trial is pruned before this share of the run is done
+MARGIN = 1.0  # a trial may be behind by this share of the amount by which the baseline's loss still falls
+LEAST = 8.0  # a trial may be behind by this many standard deviations of the loss between seeds
+CATCHES_UP = 1.5  # if the gap is this many times what the baseline's loss still falls, half of it is closed
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:

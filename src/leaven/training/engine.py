@@ -1,5 +1,5 @@
-"""Defines the state of a run (model, optimizer, position in the data) and its optimizer step, :meth:`Training.issue`.
-A step depends only on the recipe, the tokens and the state."""
+"""Defines the state of a run and its optimizer step, :meth:`Training.issue`, which depends only on the recipe, the
+tokens and the state."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -217,15 +217,14 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Return the mean loss of a batch, a scalar, and add its gradient to the parameters' ``grad``. With a loss
-        ``scale``, the gradient is multiplied by it. ``noise`` measures the gradient of the first micro-batch."""
+        """Return the mean loss of a batch, a scalar, and add its gradient times ``scale`` to the parameters'
+        ``grad``. ``noise`` measures the gradient of the first micro-batch."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
         return loss if scale is None else loss / scale
 
     def _noise_of(self, batch: TrainingBatch) -> NoiseScale | None:
-        """Return :attr:`noise`, prepared to measure this step, or None if no measurement is due."""
         if self.noise is None or not passes(self.noise.every, self.tokens, self.tokens + batch.tokens):
             return None
         self.noise.first_targets = self._first_targets(batch)
@@ -238,8 +237,7 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return the number of targets in the first micro-batch that count in the loss, summed over processes, a
-        scalar."""
+        """Return how many targets of the first micro-batch of all processes count in the loss, a scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -264,7 +262,7 @@ class Training:
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _batch_at(self, tokens: int) -> TrainingBatch:
-        """Return the batch of the step that starts after ``tokens`` tokens. A process reads only its own samples."""
+        """Return the batch of the step that starts after ``tokens`` tokens, with this process's samples."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
         start, count = self._own_sequences(sequences)
@@ -275,8 +273,8 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences over all processes. This process has the first ``count`` of
-        ``windows``, each of seq_len + 1 tokens."""
+        """Return a batch of ``sequences`` sequences over all processes. Of ``windows`` (of seq_len + 1 tokens each),
+        the first ``count`` are this process's; the others fill micro-batches."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -291,8 +289,8 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. All processes have the same number and size of
-        micro-batches, so some are filled with copies that do not count in the loss."""
+        """Yield the first ``count`` windows as micro-batches. All processes have the same number of the same size, so
+        some are filled with copies that do not count in the loss."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -300,8 +298,8 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return windows (sequences, seq_len + 1) as a micro-batch on the device. Only the first ``count`` windows
-        count in the loss."""
+        """Return windows (sequences, seq_len + 1) as a micro-batch on the device. The first ``count`` count in the
+        loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -311,8 +309,7 @@ class Training:
 
     def split(self, sequences: int) -> tuple[int, int]:
         """Return (sequences in a micro-batch, micro-batches in each process) for a batch of ``sequences`` sequences.
-        A compiled model keeps the size ``micro_batch``, unless a process has fewer sequences, because compiling for
-        another size costs more than padding."""
+        A compiled model keeps its size if possible, because compiling for another one costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))

@@ -46,8 +46,7 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run of this recipe can start or resume in a run folder. The folder must be new or
-    empty, or have this run and all its files."""
+    """Raise InputError unless a run folder is new or empty, or has a run of this recipe with all its files."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -109,8 +108,8 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
     """Yield sentences about files that belong to another run, were changed after the checkpoint, or are unreadable.
 
-    ``state`` is the state of the callbacks in the checkpoint. With ``to_use``, the run is not trained further, so
-    values of the recipe on which no weight depends may differ.
+    ``state`` is that of the callbacks in the checkpoint. With ``to_use``, the run is not trained further, so values
+    of the recipe on which no weight depends may differ.
     """
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
@@ -127,8 +126,8 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
             "restore the files of one of them"
         )
     try:
-        there = _tokenizer_digests(run)
-        if there and isinstance(saved := state.get(TOKENIZER), str) and saved not in there:
+        there = tokenizer_digest(run)
+        if there is not None and state.get(TOKENIZER, there) != there:
             yield (
                 f"{run.tokenizer_file} is not the tokenizer with which the run was trained; bring back the file of "
                 "this run"
@@ -143,24 +142,20 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether a rewind in events.jsonl differs from the rewind with the same number in the newest checkpoint.
-    One of the two may have more rewinds: the checkpoint is older, or events are lost."""
-    saved = newest_document(run).get("rewinds")
+    """Return whether a rewind in events.jsonl differs from that with the same number in the newest checkpoint. One of
+    both may have more rewinds: the checkpoint is older, or events are lost."""
+    saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
-        earlier = event.get("earlier_rewinds")
-        if event["event"] in RETURNS and isinstance(earlier, list) and isinstance(saved, list):
-            pairs = zip([*earlier, event], saved, strict=False)
+        if event["event"] in RETURNS:
             with suppress(*WRONG_TYPES):  # damage is reported when the rewinds are read
+                pairs = zip([*event["earlier_rewinds"], event], saved, strict=False)
                 if any(one[key] != other[key] for one, other in pairs for key in ("to_tokens", "skip_to", "lr")):
                     return True
     return False
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence that names the changes of recipe.toml since a checkpoint that do not affect the weights.
-
-    Return None if there are none. ``state`` comes from the checkpoint.
-    """
+    """Return a sentence about changes of recipe.toml after a checkpoint that do not affect the weights, or None."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -197,21 +192,14 @@ def newest_state(run: RunFolder) -> dict[str, Any]:
 
 
 def tokenizer_digest(run: RunFolder) -> str | None:
-    """Return a digest of tokenizer.json that does not depend on its formatting, or None without this file. Raise
-    InputError if it cannot be read."""
-    return next(iter(_tokenizer_digests(run)), None)
-
-
-def _tokenizer_digests(run: RunFolder) -> list[str]:
-    """Return the digest of tokenizer.json without formatting, and of its bytes (saved by older versions). Return []
-    if this file is missing."""
+    """Return a digest of tokenizer.json that does not depend on its formatting, or None without this file."""
     try:
         content = storage.read(run.tokenizer_file)
     except FileNotFoundError:
-        return []
+        return None
     except OSError as error:
         raise InputError(f"{run.tokenizer_file}: cannot be read: {error.strerror}") from None
-    return [blake2b(form, digest_size=16).hexdigest() for form in (_canonical(content), content)]
+    return blake2b(_canonical(content), digest_size=16).hexdigest()
 
 
 def _canonical(tokenizer: bytes) -> bytes:
@@ -245,11 +233,10 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe of the run. Return [] if no recipe of the run can be read.
+    """Return how recipe.toml differs from the recipe of the run, or [] if no recipe of the run can be read.
 
-    The recipe of the run is that of the checkpoint or, if the event is newer, that of the last event that changed the
-    recipe. A value that the event replaced does not count as a change, because a process may have been killed before
-    it wrote recipe.toml.
+    The recipe of the run is that of the checkpoint or, if the event is newer, of the last event that changed the
+    recipe. A value from before the event is no change: a kill may have come before recipe.toml was written.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
@@ -266,10 +253,8 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that a run keeps when it resumes without a rewind.
-
-    The name of a single source is left out, because its text may be moved. :func:`require_text` compares its content.
-    """
+    """Return the values of a recipe that a resume must keep. The name of a single source is left out, because its
+    text may be moved."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -279,8 +264,8 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was started on a text with another ``fingerprint``. ``saved`` is the fingerprint in
-    a checkpoint, which is used if events.jsonl has none."""
+    """Raise InputError if the run was started on a text with another ``fingerprint``. If no event has one, ``saved``
+    counts, the fingerprint in a checkpoint."""
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
@@ -296,10 +281,9 @@ def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> 
 
 def progress(run: RunFolder, recipe: Recipe) -> str | None:
     """Return evidence that a run has trained ("metrics.jsonl says that the run has trained 5 steps"), or None."""
+    if (saved := newest_saved(run)) is not None:
+        return f"{run.events_file.name} says that the run has trained {saved:,} tokens"
     events = run.events()
-    saved = [tokens for tokens in map(_saved_tokens, events) if tokens is not None]
-    if saved:
-        return f"{run.events_file.name} says that the run has trained {saved[-1]:,} tokens"
     read = run.read_metrics()
     lines = read.documents
     if (read.damaged and not lines) or is_other_text(run.metrics_file, IDENTITY, "step"):
@@ -331,11 +315,8 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return plan.json or a TensorBoard file if the file shows that the run has trained, or else None.
-
-    ``begun`` says whether the run has events. If so, plan.json must have measured steps, because the first plan is
-    written before the first step. In such a run, TensorBoard files count only without metrics.jsonl.
-    """
+    """Return plan.json or a TensorBoard file that shows that the run has trained, or None. If the run has ``begun``
+    (has events), plan.json must have measured steps, because the first plan is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -356,14 +337,9 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the last checkpoint in events.jsonl, which the run has saved, resumed from or
-    returned to. Return None if there is none."""
-    for event in reversed(run.events()):
-        if (tokens := _saved_tokens(event)) is not None:
-            return tokens
-        if event["event"] in RETURNS:  # a rollback by an older version, without from_tokens
-            break
-    return None
+    """Return the tokens of the last checkpoint that the run has saved, resumed from or returned to, or None."""
+    saved = (_saved_tokens(event) for event in reversed(run.events()))
+    return next((tokens for tokens in saved if tokens is not None), None)
 
 
 def saved_checkpoints(run: RunFolder) -> set[int]:
@@ -381,17 +357,14 @@ _SAVED_TOKENS = {"checkpoint": "tokens", "resume": "tokens", "rewind": "to_token
 
 
 def _saved_tokens(event: Mapping[str, Any]) -> int | None:
-    """Return the token count of the checkpoint that an event mentions, or None."""
     tokens = event.get(_SAVED_TOKENS.get(event["event"], ""))
     return tokens if isinstance(tokens, int) else None
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why ``read_checkpoint`` found no checkpoint, or None if there is none on the disk.
+    """Return a sentence about the checkpoints, if ``read_checkpoint`` can use none, or None if the disk has none.
 
-    Args:
-        damaged: the damaged checkpoints that ``read_checkpoint`` returned. All others were undone by a rewind.
-        tokens: consider only the checkpoint at this number of tokens.
+    ``damaged`` is the result and ``tokens`` the argument of ``read_checkpoint``. A rewind has undone all others.
     """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
@@ -405,7 +378,7 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
     """Return the name of the newest saved checkpoint (at ``saved`` tokens) if an older one, at ``found`` tokens, was
-    read. Otherwise return None. Call :func:`newest_saved` before reading, because the run may be saving another."""
+    read, or None. Call :func:`newest_saved` before reading, because the run may be saving another."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -418,7 +391,6 @@ def mark_trained(run: RunFolder) -> None:
 
 
 def _torchrun_has_trained(run: RunFolder) -> bool:
-    """Return whether :func:`mark_trained` was called for this folder since torchrun was started."""
     mark = _torchrun_mark()
     try:
         return mark is not None and mark.read_text(encoding="utf-8") == str(run.path.absolute())
@@ -427,8 +399,7 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
 
 
 def events_before_torchrun(run: RunFolder) -> int:
-    """Return how many events a run had when this function was first called for it since torchrun was started. Return
-    -1 without torchrun."""
+    """Return how many events a run had at the first call since torchrun was started, or -1 without torchrun."""
     mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
     if mark is None:
         return -1
@@ -443,8 +414,7 @@ def events_before_torchrun(run: RunFolder) -> int:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of the file that :func:`mark_trained` writes, or None without torchrun. The file is in a log
-    folder that torchrun keeps when it restarts its processes."""
+    """Return the path of a file in a log folder that torchrun keeps when it restarts its processes, or None."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
@@ -472,7 +442,6 @@ def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
-    """Return the result of ``compare()``, or the message of the InputError that it raises."""
     try:
         return compare()
     except InputError as error:
@@ -480,8 +449,7 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
-    """Return what has changed in events.jsonl since the ``finish`` event or the state of a checkpoint, or None.
-    Without a digest, return a message only if there are no lines."""
+    """Return what has changed in events.jsonl since the ``finish`` event or the state of a checkpoint, or None."""
     if not is_sealed(since):
         return "its finish event has been changed"
     lines, written = run.lines_of(run.events_file), lines_digest(since.get(EVENTS))

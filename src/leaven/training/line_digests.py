@@ -1,5 +1,7 @@
-"""Compares the lines of metrics.jsonl and events.jsonl with their digests in a checkpoint or in the finish event."""
+"""Orders the lines of metrics.jsonl by their steps, and compares them and those of events.jsonl with their digests in
+a checkpoint or in the finish event."""
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import Any
 
 from leaven import storage
 
+NumberedLine = tuple[int, dict[str, Any]]  # number of a line, from 1, and its JSON object
 EVENTS = "events"  # key of the digest of events.jsonl in the state of a checkpoint and in the finish event
 MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
@@ -32,10 +35,26 @@ def lines_digest(document: Any) -> LinesDigest | None:
 
 def digest(lines: Iterable[bytes]) -> "blake2b":
     """Return a hash object of some lines. Its ``update`` method adds more."""
-    made = blake2b(digest_size=16)
-    for line in lines:
-        made.update(line)
-    return made
+    return blake2b(b"".join(lines), digest_size=16)
+
+
+def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
+    """Return the lines of metrics.jsonl in order of steps, and the numbers of damaged lines.
+
+    Of a repeated step, only the last line counts. A line whose step does not fit between its neighbours is damaged.
+    """
+    with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
+    steps = [line["step"] for _, line in with_step]
+    found, damaged = list[NumberedLine](), list[int]()
+    for (number, line), following in zip(with_step, [*steps[1:], math.inf], strict=False):
+        before = found[-1][1]["step"] if found else -math.inf
+        if before < following and not before < line["step"] < following:
+            damaged.append(number)
+            continue
+        while found and found[-1][1]["step"] >= line["step"]:
+            found.pop()
+        found.append((number, line))
+    return found, damaged
 
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
@@ -46,15 +65,9 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
     """
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
-    documents = [storage.json_object(line) or {} for line in lines]
-    steps = [each["step"] if isinstance(each.get("step"), int) else None for each in documents]
-    # Keep the first n lines. A kept line of a step after ``step`` is a contradiction, and so is a removed line of a
-    # step up to ``step``. Choose the n with the fewest: then a damaged step number removes no other lines.
-    contradictions = [sum(found is not None and found <= step for found in steps)]
-    for found in steps:
-        contradictions.append(contradictions[-1] + (0 if found is None else 1 if found > step else -1))
-    kept = min(range(len(lines) + 1), key=lambda cut: (contradictions[cut], cut != step, cut))
-    known = sorted({found for found in steps[:kept] if found is not None and 0 < found <= step})
+    found, _ = in_order(enumerate((storage.json_object(line) or {} for line in lines), start=1))
+    known = {line["step"]: number for number, line in found if 0 < line["step"] <= step}
+    kept = max(known.values(), default=0)
     missing = [(low + 1, high - 1) for low, high in pairwise((0, *known, step + 1)) if high - low > 1]
     if missing:
         return kept, f"{_in_words(missing)} missing"

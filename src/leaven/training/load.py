@@ -90,8 +90,8 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
     time, vocabulary). Warnings name newer checkpoints that are damaged or missing, and changed values of recipe.toml.
 
     Raises:
-        InputError: if the folder has no run or no tokenizer, if it has files of another run, if recipe.toml was
-            changed outside ``[evaluation]`` and ``[stability]``, or if the checkpoint is missing or damaged.
+        InputError: if the folder has no run, tokenizer or undamaged checkpoint, if it has files of another run, or if
+            recipe.toml was changed outside ``[evaluation]`` and ``[stability]``.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
@@ -146,13 +146,12 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
     require_own_files(folder, checkpoint.state, to_use=True)
     missing = missing_checkpoint(saved, checkpoint.progress.tokens)
     if averaged and not any(name.startswith(f"{AVERAGE}.") for name in checkpoint.optimizer):
-        if recipe.average is None:
-            why = "the recipe has no [average]; leave out --averaged"
-        else:
+        why = "the recipe has no [average]"
+        if recipe.average is not None:
             begins = round((1 - recipe.average.last) * recipe.data.tokens)
             at = f"at {checkpoint.progress.tokens:,} tokens the average has not begun"
-            why = f"{at}; it begins after {begins:,}; leave out --averaged"
-        raise InputError(f"{run}: no averaged weights: {why}")
+            why = f"{at}; it begins after {begins:,}"
+        raise InputError(f"{run}: no averaged weights: {why}; leave out --averaged")
     if not folder.tokenizer_file.is_file():
         if TOKENIZER in checkpoint.state:
             raise InputError(
@@ -182,7 +181,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         tokens=checkpoint.progress.tokens,
         skipped=({missing: "missing"} if missing else {}) | {path.name: "damaged" for path in damaged},
         changed="; ".join(filter(None, (lost, unused_changes(folder, checkpoint.state)))) or None,
-        events=() if lost or folder.lost_rewinds(events) else events,
+        events=() if lost or folder.rewinds_ahead(events) > 0 else events,
         averaged=averaged,
         router_bias_LE=checkpoint.optimizer.get(BIASES),
     )

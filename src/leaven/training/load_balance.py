@@ -10,8 +10,7 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import wide
 from leaven.recipe.shape import ModelShape
 
-BIASES = "router.bias"
-"""Name of the biases in a checkpoint."""
+BIASES = "router.bias"  # name of the biases in a checkpoint
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""Measures steps and the validation loss, and logs them: metrics.jsonl, events.jsonl and curves (TensorBoard, W&B,
-trackio)."""
+"""Measures steps and the validation loss, and logs them: metrics.jsonl, events.jsonl and curves."""
 
 import math
 import time
@@ -97,8 +96,7 @@ class Telemetry:
         lr_factor: float,
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
-        """Start copying the measurements of a step to the host. Return a function that waits for them and returns the
-        metrics.
+        """Start copying the measurements of a step to the host. Return a function that waits for them.
 
         ``measured`` has scalars (None if not measured): loss, gradient norm, whether the step was applied, loss
         scale, noise scale, z-loss, balance loss and highest load.
@@ -150,8 +148,8 @@ class Telemetry:
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event that is recorded after the
-        copy. Waiting for this event does not wait for later steps."""
+        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event after the copy. Waiting for
+        the event does not wait for later steps."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -300,8 +298,8 @@ class Validation(Callback):
 
 
 def writers(log_to: str | None) -> tuple[str, ...]:
-    """Return the names in the value of ``--log-to``; () for "none". Without the option, return TensorBoard if it is
-    installed. Raise InputError if a name is unknown or its package is not installed."""
+    """Return the names in the value of ``--log-to``; without the option, TensorBoard if it is installed. Raise
+    InputError if a name is unknown or its package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
     names = [] if log_to == "none" else log_to.split(",")
@@ -352,10 +350,7 @@ class Tracker:
         name = run.path.resolve().name
         known: dict[str, Any] = {"project": recipe.name, "name": name, "config": recipe.model_dump(mode="json")}
         if module.__name__ == "wandb":
-            # A run that an older version began keeps its id, although runs in other folders may have the same id.
-            older = f"{recipe.name}-{name}"
-            begun = any(path.name.endswith(f"-{older}") for path in run.path.glob("wandb/*run-*"))
-            known |= {"id": older if begun else f"{older}-{run.identity}", "dir": str(run.path)}
+            known |= {"id": f"{recipe.name}-{name}-{run.identity}", "dir": str(run.path)}
         module.init(resume="allow", **known)
 
     def write(self, step: int, tokens: int, values: dict[str, float]) -> None:

@@ -2,7 +2,7 @@
 passes. Other runs use a rule of thumb.
 
 A micro-batch is an upper limit. With a micro-batch of 8, a batch of 12 sequences is split into 6 and 6, unless the
-model is compiled. So during a batch ramp, the size of the forward passes can change.
+model is compiled.
 """
 
 import time
@@ -37,12 +37,8 @@ RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 """By rule of thumb, a forward pass has about this many tokens. On a CPU, the activations of small models then stay in
 the cache (measured: docs/log.md). An accelerator stays busy."""
 
-TIMED_STEPS = 1_000
-"""Runs of fewer steps are not timed, because timing costs about eight steps."""
-
-ROUNDS = 3
-"""A candidate is timed with this many passes, after one that is not counted."""
-
+TIMED_STEPS = 1_000  # runs of fewer steps are not timed, because timing costs about eight steps
+ROUNDS = 3  # timed passes of a candidate, after one that is not counted
 LIMIT_SECONDS = 60.0
 """A candidate is not timed if its passes would probably end later than this many seconds after the first began."""
 
@@ -81,8 +77,8 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Return the number of sequences in each pass if a batch is split into as few passes as possible, each of at most
-    ``micro_batch`` sequences. All passes have this number, but the last one may have fewer.
+    """Return how many sequences each pass has if a batch is split evenly into as few passes of at most
+    ``micro_batch`` sequences as possible. The last pass may have fewer.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -111,16 +107,13 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with the micro-batch of the run in place of "auto", if the run has started.
-
-    Another micro-batch would change the order of summation, and so the last bits of the loss. But if the recipe has a
-    pipeline, the micro-batch is at most the largest that the pipeline allows.
-    """
+    """Return the recipe with the micro-batch of the run in place of "auto", if the run has started. Another one would
+    change the order of summation, and so the last bits of the loss."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
     size = begun.batch.micro_batch
-    if size != "auto" and recipe.layout.pp > 1:  # the run may have started without a pipeline
+    if size != "auto" and recipe.layout.pp > 1:  # the run may have started without a pipeline, which limits the size
         size = min(size, _largest_micro_batch(recipe))
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | begun.why})
 
@@ -222,8 +215,8 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
 
 
 def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
-    """Time the candidates from small to large, for about ``LIMIT_SECONDS``. Return the smallest that is about as fast
-    as the fastest, or None if none fits into memory."""
+    """Time the candidates from small to large. Return the smallest that is about as fast as the fastest, or None if
+    none fits into memory."""
     began, recipe = time.perf_counter(), training.recipe
     sequences = recipe.batch.tokens // recipe.model.seq_len
     timings: list[Timing] = []
@@ -257,11 +250,7 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
 
 def time_passes(training: "Training", size: int) -> float | None:
     """Return the seconds of a forward and a backward pass over ``size`` sequences, or None if memory runs out. Memory
-    is allocated as in a real step. The state of the run does not change.
-
-    Raises:
-        StopRequested: if the training was asked to stop.
-    """
+    is allocated as in a real step. The state of the run does not change."""
     training.check_stop()
     device, seq_len = training.device, training.recipe.model.seq_len
     numbers = torch.from_numpy(training.stream.batch(training.progress.tokens // seq_len, size))
@@ -288,10 +277,8 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Return uninitialised memory for ``copies`` copies of the parameters on CUDA, and None on other devices.
-
-    On a CPU, memory takes no space until it is written to.
-    """
+    """Return uninitialised memory for ``copies`` copies of the parameters on CUDA. On other devices, memory takes no
+    space until it is written to."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

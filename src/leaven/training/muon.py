@@ -13,9 +13,7 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The polynomial a s + b s^3 + c s^5 of Jordan et al. 2024. Each iteration applies it to the singular values s of a
 matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
-SMALLEST_NORM = 1e-7
-"""The smallest divisor when a matrix is divided by its Frobenius norm, as in torch.optim.Muon."""
-
+SMALLEST_NORM = 1e-7  # a matrix is divided by its Frobenius norm or, if that is smaller, by this
 OnWhole = Callable[[Callable[[Tensor], Tensor], Iterable[str], Iterable[Tensor]], Iterator[Tensor]]
 """A callable that applies a function to whole matrices, given their names and the block of each that this process
 stores. It yields the same block of each result."""

@@ -31,11 +31,8 @@ Moments = Mapping[tuple[str, str], Tensor]
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
     """Return groups for ``torch.optim``, with the keys module, param_names, params, peak_lr, lr, betas, eps and
-    weight_decay. Groups of Muon have momentum and match in place of betas and eps.
-
-    Raises:
-        ValueError: if a parameter does not have exactly one row in the parameter table, or a row has no parameter.
-    """
+    weight_decay. Groups of Muon have momentum and match in place of betas and eps. Raise ValueError if a parameter
+    does not have exactly one row in the parameter table, or a row has no parameter."""
     names = {row.name for row in rows}
     if len(names) != len(rows):
         raise ValueError("the parameter table lists a parameter twice")
@@ -65,9 +62,8 @@ class Optimizer:
     def build(
         cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], tuned: Hyperparameters, **of_muon: Any
     ) -> "Optimizer":
-        """Return the optimizer that ``tuned.optimizer`` names: ``adamw`` has decoupled weight decay, ``adam`` adds
-        weight decay to the gradient (L2), ``muon`` is AdamW with Muon for matrices inside the blocks. ``of_muon`` are
-        more arguments of :class:`MuonWithAdamW`."""
+        """Return the optimizer that ``tuned.optimizer`` names. ``adam`` adds weight decay to the gradient (L2).
+        ``of_muon`` are more arguments of :class:`MuonWithAdamW`."""
         groups = parameter_groups(parameters, rows)
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
@@ -126,9 +122,9 @@ class Optimizer:
 class Clipper:
     """Clips gradients in place, without waiting for the device.
 
-    Mode ``global`` limits the norm of all gradients together, and mode ``per-module`` the norm of each module in each
-    block. In mode ``running``, the limit is a multiple of the running norm: the root of an exponential average of the
-    squared, clipped norms of earlier steps, with a bias correction as in Adam.
+    Mode ``global`` limits the norm of all gradients, and ``per-module`` the norm of each module in each block. In
+    mode ``running``, the limit is a multiple of the running norm: the root of an exponential average of the squared,
+    clipped norms of earlier steps, with a bias correction as in Adam.
     """
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
@@ -199,8 +195,7 @@ class Clipper:
 
 
 FIRST_SCALE = 2.0**16
-GROW_AFTER = 2_000
-"""The loss scale doubles after this many consecutive steps without overflow, as in torch."""
+GROW_AFTER = 2_000  # the loss scale doubles after so many consecutive steps without overflow, as in torch
 
 
 @dataclass
@@ -289,6 +284,5 @@ class NoiseScale:
         return {"noise_scale.averages": self.averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the averages from a checkpoint, or reset them to 0 if it has none."""
         saved = state["noise_scale.averages"] if "noise_scale.averages" in state else torch.zeros_like(self.averages)
         self.averages = saved.to(self.averages, copy=True)

@@ -1,6 +1,6 @@
-"""Measures the time and memory of training steps: of a run, for its ``plan.json`` (:class:`RunProfile`), and of a few
-steps on random tokens, for ``leaven plan --measure`` (:func:`measure`). Both compare them with the planner's
-predictions, and add them to the calibration history (:mod:`leaven.planning.calibration`)."""
+"""Measures the time and memory of training steps: of a run (:class:`RunProfile`), and of a few steps on random tokens
+for ``leaven plan --measure`` (:func:`measure`). Both add them to the calibration history
+(:mod:`leaven.planning.calibration`)."""
 
 import json
 import time
@@ -49,14 +49,9 @@ from leaven.training.metrics import Step
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
 from leaven.training.run_folder import IDENTITY, RunFolder
 
-WARM_UP = 3
-"""This many first steps of each batch size are not measured: they compile, fill caches and allocate memory."""
-
-KEPT = 1_000
-"""The median step time covers at most this many of the latest steps."""
-
-ENOUGH = 10
-"""A measurement needs at least this many steps to be added to the calibration history."""
+WARM_UP = 3  # first steps of each batch size, not measured: they compile, fill caches and allocate memory
+KEPT = 1_000  # the median step time covers at most so many of the latest steps
+ENOUGH = 10  # steps that a measurement needs to be added to the calibration history
 
 
 class RunProfile(Callback):
@@ -84,8 +79,8 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of this and earlier starts to ``plan.json``. Return the rows of this start, one for each
-        batch size. Processes other than the first only return []. An error in writing the file is ignored."""
+        """Write the rows of this and earlier starts to ``plan.json``, if possible. Return the rows of this start, one
+        for each batch size. Processes other than the first only return []."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -125,8 +120,7 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of a step's predicted cost and of its ``measured`` cost, the median over ``steps`` steps.
-    ``measured`` is None if no step was measured."""
+    """Return a record of a step's predicted cost, and of its ``measured`` cost: the median over ``steps`` steps."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None
@@ -155,7 +149,6 @@ def record_of(
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values that identify a row of ``plan.json``."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
@@ -171,7 +164,6 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Return the records of earlier starts in ``plan.json``, or [] if the file is missing or damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))
@@ -181,16 +173,10 @@ def _rows(run: RunFolder) -> list[CalibrationRecord]:
         return []
 
 
-UNTIMED_STEPS, TIMED_STEPS = 2, 3
-"""A measurement takes first the untimed and then the timed steps."""
-FORWARDS = 2
-"""A measured step has at most this many forward passes. With one, the optimizer has too large a share of the time."""
-
-SHORT_SECONDS = 10.0
-"""If a step is estimated to take more seconds than this, the model is measured with fewer layers."""
-
-USUAL_SHARE = 0.5
-"""Before anything is measured, a step is assumed to reach this share of the best matmul speed."""
+UNTIMED_STEPS, TIMED_STEPS = 2, 3  # steps of a measurement, the untimed ones first
+FORWARDS = 2  # most forward passes of a measured step; with one, the optimizer has too large a share of the time
+SHORT_SECONDS = 10.0  # if a step is estimated to take longer, the model is measured with fewer layers
+USUAL_SHARE = 0.5  # a step is first assumed to reach this share of the best matmul speed
 
 
 @dataclass(frozen=True)
@@ -212,12 +198,9 @@ def measure(
     """Measure a few steps of a recipe's model on random tokens, and add the result to the calibration history. Return
     the result, or None if stopped.
 
-    ``gpus`` is the cluster of the plan; this machine must have an accelerator of the same type. A model that is too
-    large or too slow is measured at two smaller depths. Time and memory are extrapolated: both are linear in the
-    number of layers.
-
-    Raises:
-        InputError: if this machine does not have that type of accelerator, or not even two layers fit.
+    ``gpus`` is the cluster of the plan. A model that is too large or too slow is measured at two smaller depths. Time
+    and memory are linear in the number of layers, and are extrapolated. Raise InputError if this machine does not
+    have that type of accelerator, or not even two layers fit.
     """
     device = default_device()
     _require_accelerator(device, gpus)
@@ -230,7 +213,6 @@ def measure(
         deepest -= 1
 
     def at_depths(depths: tuple[int, ...]) -> list[StepCost]:
-        """Return the cost of a step at each depth that fits into memory."""
         done, total = count(1), len(depths) * (UNTIMED_STEPS + TIMED_STEPS)
         shallow = [recipe.replace({"model.n_layers": depth}) for depth in depths]
         found = [
@@ -292,8 +274,8 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. A model with two
-    layers may take longer, because its depth is not reduced further."""
+    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. With two layers it may
+    take longer, because the depth is not reduced further."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
@@ -311,9 +293,6 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
-    """Return the time and memory of a step on random tokens, or None if memory runs out. Raise StopRequested if
-    ``stop()`` becomes true."""
-
     def work() -> list[float]:
         training = Training(recipe, random_tokens(recipe))
         training.stop = stop

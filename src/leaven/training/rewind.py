@@ -1,9 +1,8 @@
-"""Defines rewinds, which take a run back to an earlier state: automatically after a spike
-(:mod:`leaven.training.spikes`), or on request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import
-torch.
+"""Defines rewinds, which take a run back to an earlier state: after a spike (:mod:`leaven.training.spikes`), or on
+request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import torch.
 
 The rewinds and the number of trained tokens determine the data to skip, the lr, and which checkpoints no longer
-count. So if the checkpoint at the target is missing, the run can start from an older one with the same result.
+count. So the run has the same result from any checkpoint before the target.
 """
 
 import math
@@ -54,11 +53,8 @@ class Rewind:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Rewind":
-        """Return the rewind in an event or in the state of a checkpoint.
-
-        Raises:
-            KeyError, TypeError, ValueError: if a value is missing or wrong.
-        """
+        """Return the rewind in an event or in the state of a checkpoint. Raise KeyError, TypeError or ValueError if a
+        value is missing or wrong."""
         counts = {field.name: document[field.name] for field in fields(cls) if field.name != "asked"}
         made = cls(**counts, asked=document.get("asked"))
         del counts["lr"]
@@ -69,19 +65,16 @@ class Rewind:
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
     """Return the automatic and manual rewinds of a run, in order, from the newest checkpoint or from events.jsonl,
-    whichever has more. An event contains the rewinds before it, because lines of the file may be lost.
-
-    Raises:
-        InputError: if the event of a rewind is damaged.
-    """
+    whichever has more. An event contains the rewinds before it, because lines of the file may be lost. Raise
+    InputError if the event of a rewind is damaged."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
-    for position, event in enumerate(event for event in run.events() if event["event"] in RETURNS):
-        earlier = event.get("earlier_rewinds")
+    for event in run.events():
+        if event["event"] not in RETURNS:
+            continue
         try:
-            before = map(Rewind.of, earlier) if isinstance(earlier, list) else rewinds[:position]
-            whole = [*before, Rewind.of(event)]
+            whole = [*map(Rewind.of, event["earlier_rewinds"]), Rewind.of(event)]
         except WRONG_TYPES:
             raise InputError(f"{run.events_file}: a {event['event']} is damaged; {DAMAGED_EVENTS}") from None
         if len(whole) > len(rewinds):
@@ -135,9 +128,7 @@ class ManualRewind:
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
         """Return whether this rewind was done already: the run's last manual rewind had the same arguments, and
         ``recipe`` is still the recipe of the run."""
-        asked = [event["asked"] for event in run.events() if event["event"] == "rewind"]
-        # Checkpoints have the arguments, too, in case the event is lost.
-        asked += [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
+        asked = [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
@@ -175,31 +166,25 @@ class ManualRewind:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 
     def _target(self, run: RunFolder) -> int:
-        """Return the token count of the newest undamaged checkpoint at or before ``rewind_to``.
-
-        Raises:
-            InputError: if there is none, or if a checkpoint at exactly ``rewind_to`` is damaged or gone.
-        """
+        """Return the token count of the newest undamaged checkpoint at or before ``rewind_to``. Raise InputError if
+        there is none, or if the checkpoint at exactly ``rewind_to`` is damaged or gone."""
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)
         found, damaged = read_checkpoint(run.checkpoints, (*rewinds_of(run), to_here), recipe=run.recipe())
         if found is None:
-            there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
-            raise InputError(
-                f"--rewind-to {format_quantity(self.rewind_to)}: no undamaged checkpoint at or before this count; "
-                + (
-                    f"there are checkpoints at {there} tokens"
-                    if there
-                    else "the run folder has none, so leave out --rewind-to"
-                )
-            )
+            counts = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
+            there = f"there are checkpoints at {counts} tokens"
+            if not counts:
+                there = "the run folder has none, so leave out --rewind-to"
+            asked = format_quantity(self.rewind_to)
+            raise InputError(f"--rewind-to {asked}: no undamaged checkpoint at or before this count; {there}")
         require_own_files(run, found.state)
         tokens = found.progress.tokens
         if tokens != self.rewind_to and self.rewind_to in {*map(tokens_of, damaged), *saved_checkpoints(run)}:
-            asked = run.checkpoints / checkpoint_name(self.rewind_to)
+            missing = run.checkpoints / checkpoint_name(self.rewind_to)
             raise InputError(
-                f"--rewind-to {self.rewind_to}: {asked} is damaged or gone; "
+                f"--rewind-to {self.rewind_to}: {missing} is damaged or gone; "
                 f"bring it back (is its disk mounted?), or type --rewind-to {tokens} for the one before it"
             )
         return tokens

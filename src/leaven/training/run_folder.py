@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from leaven.documents import DIGEST, digest_of, sealed
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.line_digests import LinesDigest, digest, kept_metrics
+from leaven.training.line_digests import LinesDigest, digest, in_order, kept_metrics
 
 LOCK = ".lock"
 OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it
@@ -40,6 +41,7 @@ _OF_RETURN: dict[str, tuple[type, ...]] = {
     "lr_tokens": (int,),
     "attempt": (int,),
     "found_step": (int,),
+    "earlier_rewinds": (list,),
 }
 _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
     "rollback": _OF_RETURN | {"why": (str,)},
@@ -51,7 +53,6 @@ _VALUES_OF_EVENTS: dict[str, dict[str, tuple[type, ...]]] = {
 _OPTIONAL_VALUES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("bits_per_byte", "averaged_loss", "peak_tflops"), _NUMBER),
     "mfu_convention": (str,),
-    "earlier_rewinds": (list, int),  # older versions wrote an int, which is ignored
 }
 
 # The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
@@ -63,8 +64,7 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 class LockedFolder:
     """A context manager that creates a folder if necessary, and locks it for this process. A kill releases the lock.
 
-    Raises InputError if another process has locked the folder, or if the folder cannot be created. ``kind`` is the
-    name of the folder in messages, such as "run folder".
+    Raises InputError if another process has locked the folder. ``kind`` names it in messages, such as "run folder".
     """
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -89,18 +89,16 @@ class LockedFolder:
             ) from None
         self._lock = (self._path / LOCK).stat()
 
-    def is_locked(self) -> bool:
-        """Return whether the lock file is still in the folder. If the disk has a fault, return True."""
+    def require(self) -> None:
+        """Lock the folder again if its lock file was removed. Raise InputError if the folder was deleted, moved or
+        replaced by another one of the same name."""
         try:
-            return os.path.samestat(self._lock, (self._path / LOCK).stat())
+            if os.path.samestat(self._lock, (self._path / LOCK).stat()):
+                return
         except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return True
-
-    def lock_again(self) -> None:
-        """Lock the folder again, if only the lock file was removed. Raise InputError if the folder was deleted, moved
-        or replaced by another one of the same name."""
+            pass
+        except OSError:  # the disk has a fault, so nothing is known
+            return
         with suppress(OSError):
             if os.path.samestat(self._there, self._path.stat()):
                 self._held.close()
@@ -110,11 +108,6 @@ class LockedFolder:
             f"{self._kind} {self._path} was deleted or moved while it was used; bring it back (is its disk mounted?) "
             "and run the same command again, or start again with another --run"
         )
-
-    def require(self) -> None:
-        """Lock the folder again if its lock file was removed, as :meth:`lock_again` does."""
-        if not self.is_locked():
-            self.lock_again()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -185,17 +178,14 @@ class RunFolder:
         return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return (recipe, {path: value before}) of the last event that changed the recipe.
+        """Return (recipe, {path: value before}) of the last event that changed the recipe, or None without one.
 
-        Return None if there is no such event. Also return None if the newest checkpoint has a rewind whose event is
-        lost: this rewind may have changed the recipe again.
-
-        Raises:
-            InputError: if the recipe in the event is damaged.
+        Also return None if the newest checkpoint has a rewind whose event is lost: that rewind may have changed the
+        recipe again. Raise InputError if the recipe in the event is damaged.
         """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
-        if not changes or self.lost_rewinds(events):
+        if not changes or self.rewinds_ahead(events) > 0:
             return None
         try:
             recipe = Recipe.model_validate(changes[-1]["recipe"])
@@ -203,15 +193,15 @@ class RunFolder:
         except WRONG_TYPES:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
-    def lost_rewinds(self, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the newest checkpoint has more rewinds than ``events``, which may be an older copy."""
-        return self.rewinds_ahead(events) > 0
-
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of rewinds in the newest checkpoint minus the number in ``events``. It is below 0 between
-        a rewind and the next checkpoint. Without an undamaged checkpoint, it is -1."""
+        """Return the number of rewinds in the newest checkpoint minus the number in ``events``.
+
+        The result is above 0 if events are lost, and below 0 between a rewind and the next checkpoint, or without an
+        undamaged checkpoint.
+        """
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
-            return len(newest_document(self)["rewinds"]) - _rewinds_known(events)
+            known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
+            return len(newest_document(self)["rewinds"]) - max(known, default=0)
         return -1
 
     @contextmanager
@@ -221,11 +211,7 @@ class RunFolder:
             yield
 
     def begin(self, recipe: Recipe) -> None:
-        """Remove files of interrupted writes, and write the recipe file if it is missing or out of date."""
-        for file in (self.recipe_file, self.plan_file):
-            for torn in self.path.glob(f".{file.name}.*.tmp"):
-                if torn.is_file():
-                    torn.unlink()
+        """Write the recipe file if it is missing or out of date."""
         if not self.recipe_file.exists():
             self._write_recipe(recipe)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):
@@ -246,8 +232,8 @@ class RunFolder:
             self._claimed = self.checkpoints.stat().st_dev
 
     def require_claimed(self) -> None:
-        """Raise OSError if the disk with the claimed folder of checkpoints (:meth:`claim_checkpoints`) is away. A new
-        folder on the same disk is allowed: the user has removed or moved the checkpoints."""
+        """Raise OSError if the disk with the claimed folder of checkpoints is away. A new folder on the same disk is
+        allowed: the user has removed or moved the checkpoints."""
         if self._claimed is None or (self.checkpoints / OWNER).exists():
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
@@ -261,30 +247,16 @@ class RunFolder:
         ``rewinds``, which removes checkpoints, is also refused if its checkpoints are a link to a folder without the
         file that names its run.
         """
-        linked, owner = self.checkpoints.is_symlink(), self.checkpoints / OWNER
         try:
-            path, _, inode = storage.read(owner).rpartition(b"\n")
-            other, recorded, own = Path(os.fsdecode(path)), int(inode), False
+            path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
+            other = Path(os.fsdecode(path))
+            if self._is_owner(other, int(inode)):
+                return
             whose = f"the checkpoints of the run in {other}, which may have changed since"
-        except (OSError, ValueError) as error:  # older versions did not write this file
-            if not (rewinds and linked and isinstance(error, FileNotFoundError)):
+        except (OSError, ValueError) as error:
+            if not (rewinds and self.checkpoints.is_symlink() and isinstance(error, FileNotFoundError)):
                 return
             whose = f"checkpoints without {OWNER}, the file that names their run"
-        else:
-            try:
-                there, same = _inode(other), other.samefile(self.path)
-            except OSError:  # that run was moved or removed, or is on another machine
-                there, same = None, False
-            if recorded == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
-                own = not linked or same or there != recorded
-            # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
-            elif self._claimed is None and not linked:
-                try:
-                    own = same or not (other / "checkpoints").samefile(self.checkpoints)
-                except OSError:
-                    own = True
-            if own:
-                return
         folder = self.checkpoints.resolve()
         raise InputError(
             f"{self.checkpoints} is a link to {whose}; if no other run uses them, type: "
@@ -292,9 +264,19 @@ class RunFolder:
             f"cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
         )
 
+    def _is_owner(self, owner: Path, inode: int) -> bool:
+        """Return whether this run uses its folder of checkpoints alone. The file in it names the run ``owner``, which
+        had this ``inode``, and may have been moved or removed since."""
+        linked, same = self.checkpoints.is_symlink(), _same(owner, self.path)
+        if inode == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
+            return not linked or same or not os.path.exists(owner) or _inode(owner) != inode
+        # A link is refused in any case: the run may be a copy, or a restored backup, or in another container.
+        if linked or self._claimed is not None:
+            return False
+        return same or not _same(owner / "checkpoints", self.checkpoints)
+
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, and keep the comments of an existing one, which the user may have written. Raise
-        InputError if this fails. If the recipe is ``also_in_events``, ignore a full disk."""
+        """Write the recipe file, and keep the user's comments in it. With ``also_in_events``, ignore a full disk."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -302,12 +284,13 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Raise InputError if the locked folder was deleted, moved or replaced. If only the lock file was
-        removed, lock the folder again."""
-        if self._locked is not None and not self._locked.is_locked():
-            self.writes = False  # until the folder is locked again
-            self._locked.lock_again()
-            self.writes = True
+        """Call :meth:`LockedFolder.require`. If it raises an error, nothing is written into the folder any more."""
+        try:
+            if self._locked is not None:
+                self._locked.require()
+        except InputError:
+            self.writes = False
+            raise
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
         """Return ``recipe`` with a ``why`` for each change, such as "since 1,000 tokens; before: 0.01". If this
@@ -325,11 +308,10 @@ class RunFolder:
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Also
-        remove an incomplete last line.
+        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
 
         ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining lines
-        differ from ``written``, or None if they do not, or in a process that does not write.
+        differ from it, or None.
         """
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
@@ -362,37 +344,19 @@ class RunFolder:
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl in order of steps. If a step was repeated, return only its last line."""
+        """Return the lines of metrics.jsonl in order of steps: of a repeated step, only the last line."""
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the numbers of damaged lines. A line whose step does not fit
-        between its neighbours is damaged."""
+        """Return the lines of :meth:`metrics`, and the numbers of damaged lines."""
         read = _read(self.metrics_file)
-        numbered = [
-            (number, line)
-            for number, line in zip(read.numbers, read.documents, strict=True)
-            if isinstance(line.get("step"), int)
-        ]
-        steps = [line["step"] for _, line in numbered]
-        lines: list[tuple[int, dict[str, Any]]] = []
-        damaged = list(read.damaged)
-        for (number, line), following in zip(numbered, [*steps[1:], math.inf], strict=False):
-            before = lines[-1][1]["step"] if lines else -math.inf
-            if before < following and not before < line["step"] < following:
-                damaged.append(number)
-                continue
-            while lines and lines[-1][1]["step"] >= line["step"]:
-                lines.pop()
-            lines.append((number, line))
-        return storage.JsonLines([line for _, line in lines], sorted(damaged), [number for number, _ in lines])
+        lines, damaged = in_order(zip(read.numbers, read.documents, strict=True))
+        damaged = sorted([*read.damaged, *damaged])
+        return storage.JsonLines([line for _, line in lines], damaged, [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events in events.jsonl: its lines with a text under ``event``.
-
-        Raises:
-            InputError: if a value that a resume needs is missing or has a wrong type.
-        """
+        """Return the events in events.jsonl: its lines with a text under ``event``. Raise InputError if a value that
+        a resume needs is missing or has a wrong type."""
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):
@@ -418,13 +382,8 @@ class RunFolder:
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Return the events of the automatic rewinds since the last manual rewind."""
-        found: list[dict[str, Any]] = []
-        for event in self.events():
-            if event["event"] == "rewind":
-                found = []
-            elif event["event"] == "rollback":
-                found.append(event)
-        return found
+        returns = [event for event in self.events() if event["event"] in RETURNS]
+        return list(takewhile(lambda event: event["event"] == "rollback", reversed(returns)))[::-1]
 
     @property
     def begun(self) -> bool:
@@ -491,8 +450,15 @@ class RunFolder:
 
 
 def _inode(folder: Path) -> int:
-    """Return the inode of a folder. A folder that is moved on its disk keeps it, and a copy there has another."""
+    """Return the inode of a folder, which stays if the folder is moved on its disk. A copy has another."""
     return folder.stat().st_ino
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them is missing
+        return False
 
 
 def _json_line(document: dict[str, Any]) -> bytes:
@@ -514,19 +480,12 @@ def _named_events(read: storage.JsonLines) -> list[dict[str, Any]]:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file, or nothing if it is missing."""
     try:
         return storage.read(path, math.inf)
     except FileNotFoundError:
         return b""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _rewinds_known(events: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of rewinds in the events, including rewinds whose own lines are lost."""
-    returns = [event.get("earlier_rewinds") for event in events if event["event"] in RETURNS]
-    return max((len(each) if isinstance(each, list) else at for at, each in enumerate(returns)), default=-1) + 1
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:
@@ -538,8 +497,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _parse_int(digits: str) -> int:
-    """Return the number that ``digits`` stand for. Raise ValueError if it is too large for a float: a line with such
-    a number is damaged."""
+    """Return an integer. Raise ValueError if it is too large for a float: a line with such a number is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)

@@ -1,7 +1,7 @@
 """Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights & Biases).
 
-Another program may be writing the file, so an incomplete last record is left out. The argument ``cut`` of the readers
-is then called with a text that says so.
+All readers raise :class:`LogDamaged` if the file is damaged. Another program may be writing it, so an incomplete last
+record is left out, and the argument ``cut`` is called with a text that says so.
 """
 
 import json
@@ -30,20 +30,12 @@ class LogDamaged(InputError):
         super().__init__(f"{file} is damaged at byte {at:,}: {why}; remove the file, or copy it again")
 
 
-def _ignore(_: str) -> None:
-    """Ignore that a log is cut."""
-
-
 def tensorboard_rows(
-    file: Path, tag: str, cut: Callable[[str], object] = _ignore
+    file: Path, tag: str, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file.
 
     The value is None if the name is not ``tag``. For a tensor that is no scalar, it is a text with the shape.
-    ``cut`` is called with a message if the file ends within a record.
-
-    Raises:
-        LogDamaged: if the file is damaged.
     """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
@@ -65,11 +57,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
     """Yield (position of the first byte, content) for each record of a TensorBoard event file.
 
     A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes. If the last record is incomplete, ``cut`` is called with a text that says so. Zeros, which a
-    crash may leave at the end of a file, make a record incomplete, not damaged.
-
-    Raises:
-        LogDamaged: if a checksum is wrong.
+    checksum in 4 bytes. If zeros follow, as a crash may leave them, a wrong record is incomplete, not damaged.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -117,14 +105,10 @@ def _scalar(value: "Summary.Value") -> Any:
         raise ValueError(f"a tensor of type {value.tensor.dtype}") from None
 
 
-def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B.
-
-    ``cut`` is called with a message if the file ends within a record.
-
-    Raises:
-        LogDamaged: if the file is damaged.
-    """
+def wandb_rows(
+    file: Path, cut: Callable[[str], object] = lambda message: None
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield (step, values by name) for each row of the history in the file of an offline run of W&B."""
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
             histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history
@@ -136,7 +120,6 @@ def wandb_rows(file: Path, cut: Callable[[str], object] = _ignore) -> Iterator[t
 
 
 def _row(history: int | memoryview) -> dict[str, Any]:
-    """Return the values of a HistoryRecord of W&B by name, or {} if ``history`` is not a record."""
     items = _fields(history) if isinstance(history, memoryview) else ()
     return dict(_item(item) for number, item in items if number == 1 and isinstance(item, memoryview))
 
@@ -153,16 +136,13 @@ def _item(item: memoryview) -> tuple[str, Any]:
     return ".".join(keys), value
 
 
-def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -> Iterator[tuple[int, memoryview]]:
+def log_records(
+    log: bytes, name: str, cut: Callable[[str], object] = lambda message: None
+) -> Iterator[tuple[int, memoryview]]:
     """Yield (position of the first byte, content) for each record of a log in LevelDB's format, which W&B uses.
 
-    ``name`` is the name of the log in messages. If the log ends within a record, ``cut`` is called with a message.
-
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins
-    with a header of 7 bytes, and the checksums are plain CRC-32.
-
-    Raises:
-        LogDamaged: if a checksum is wrong.
+    with a header of 7 bytes, and the checksums are plain CRC-32. ``name`` is the name of the log in messages.
     """
     at, first, parts = _HEADER, _HEADER, list[bytes]()
     while at < len(log):
@@ -190,8 +170,8 @@ def log_records(log: bytes, name: str, cut: Callable[[str], object] = _ignore) -
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, content) for each field of a protobuf message. Raise ValueError if it is invalid. Source:
-    https://protobuf.dev/programming-guides/encoding."""
+    """Yield (field number, content) for each field of a protobuf message, or raise ValueError
+    (https://protobuf.dev/programming-guides/encoding)."""
     at = 0
 
     def varint() -> int:

@@ -37,15 +37,12 @@ if TYPE_CHECKING:
 LEVEL = 32
 WINDOW = 128
 ALLOWANCE = 4.0
-CAP = 12.0
-"""The largest number of deviations that counts. So a step adds at most CAP - ALLOWANCE to the sum."""
+CAP = 12.0  # largest number of deviations that counts: a step adds at most CAP - ALLOWANCE to the sum
 LIMIT = 24.0
 OUTSTANDING = 6.0
 """``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many deviations above its median,
 as in OLMo-core's SkipStep optimizers."""
-PATIENCE = 20
-"""With ``on_spike = "skip"``, this many skipped steps in a row are an anomaly."""
-
+PATIENCE = 20  # with ``on_spike = "skip"``, so many skipped steps in a row are an anomaly
 # The smallest standard deviations: 0.05 nats, and for the logarithms of the norms 0.25 and 0.1. A floor is harmless
 # where the true deviations are smaller, as with large batches.
 FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
@@ -176,8 +173,7 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the upper limits for a step. They do not depend on the previous step, whose metrics may not have
-        been read yet."""
+        """Return the limits for a step. The metrics of the step before it, which may be unread, do not count."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,10 +201,9 @@ def rollback(
     """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
     The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
-    steps, and the same amount after them. If the anomaly comes again, the bad data may extend further on both sides.
-    So each attempt skips four times as much data after the suspicious steps as the attempt before. It also skips
-    about as much data before these steps as after them. A rewind does not go back beyond ``oldest_tokens``, the
-    oldest checkpoint.
+    steps, and the same amount after them. If the anomaly comes again, the bad data may extend further on both sides:
+    each attempt skips four times as much data after the suspicious steps as the attempt before, and about as much
+    before them. A rewind does not go back beyond ``oldest_tokens``, the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -232,8 +227,8 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found.
-    The count follows from the schedule, not from the disk, which may have damaged and unscheduled checkpoints."""
+    """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found. It does
+    not depend on the disk, which may have damaged and unscheduled checkpoints."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
         """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` has
@@ -291,7 +286,6 @@ class SpikeGuard(Callback):
             self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        """Roll back. End the run if ``on_spike`` does not allow this, or after ``max_rollbacks`` attempts."""
         trainer, recipe, rewinds = self.trainer, self.training.recipe, self.training.rewinds
         stability = recipe.stability
         trainer.checkpoints.log_outcome(wait=True)

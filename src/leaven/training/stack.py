@@ -1,12 +1,11 @@
 """A stack of trials: trains many recipes of one shape at once, as one batched model on one device.
 
 Parameters, moments and samples have a leading dimension K with one entry for each recipe, so models that are too
-small to fill a GPU fill it together. On CUDA, the passes are compiled, and a step is one CUDA graph. The recipes have
-the same shape, batch and number of tokens. They may differ in hyperparameters, schedule and seed.
+small to fill a GPU fill it together. On CUDA, a step is one CUDA graph. The recipes have the same shape, batch and
+number of tokens. They may differ in hyperparameters, schedule and seed.
 
-A stack is a second trainer besides the engine, because it is fast: 48 small models on a GPU were 36 times as fast as
-with eight processes (docs/log.md). On a CPU it is not faster. tests/training/test_stack.py compares its losses with
-those of the engine. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
+A stack is a second trainer besides the engine, because 48 small models on a GPU were 36 times as fast as with eight
+processes (docs/log.md). On a CPU it is not faster. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
 """
 
 import json
@@ -64,8 +63,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting of a recipe that a stack (one batched model) cannot train, such as
-    ``model.bias = True``, or None."""
+    """Return the first setting of a recipe that a stack cannot train, such as ``model.bias = True``, or None."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
     said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())
@@ -246,8 +244,7 @@ class TrialStack:
         return Checkpoint(self.progress, {"parameters": self.flat}, moments, state or {})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the state from a checkpoint. Raise ValueError if a tensor has another shape or dtype, as in a
-        checkpoint of other recipes."""
+        """Restore the state from a checkpoint. Raise ValueError if a tensor has another shape or dtype."""
         buffers = {"first": self.first, "second": self.second, "losses": self.record}
         saved = [(self.flat, checkpoint.model["parameters"])]
         saved += [(buffer, checkpoint.optimizer[name]) for name, buffer in buffers.items()]
@@ -381,11 +378,8 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each trial in the stack in nats per token.
-
-        ``recipe`` gives the number of validation tokens. Batches have B sequences and parameters require gradients,
-        because the pass is compiled for this.
-        """
+        """Return the validation loss of each trial in nats per token, over ``recipe.evaluation.tokens``. Batches have
+        B sequences and parameters require gradients, because the pass is compiled for this."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

@@ -1,56 +1,39 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. To follow a run, open the four files in bold. Each other file
-answers the question beside it.
+What ``leaven train recipe.toml`` does, in order. To follow a run, open the four files in bold.
 
-1. **cli/train.py** reads the recipe. ``--set a.b=value`` replaces a value of the TOML document, and pydantic
-   validates the result. The first mistake becomes one line that says what to type (How? ``recipe/files.py``;
-   which rules? ``recipe/recipe.py``). The command also checks that there are enough processes and devices, and
-   that the folder is new or has a run of this recipe. (Where does an error become a line and an exit code?
-   ``cli/__init__.py``. What do commands share, such as Ctrl-C? ``cli/common.py``.)
-2. By default a BPE of ``model.vocab_size`` tokens is trained on the text. The text then becomes token ids in
-   shards. Both stay in a cache for the next run (How? ``data/tokens.py``). About 5% of the text is held out for
-   validation (Which documents? ``data/corpus.py``). ``data/stream.py`` numbers the training samples, which never
-   end: each epoch has them in another order. Sample n depends only on the seed and n, so a run resumes at sample
-   n without a stored state of the data.
-3. **trainer.py**, this file. :func:`train` compares the recipe and the text with those in the folder. It builds
-   the state (:class:`~leaven.training.engine.Training`), and chooses the micro-batch, by default by timing a few
-   without compiling (``micro_batch.py``; not in short runs, nor with several processes). Then it locks the folder
-   and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that it
-   can always roll back.
+1. **cli/train.py** reads the recipe and ``--set`` (``recipe/files.py``), and counts processes and devices.
+2. The text becomes token ids in shards (``data/tokens.py``), by default with a BPE that is trained on it. A part is
+   held out for validation (``data/corpus.py``). Sample n of the training stream depends only on the seed and n
+   (``data/stream.py``), so a run resumes without a stored state of the data.
+3. **trainer.py**, this file. :func:`train` compares recipe and text with those in the folder. It builds the state
+   (:class:`~leaven.training.engine.Training`) and chooses the micro-batch (``micro_batch.py``). Then it locks the
+   folder and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that
+   it can always roll back.
 4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does
    not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
    checkpoints, spike guard.
-5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes (with
-   ``compile``, the first pass compiles each block), clipping, update. The device skips the update if the loss or
-   the gradient norm is not finite, or with ``on_spike = "skip"`` above the limits of the spike guard.
-6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time: loss,
-   ``backward()``, and in a run of several processes the exchange between them (Where are the model and its loss?
-   ``model/transformer.py`` and ``model/loss.py``. Which layers does a process have? ``distributed/pipeline.py``).
-7. ``optimizer.py`` clips the gradients and updates the parameters with Adam. The lr of a parameter is the base lr
-   x multiplier of its module x multiplier of its depth x factor of the scaling rule (``scaling/table.py``). Each
-   step multiplies this by the lr schedule. A rewind lowers the lr for a while, and a batch ramp changes it.
-8. ``metrics.py`` has three parts. ``Telemetry``, which the engine calls, measures the step. The callback
-   ``StepLog`` adds a line to metrics.jsonl (loss, lr, norms, speed, memory) and a point to each curve. The
-   callback ``Validation`` computes the validation loss, by default ten times in a run. When a run resumes or
-   rolls back, the lines of the steps after its checkpoint are cut off.
-9. By default ten times in a run, ``checkpoint.py`` copies the state to host memory, and a thread writes it while
-   training continues: safetensors files, then state.json with their digests. Last, the folder is renamed to its
-   final name. The newest two checkpoints (by default) are kept, and the last one before a possible anomaly. (How
-   does one process read a tensor that several processes saved? ``checkpoint_tensors.py``.)
-10. ``spikes.py`` is the spike guard. It compares loss, gradient norm and update norm with their usual levels. At
-    an anomaly, :meth:`RunTrainer.roll_back` (by default) restores a checkpoint before it. The run then skips the
-    data of the anomaly (Which data, and how is the lr lowered? ``rewind.py``). After three attempts (by default)
-    it stops.
+5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
+   The device skips the update if the loss or the gradient norm is not finite, or with ``on_spike = "skip"`` above
+   the limits of the spike guard.
+6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time. In a run of several
+   processes, it also exchanges their gradients. Model and loss: ``model/transformer.py`` and ``model/loss.py``.
+7. ``optimizer.py`` clips the gradients and updates the parameters. The lr of a parameter comes from the parameter
+   table (``scaling/table.py``); each step multiplies it by the schedule and by the factor of a rewind or batch ramp.
+8. ``metrics.py`` measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
+   (``StepLog``), and computes the validation loss (``Validation``).
+9. ``checkpoint.py`` copies the state to host memory, and a thread writes it while training continues: safetensors
+   files, then state.json with their digests. Last, the folder is renamed to its final name.
+10. ``spikes.py`` compares loss, gradient norm and update norm with their usual levels. At an anomaly,
+    :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the run skips the data of the anomaly
+    (``rewind.py``).
 11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a
     single process drops the step that is under way, and saves the state before it; several processes finish the
-    step. It returns a ``TrainDocument``, which the command prints with the next commands
-    (``views/terminal/training.py``).
+    step.
 
 The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
 resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory),
-checkpoints/ and tensorboard/ (How are lines added, and what if the disk is full? ``run_folder.py``). At the end,
-a line with the time of a step is also added to the user's cache, for later plans (``profiling.py``).
+checkpoints/ and tensorboard/. ``run_folder.py`` writes the lines, and keeps them in memory while the disk is full.
 """
 
 import math
@@ -145,7 +128,6 @@ def train(
     rewind: ManualRewind | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
-    back: ManualRewind | None = None,
 ) -> TrainDocument:
     """Train a recipe in a run folder, and return the result.
 
@@ -154,8 +136,7 @@ def train(
     time in a process: dropout uses torch's global random generator, and seeds it at every step.
 
     Ctrl-C and the stop button of a notebook save the state: a warning says so, and KeyboardInterrupt is raised. A
-    second Ctrl-C does not wait for this. Python passes Ctrl-C to the main thread only, so a call in another thread
-    needs ``stop``; and so does SIGTERM, with a signal handler of yours.
+    second Ctrl-C does not wait. Calls outside the main thread, and SIGTERM, need ``stop``.
 
     Args:
         on_step: called with the metrics of each step.
@@ -167,7 +148,6 @@ def train(
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
-        back: the old name of ``rewind``.
 
     Raises:
         InputError: if the recipe cannot be trained, or the folder is unwritable, in use or has another recipe.
@@ -175,9 +155,7 @@ def train(
     """
     folder = storage.expanded(folder)
     with _stopped_by_ctrl_c(stop) as asked:
-        summary = _train(
-            recipe, tokens, folder, on_step, on_event, asked, log_to, rewind or back, group, history=history
-        )
+        summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
             saved = "saved" if summary.unsaved is None else f"not saved ({summary.unsaved})"
             message = f"{folder}: stopped at {summary.tokens:,} tokens, {saved}; the same call resumes the run"
@@ -234,7 +212,6 @@ def _train(  # noqa: PLR0917
     *,
     history: bool,
 ) -> TrainDocument:
-    """Train a recipe as :func:`train` does, but leave Ctrl-C alone."""
     _require_one_recipe(recipe, tokens, folder, rewind, group)
     run, recipe, rewind = check(recipe, folder, rewind)
     require_text(run, tokens.fingerprint)
@@ -276,12 +253,9 @@ def _train(  # noqa: PLR0917
 def _require_one_recipe(
     recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
 ) -> None:
-    """Check that all processes have the same recipe, text, start weights, rewind and leaven version, and wait until
-    all see the same events of the run. Paths may differ, except those of two or more sources, which decide the order
-    of the samples.
+    """Raise InputError on all processes unless they were given the same, and see the same events of the run.
 
-    Raises:
-        InputError: on all processes, if one of them differs or does not see the events.
+    Paths may differ, except those of two or more sources, which decide the order of the samples.
     """
     if group is SINGLE_PROCESS:
         return
@@ -357,12 +331,8 @@ class RunTrainer:
 
     def start(self, **about: Any) -> None:
         """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log this
-        as an event with the values ``about``.
-
-        Raises:
-            InputError: if there are checkpoints but none can be used, if the text has changed, or if files of the run
-                do not belong together.
-        """
+        as an event with the values ``about``. Raise InputError if there are checkpoints but none can be used, if the
+        text has changed, or if files of the run do not belong together."""
         saved = newest_saved(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
@@ -419,7 +389,7 @@ class RunTrainer:
         error = self.checkpoints.save_last()
         if result is None:
             self.event("stop", why="interrupted")
-            self._tell_unwritten("lines_lost")
+            self._tell_if(self.run.unwritten, "lines_lost")
             return _summary(self.run, self.training.progress, None, error)
         if (error := self._save_when_possible(error, stop)) is not None:
             raise InputError(
@@ -429,11 +399,9 @@ class RunTrainer:
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         written = {"metrics": asdict(self.run.metrics_digest()), EVENTS: asdict(self.run.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
-        waits = False
+        if self.group.any(self.run.no_room) and not stop():
+            self._tell_if(self.run.unwritten, "waits")
         while self.group.any(self.run.no_room) and not stop():
-            if not waits:
-                self._tell_unwritten("waits")
-            waits = True
             time.sleep(SHORT_PAUSE)
             self.run.write_waiting()
         self.run.require_written()
@@ -443,12 +411,11 @@ class RunTrainer:
         """Save the last checkpoint again while a disk is full, away or may not be written. ``error`` is the error of
         the first attempt, or None.
 
-        The pauses between attempts get longer. Stop once ``stop`` returns True. Return the error of the last attempt,
-        or None.
+        The pauses between attempts get longer. Return the error of the last attempt, or None.
         """
         pauses = left = 1  # short pauses until the next attempt, in all and left; ``stop`` is polled after each
         if waits := self.group.any(error is not None and storage.may_pass(error)):
-            self._tell("waits", str(error))
+            self._tell_if(str(error), "waits")
         while waits and not stop():
             time.sleep(SHORT_PAUSE)
             left -= 1
@@ -486,30 +453,29 @@ class RunTrainer:
     def fail(self, values: dict[str, Any]) -> NoReturn:
         """Log why the run failed, and raise Diverged."""
         self.event("stop", **values)
-        self._tell_unwritten("lines_lost")
+        self._tell_if(self.run.unwritten, "lines_lost")
         raise Diverged(values["why"])
 
     def event(self, name: str, **values: Any) -> None:
         """Write an event to the run folder and pass it to ``on_event``."""
-        values = {"step": self.training.progress.step, "tokens": self.training.tokens} | values
+        values = self._at | values
         self.run.event(name, **values)
         self._on_event(name, values)
         if self.run.unwritten != self._unwritten:
             self._unwritten = self.run.unwritten
-            self._tell_unwritten("unwritten")
+            self._tell_if(self.run.unwritten, "unwritten")
 
-    def _tell_unwritten(self, event: str) -> None:
-        """If lines cannot be written to the disk, pass an event with the reason to ``on_event``."""
-        if self.run.unwritten is not None:
-            self._tell(event, self.run.unwritten)
+    @property
+    def _at(self) -> dict[str, int]:
+        return {"step": self.training.progress.step, "tokens": self.training.tokens}
 
-    def _tell(self, event: str, why: str) -> None:
-        at = {"step": self.training.progress.step, "tokens": self.training.tokens}
-        self._on_event(event, at | {"why": why})
+    def _tell_if(self, why: str | None, event: str) -> None:
+        """Pass an event that is not logged to ``on_event``, if there is a reason for it."""
+        if why is not None:
+            self._on_event(event, self._at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone, or None. Store the paths of newer
-        checkpoints, which are damaged, in ``self.damaged``."""
+        """Return the newest undamaged checkpoint that no rewind has undone, or None, and set ``damaged``."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)
@@ -548,11 +514,7 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Open the run folder. Only the first process locks and rewinds it; the others write only checkpoints.
-
-    Raises:
-        Settled: on all processes, if the first process cannot open, rewind or use the folder.
-    """
+    """Lock and rewind the run folder in the first process. Raise Settled on all processes if this fails."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -590,9 +552,7 @@ def check(
     """Return the run folder, the recipe, and the rewind, or None if no rewind is left to do.
 
     If ``micro_batch`` of the recipe is "auto" and the run has begun, the returned recipe has the run's micro-batch.
-
-    Raises:
-        InputError: if the folder cannot be used to train this recipe after this rewind.
+    Raise InputError if the folder cannot be used to train this recipe after this rewind.
     """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)

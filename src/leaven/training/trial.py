@@ -1,5 +1,5 @@
-"""Trains one trial: a recipe until it is done, diverges or is pruned (ended early because it cannot beat the best
-trial so far). :class:`WorkerPool` runs several trials at once in worker processes.
+"""Trains one trial: a recipe until it is done, diverges or is pruned (cannot beat the best trial so far).
+:class:`WorkerPool` runs several trials at once in worker processes.
 
 A trial of several durations trains the run with the longest duration (the trunk), and for each shorter duration only
 the cooldown. With the wsd schedule (warm-up, stable lr, cooldown), runs of different durations are identical until
@@ -107,8 +107,7 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe. Raise InputError if ``inputs`` is given, and :func:`fingerprint_of` returns
-    another value."""
+    """Return the tokens of a recipe. Raise InputError if :func:`fingerprint_of` is not ``inputs`` (None: any)."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -132,11 +131,8 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each of the ``durations`` (numbers of tokens), shortest first.
-
-    Raises:
-        InputError: if a duration cannot be trained, or if the durations cannot share one run.
-    """
+    """Return one copy of the recipe for each of the ``durations`` (numbers of tokens), shortest first. Raise
+    InputError if a duration cannot be trained, or if the durations cannot share one run."""
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
@@ -175,11 +171,8 @@ def cooldown_start(recipe: Recipe) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldowns of the shorter durations of a trial.
-
-    The trunk is the run with the longest duration. When it reaches the start of a shorter duration's cooldown, this
-    cooldown is trained. The trunk then continues from a copy of its state.
-    """
+    """Trains the cooldown of each shorter duration when the trunk, the run with the longest duration, reaches its
+    start. The trunk then continues from a copy of its state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -220,8 +213,7 @@ class TrialCheckpoint(Callback):
     the trial continues.
 
     A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another name
-    belongs to another trial and is not read. If ``recipe`` is given, a checkpoint that has not exactly the parameters
-    of the recipe counts as damaged.
+    belongs to another trial and is not read, nor is one with other parameters than those of ``recipe``, if given.
     """
 
     def __init__(
@@ -237,15 +229,11 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one. Damaged checkpoints and those of other trials
-        are ignored with a warning.
-
-        Raises:
-            InputError: if a value in the checkpoint has a type or size that this trial does not write.
-        """
+        """Continue from the checkpoint of this trial, if there is one; warn of others. Raise InputError if a value in
+        the checkpoint has a type or size that this trial does not write."""
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
-        if found is not None and found.state.get(TRIAL, self._folder.name) != self._folder.name:
+        if found is not None and found.state.get(TRIAL) != self._folder.name:
             ignored[self._folder / checkpoint_name(found.progress.tokens)] = "it belongs to another trial"
             found = None
         for path, why in ignored.items():
