@@ -159,16 +159,28 @@ def test_an_unknown_device_is_measured_once() -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
-def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The speed of an emulated fp16 matmul is not the peak: fp32 is faster, and computes the same."""
+def test_an_emulated_dtype_is_measured_against_fp32(
+    compute: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The speed of an emulated fp16 matmul is not the peak: fp32 is faster, and computes the same. Which dtype is
+    faster is measured once, even if a later measurement would differ."""
     speeds = {torch.float32: 1e11}
     monkeypatch.setattr(devices, "best_matmul", lambda device, dtype, threads: speeds[dtype])
-    for speed, peak, emulated in ((4e9, 1e11, 25.0), (0.9e11, 1e11, None), (2e11, 2e11, None)):
+    for folder, speed, peak, emulated in (
+        ("slow", 4e9, 1e11, 25.0),
+        ("slow", 2e11, 1e11, 25.0),
+        ("equal", 0.9e11, 1e11, None),
+        ("fast", 2e11, 2e11, None),
+    ):
+        monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / folder))
         speeds[DTYPES[compute]] = speed
         found = device_peak(CPU, compute)
         assert (found.flops, found.emulated) == (peak, emulated)
         assert (f"{compute} is slower" in found.source) == (peak == 1e11)
         assert ("emulated" in found.source) == (emulated is not None)
+    (tmp_path / "slow" / devices.TIMES_FP32).write_text("[")
+    monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / "slow"))
+    assert device_peak(CPU, compute).emulated is None  # a damaged file is measured again
 
 
 def test_peak_memory_counts_freed_tensors_until_it_is_reset() -> None:

@@ -4,6 +4,7 @@ The MFU is the model FLOPs per second (:mod:`leaven.planning.flops`) divided by 
 """
 
 import ctypes
+import json
 import os
 import platform
 import re
@@ -25,12 +26,15 @@ from leaven.errors import InputError, out_of_memory
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.hardware import known_device, parse_cluster
 from leaven.planning.this_machine import cores, processor
+from leaven.recipe.files import cache_folder
 from leaven.recipe.recipe import Recipe
+from leaven.storage import json_object, read, write_text
 
 T = TypeVar("T")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
+TIMES_FP32 = "times_fp32.json"  # file in the cache folder with the results of `times_fp32`
 EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than this many times its time in fp32
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
@@ -126,12 +130,34 @@ def device_peak(device: torch.device, compute: str) -> Peak:
     if known is not None:
         return known
     threads = torch.get_num_threads()
-    fp32, speed = (best_matmul(device, dtype, threads) for dtype in (torch.float32, DTYPES[compute]))
-    times = fp32 / speed
+    times = times_fp32(device, compute, threads)
     best = "fp32" if times > 1 else compute
     slower = f" ({compute} is slower{': emulated' if times > EMULATED else ''})" if times > 1 else ""
     source = f"best {best} matmul measured here{slower}, no data sheet"
-    return Peak(max(fp32, speed), source, times if times > EMULATED else None)
+    return Peak(best_matmul(device, DTYPES[best], threads), source, times if times > EMULATED else None)
+
+
+def times_fp32(device: torch.device, compute: str, threads: int) -> float:
+    """Return the time of a matmul in ``compute`` divided by its time in fp32.
+
+    A ratio below 0.8 or above 2 is stored in leaven's cache folder. A ratio in between is measured again in each
+    call, because other work on the machine may have changed it.
+    """
+    if compute == "fp32":
+        return 1.0
+    key = f"{device_name(device)}, torch {torch.__version__}, {threads} threads, {compute}"
+    remembered: dict[str, Any] = {}
+    with suppress(OSError, InputError):
+        remembered = json_object(read(cache_folder() / TIMES_FP32)) or {}
+    times = remembered.get(key)
+    if not isinstance(times, float):
+        times = best_matmul(device, torch.float32, threads) / best_matmul(device, DTYPES[compute], threads)
+        if 0.8 <= times <= 2:
+            return times
+        with suppress(OSError, InputError):
+            cache_folder().mkdir(parents=True, exist_ok=True)
+            write_text(cache_folder() / TIMES_FP32, json.dumps(remembered | {key: times}, indent=1))
+    return times
 
 
 @cache
