@@ -18,8 +18,8 @@ How a trial ends:
   longer than ``timeout_seconds``, or leaven itself dies. If many attempts in a row failed, the machine may be the
   cause. Then the failures of their trials are forgotten, once for each trial (``search_loop.py``).
 
-An attempt that ends while the disk is full, or while leaven stops, does not count. If an attempt at the start point
-fails before any trial has a result, the command itself is probably wrong, so the search ends.
+An attempt that ends while the disk is full, or while leaven stops, does not count as failed. If an attempt at the
+start point fails before any trial has a result, the command itself is probably wrong, so the search ends.
 """
 
 import math
@@ -99,7 +99,8 @@ class CommandTrainer:
         self._commands.__exit__()
 
     def __call__(self, proposal: Proposal) -> Outcome:
-        """Run the command and return its outcome. If the values are invalid together, only return an infinite loss.
+        """Run the command and return its outcome. If the values are invalid together, return an infinite loss instead
+        of running it.
 
         Raises:
             TrialReleased: if the search is stopped meanwhile, or if a disk is full, so that output may be lost.
@@ -175,10 +176,12 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check the folder of an attempt before the attempt begins. ``retry`` is whether an earlier attempt used it.
+        """Check ``folder``, the folder of an attempt, before the attempt begins.
 
-        - A new folder that exists already belongs to a trial that the store has lost. It is renamed.
-        - If the folder of a retry is missing, the user is told that the trial begins again.
+        ``retry`` is whether an earlier attempt at the trial used the folder.
+
+        - If the folder exists without a ``retry``, it belongs to a trial that the store has lost. It is renamed.
+        - If the folder of a ``retry`` is missing, the user is told that the trial begins again.
         - If ``self.folder`` exists but has no folder of any trial, its disk is probably not mounted. Then InputError
           is raised. With a database, it is not raised, because each machine may have its own folders.
         """
@@ -233,7 +236,7 @@ class CommandTrainer:
         return output
 
     def _locked(self, path: Path, *, separate: bool) -> BinaryIO:
-        """Open a file and lock it. The command of an earlier attempt may hold the lock: wait until this command ends.
+        """Open a file and lock it. The command of an earlier attempt may hold the lock: wait until that command ends.
 
         If the disk does not support locks, return the file without a lock. ``separate``: see
         :func:`leaven.storage.open_to_write`.
@@ -351,8 +354,8 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if the file at ``path`` is not the open file ``output``: its losses may be of another command.
-    A missing file is no error."""
+    """Raise InputError if the file at ``path`` is no longer the open file ``output``: a file that has replaced it may
+    have the losses of another command. A missing file is no error."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
@@ -412,7 +415,7 @@ class CommandStudy(BaseStudy):
     - A placeholder is inside quotes, and its value needs quotes itself.
     - The command has no placeholder for the seed. With ``noise`` 0, it needs none.
 
-    Entering the context raises InputError if a study in a journal was begun in another working folder.
+    Entering the context raises InputError if the study is in a journal and was begun in another working folder.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ def gone(owner: str) -> bool:
 class Leases:
     """A context manager that sends heartbeats of this command from a thread, and watches other commands' heartbeats.
 
-    ``clocks`` has the last heartbeat of each command that the last call of `dead` was about, by the command's id. A
-    heartbeat is the Unix time in seconds by the command's own clock; 0 if none was sent.
+    ``clocks`` maps the id of each other command in the last call of `dead` to the last heartbeat of this command: the
+    Unix time in seconds by its own clock, or 0 if it has sent none.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return those of the command ids ``owners`` whose commands are dead.
+        """Return the ids in ``owners`` whose commands are dead.
 
-        Call this method regularly: for each heartbeat, it adds up the time between calls since the last change.
+        Call this method regularly. From call to call, it adds up the time in which a heartbeat has not changed.
         """
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.

@@ -69,8 +69,11 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that cannot be searched if ``durations`` are given. With method ``grid``,
-    also limit the space to the box in which a search begins."""
+    """Return the part of the space that can be searched.
+
+    With ``durations``, values such as the batch size are left out, and the warm-up stays below the shortest duration.
+    With method ``grid``, the space is limited to the box in which a search begins.
+    """
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -89,10 +92,10 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (the space without the values that stacked trials must share, None) for a study with ``--stack``.
+    """Return (the space that stacked trials can search, None) for a study with ``--stack``.
 
-    Stacked trials must share the batch size, for example. If the trials cannot be stacked at all, return (the
-    unchanged space, the reason as text).
+    Values that all trials of a stack must share, such as the batch size, are left out. If a stack is impossible,
+    return (the unchanged space, the reason as text).
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):

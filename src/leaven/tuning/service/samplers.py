@@ -144,7 +144,7 @@ def job_index(trial: FrozenTrial) -> int:
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start to a bound of a value, in units of the value's scale."""
+    """Return the largest distance from the start to a bound, over all values. Its unit is the scale of the value."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 

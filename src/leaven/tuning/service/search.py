@@ -120,7 +120,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
             resumes a stored study, even while other processes work on it. Stored results count even if the objective
-            has changed since; so then give another ``name``. A warning says if this call ran no trial.
+            has changed since. In this case, give another ``name``. A warning says if this call ran no trial.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
             use ``stop`` rather than an interrupt: after a KeyboardInterrupt, running calls of ``objective`` continue
@@ -131,7 +131,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     Raises:
         InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, if the
             objective does not return a loss, or if it raises ``WorkerDied`` for four trials in a row.
-        NothingFound: if every trial diverged, or none finished.
+        NothingFound: if no trial finished with a finite loss.
         StoreGone: if the storage is unreachable for 300 seconds.
     """
     given = SearchArguments.of(

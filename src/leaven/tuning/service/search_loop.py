@@ -93,7 +93,7 @@ class SearchLoop:
 
     Raises:
         InputError: by the iterator, if ``FAILURES`` trials in a row failed, or if the objective returns no loss.
-        Exception: by the iterator, if the objective raises another exception than WorkerDied and TrialReleased.
+        Exception: by the iterator, any exception of the objective other than WorkerDied and TrialReleased.
     """
 
     plan: SearchPlan

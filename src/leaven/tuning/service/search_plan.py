@@ -2,7 +2,7 @@
 
 The next trial is of the first kind in this list that still has trials to do:
 
-1. The retry of a trial whose process died.
+1. The retry of a trial whose process died or was stopped.
 2. Runs of the start with several seeds, which measure the noise (the standard deviation of the loss between seeds).
    In a grid search, the points of the grid follow.
 3. Proposals of the search. They end when the rest of the budget is reserved for final trials, or when several rounds
@@ -60,7 +60,7 @@ REFITTED = 1 / 1000
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. Once one is reached, no further trial starts."""
+    """The limits of a search, for all commands of a study together. At a limit, no further trial starts."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -103,8 +103,8 @@ class Budget:
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return the number of final trials for which budget is reserved. It is the largest number in ``FINALS``,
-        with confirmation trials, that costs at most the share ``RESERVED`` of the budget."""
+        """Return how many trials are reserved as final trials. They are those of the last pair of ``FINALS`` that
+        costs at most the share ``RESERVED`` of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if {trial.final_of for trial in trials} - {"", self.label}:
@@ -151,7 +151,7 @@ class NothingFound(InputError):
 
 
 def by_surrogate(method: str) -> bool:
-    """Return whether a surrogate proposes and ranks points, rather than Optuna's samplers or a grid."""
+    """Return whether a surrogate (a quadratic model of the loss) proposes and ranks points, not a grid or Optuna."""
     return method == "trust-region"
 
 
@@ -281,10 +281,10 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region, fitted to all trials with a result, or to all but the last 1/1000 (``REFITTED``).
+        """Return the trust region, fitted to the trials with a result. With 2,000 results or more, up to 1/1000 of
+        them are left out (``REFITTED``): those that ended last.
 
-        Trials are sorted by the time when they ended. So a resumed search proposes the same points, unless the clocks
-        of several machines differ.
+        A resumed search proposes the same points, unless the clocks of several machines differ.
         """
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
@@ -299,7 +299,7 @@ class SearchPlan:
         return FittedTrials.of(trials, self.axes, self.noise)
 
     def _room(self, trials: Sequence[StoredTrial], now: float) -> float:
-        """Return how many further trials the budget allows if the reserved final trials are left out."""
+        """Return how many further trials the budget allows before the final trials, not rounded."""
         reserved = self.budget.reserved(trials, now) if self._needs_final_trials(trials) else 0
         return self.budget.left(trials, now) - reserved
 
@@ -324,8 +324,8 @@ class SearchPlan:
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
         """Return the next final trial, or None if there is none.
 
-        ``count`` finalists have ``each`` final trials, unless the budget is used up before. A finalist with a
-        diverged or pruned final trial is replaced by the next best point, if there is one.
+        In all, ``count`` finalists get ``each`` final trials, as far as the budget allows. A finalist with a diverged
+        or pruned final trial is replaced by the next best point, if there is one.
         """
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
@@ -396,9 +396,11 @@ class SearchPlan:
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
         """Return the curve and loss with which a new trial at ``point`` is compared, to prune it if it is worse.
 
-        They are those of the best completed trial of the search in which all choices have the same levels. (A choice,
-        such as the schedule, changes the shape of a loss curve.) Return None, so that the new trial is not pruned, if
-        there is no such trial, or if the noise is not known from at least ``FEWEST_DEGREES`` degrees of freedom.
+        They are those of the best completed trial of the search with the same choices as ``point``. (A choice, such
+        as the schedule, changes the shape of a loss curve.)
+
+        Return None if there is no such trial, or if the noise is known from fewer than ``FEWEST_DEGREES`` degrees of
+        freedom. Then the new trial is not pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)

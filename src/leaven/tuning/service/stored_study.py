@@ -134,7 +134,7 @@ class StoredStudy:
     _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def now(self) -> float:
-        """Return the Unix time in seconds. If the clock of the machine is set meanwhile, this time does not jump."""
+        """Return the Unix time in seconds. It does not jump if the clock is set while this command runs."""
         return self._clock + time.monotonic()
 
     @cached_property
@@ -233,7 +233,7 @@ class StoredStudy:
         return len(again)
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of an attempt. Return False if another command marked the attempt as failed before."""
+        """Write the outcome of an attempt. Return False if another command has already marked it as failed."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": thinned(outcome.curve), DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
@@ -277,10 +277,10 @@ class StoredStudy:
 
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
-    """Return a curve shortened to at most ``POINTS`` points: the last point, and before it the means of equal parts.
+    """Return a curve with at most ``POINTS`` points, without points whose loss is not finite.
 
-    Single points instead of means would be too noisy to prune trials by. A mean has the last step of its part. Points
-    with a loss that is not finite are left out.
+    The last point is kept. The points before it are divided into groups of equal length. Each group becomes one
+    point: its last step and its mean loss. (Single losses are too noisy to prune trials by them.)
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
@@ -534,8 +534,8 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its columns in the order of ``names``. At first, they are in the order of ``stored``.
-    Further columns stay behind these."""
+    """Return ``earlier`` with its columns moved from the order ``stored`` to the order ``names``. Further columns
+    stay behind these."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))

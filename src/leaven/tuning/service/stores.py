@@ -211,7 +211,7 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
 
 
 def _leave_read_only(context: "ExceptionContext") -> None:
-    """Close a connection that may only read. It could never write, even if the server lets new connections write."""
+    """Close a read-only connection: it stays read-only, even if the server lets new connections write."""
     if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
         context.is_disconnect = True
 
@@ -320,6 +320,7 @@ class Journal(JournalFileBackend):
 
     - OSError if the file is missing, for example because its disk is not mounted at the moment.
     - OSError if an older copy has replaced the file: it lacks lines that were read before.
+    - OSError if a line that should be complete cannot be read, for example because a network disk shows old content.
     - InputError if the journal of another study has replaced the file.
     """
 
@@ -328,15 +329,16 @@ class Journal(JournalFileBackend):
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise InputError if the file is another journal. Raise OSError if it is missing or lacks read lines."""
+        """Raise InputError if the file is another journal. Raise OSError if the file is missing, or lacks lines that
+        were read before."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
         whole = first.startswith(RECORD) and first.endswith(b"\n")
         if whole and self._first not in {b"", first}:
             raise InputError(
-                f"{self._file_path} is now the journal of another study, so this command has ended; if you moved its "
-                "own study, run the same command again with the new folder"
+                f"{self._file_path} is now the journal of another study, so this command has ended; if you moved "
+                "the study of this command, run the same command again with its new folder"
             )
         if size < read or (self._first and not whole):
             raise OSError(errno.EIO, "an older copy has replaced the file", self._file_path)

@@ -91,7 +91,7 @@ SAVING = 0.1  # the largest share of the time for writing study.json: seconds wi
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
     """Return (number of the trial's first attempt, checkpoint folder) for each attempt with a checkpoint folder in
-    ``folder``. The result is sorted by the two numbers in the folder's name.
+    ``folder``, sorted by the folder's name.
 
     Folders with other names or contents, such as copies that a user made or files of another program, are left out.
     """
@@ -332,7 +332,7 @@ class BaseStudy(ABC):
                 self._require_same_study(found[1].decode())
 
     def _require_same_study(self, saved_id: str) -> None:
-        """Raise InputError if ``saved_id``, the id in study.json, is not that of the store. "" is not compared."""
+        """Raise InputError if ``saved_id``, the id in study.json, is neither empty nor the id in the store."""
         stored = self._stored.random_id
         if saved_id and stored != saved_id:
             raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored}")
@@ -405,8 +405,9 @@ class BaseStudy(ABC):
         at_once = workers * self.stack
         if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / LEAST_ROUNDS):
             self._note(
-                f"caution: {at_once} trials at once are more than 1/{LEAST_ROUNDS} of all {trials}; none learns from "
-                "the others, so the best values may be worse than with fewer --workers (or a smaller --stack)"
+                f"caution: {at_once} trials at once are more than 1/{LEAST_ROUNDS} of all {trials} trials; they do "
+                "not learn from each other, so the best values may be worse than with fewer --workers or a smaller "
+                "--stack"
             )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
