@@ -535,7 +535,7 @@ def test_a_further_attempt_that_adds_no_loss_is_named(write: Write, again: str, 
         with pytest.raises(WorkerDied):
             run(Proposal({"lr": 0.0}, 4))
         assert run(Proposal({"lr": 0.0}, 6, origin=4)).loss == loss
-    added = "trial 6 ended with exit code 0 and added no loss to those of an earlier attempt, whose last one counts"
+    added = "trial 6 ended with exit code 0, but reported no further loss; the last loss of an earlier attempt counts"
     assert run.notes[1:] == ([f"{added}; see trials/000004/output.log"] if told else [])
 
 

@@ -445,7 +445,7 @@ def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, 
     assert best.read_text() == edited
     write_results(tmp_path, around, answers[1], notes.append)
     assert (tmp_path / "best.toml.1").read_text() == edited
-    stays = f"{best} was edited and stays so"
+    stays = f"{best} was edited, so it is not overwritten"
     assert [note.partition(";")[0] for note in notes] == [stays, stays, f"{best} was edited"]
     write_results(tmp_path, around, answers[0], notes.append)
     assert (best.read_text(), fewest.read_text(), len(notes)) == (text, "# mine", 3)
@@ -843,7 +843,9 @@ def test_a_journal_of_another_user_is_one_line(study: Make, tmp_path: Path, monk
         pass
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".flock")
     with (
-        pytest.raises(InputError, match=r"journal.log.flock: you may not write it; on a writable disk its owner"),
+        pytest.raises(
+            InputError, match=r"journal.log.flock: you have no permission to write it; if its disk is writable"
+        ),
         study(),
     ):
         pass

@@ -1,1 +1,1 @@
-"""Run a search: the store of its trials, its budget, its processes and the folder of the study."""
+"""Run a search: start its trials within a budget, store their results, and write the folder of the study."""

@@ -1,19 +1,25 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
-Every attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. It has the output of the command
-(``output.log``), a folder ``out``, which is empty at first, and the files of ``{recipe}`` and ``{config}`` if used.
-With ``resume = true``, all attempts at a trial share the folder of the first one. How a trial ends:
+If an attempt at a trial fails or is interrupted, the trial gets another attempt. Each attempt has a folder
+``trials/NUMBER`` in the study's folder. With ``resume = true``, all attempts at a trial share the folder of the first
+one. The folder contains:
+
+- ``output.log``, the output of the command.
+- ``out``, a folder that is empty at first; ``{out}`` in the command is its path.
+- The files to which ``{recipe}`` and ``{config}`` in the command refer.
+
+How a trial ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
-- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. The command is ended. If the
-  values are invalid together, such as a warm-up longer than the run, it is not even started.
-- Pruned: its losses are too far behind those of the best trial. The command is ended.
-- Failed: two attempts failed, or two more after it was given back (``search_loop.py``). An attempt fails if the
-  command ends with another exit code, reports no readable loss, or takes longer than ``timeout_seconds``, or if
-  leaven itself dies.
+- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. leaven then ends the command.
+  A trial whose values are invalid together, such as a warm-up longer than the run, has diverged without a command.
+- Pruned: its losses are too far behind those of the best trial. leaven then ends the command.
+- Failed: two attempts failed. An attempt fails if the exit code is not 0, no loss can be read, the command takes
+  longer than ``timeout_seconds``, or leaven itself dies. If many attempts in a row failed, the machine may be the
+  cause. Then the failures of their trials are forgotten, once for each trial (``search_loop.py``).
 
-An attempt that ends while the disk is full, or while leaven stops, does not count. If the start point fails before
-any trial has a result, the command itself is probably wrong, so the search ends.
+An attempt that ends while the disk is full, or while leaven stops, does not count as failed. If an attempt at the
+start point fails before any trial has a result, the command itself is probably wrong, so the search ends.
 """
 
 import math
@@ -53,30 +59,30 @@ TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
 # an attribute FOLDER:MACHINE with the absolute folder.
 FOLDER = "leaven:folder"
 COMMAND_POLL = 0.25  # seconds between checks of a running command
-# After a command has ended, leaven waits this share of the command's time, but at most ``COMMAND_POLL``: the signal
-# that ended the command may be about to reach leaven, too, and then the trial does not count.
+# After a command has ended, leaven waits this share of the command's run time, but at most ``COMMAND_POLL``: the
+# signal that ended the command may be about to reach leaven, too, and then the trial does not count.
 SETTLING = 0.02
 READING = 0.1  # the largest share of the time that is spent on reading the losses of a running command
-MOST_BYTES = 2**26  # so many bytes at the end of an output are searched for the pattern ``diverged``
+MOST_BYTES = 2**26  # only so many bytes at the end of an output are searched for the pattern ``diverged``
 # A failed attempt with this in its output does not count, because a disk was full. No trial begins for FULL_SECONDS.
-# After MOST_REPEATS such attempts at a trial, further ones count: it may need more shared memory than there is.
+# After MOST_REPEATS such attempts at a trial, further ones count: the trial may need more shared memory than exists.
 NO_ROOM, FULL_SECONDS, MOST_REPEATS = re.compile("No space left on device|Disk quota exceeded"), 60.0, 5
-AWAY_SECONDS = 300.0  # how long the losses of a command that has ended are waited for if their disk is away
+AWAY_SECONDS = 300.0  # how long leaven waits for the losses of an ended command if their disk is unreachable
 LAST_BYTES, LAST_LINES, LAST_CHARACTERS = 2**16, 4, 400  # how much of a failed command's output a message shows
 
 
 @dataclass
 class CommandTrainer:
-    """The objective of a study over a command: runs the command with the values of a proposal."""
+    """The objective of a :class:`CommandStudy`: runs the command with the values of a proposal."""
 
     command: Command
     space: SearchSpace
     folder: Path  # contains a folder for each attempt
     devices: Sequence[str | None]  # the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
     works: bool  # whether a trial of the study already has a result, so that the command is known to work
-    stop: Callable[[], bool]  # returns whether to stop; running trials are then run again later
+    stop: Callable[[], bool]  # returns whether to stop; running trials are then ended, and run again later
     note: Callable[[str], None]  # shows a line to the user
-    one_folder: bool = True  # whether all commands of the study use ``folder``; false with a database
+    one_folder: bool = True  # whether all machines of the study use ``folder``; false with a database
 
     def __post_init__(self) -> None:
         self._leaving, self._commands = threading.Event(), Commands()
@@ -93,14 +99,15 @@ class CommandTrainer:
         self._commands.__exit__()
 
     def __call__(self, proposal: Proposal) -> Outcome:
-        """Run the command and return the outcome. If the values cannot be used together, return an infinite loss.
+        """Run the command and return its outcome. If the values are invalid together, return an infinite loss instead
+        of running it.
 
         Raises:
             TrialReleased: if the search is stopped meanwhile, or if a disk is full, so that output may be lost.
-            WorkerDied: if the command failed for another reason, or no process can be started.
-            StoreGone: if the output of a command that has ended cannot be read for ``AWAY_SECONDS``.
-            InputError: if the command failed at the start point, before any trial had a result; if the folders of all
-                trials have disappeared; or if the output was replaced while the command ran.
+            WorkerDied: if the command failed although no disk is full, or if no process can be started.
+            StoreGone: if the command has ended, but its losses cannot be read for ``AWAY_SECONDS``.
+            InputError: if the command failed at the start point before any trial had a result, if the folders of all
+                trials have disappeared, or if the file of the output was replaced while the command ran.
         """
         command = self.command
         number = proposal.origin if command.resume else proposal.number
@@ -136,7 +143,8 @@ class CommandTrainer:
         return outcome
 
     def _run(self, proposal: Proposal, values: Mapping[str, Value], folder: Path, output: BinaryIO) -> Outcome | str:
-        """Run the command, which writes to the file ``output``. Return its outcome, or a text about its failure."""
+        """Run the command with its output in ``output``. Return its outcome or, if it failed, a text that says how,
+        such as "ended with exit code 1"."""
         command = self.command
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
         environment = {"PYTHONUNBUFFERED": "1"}
@@ -155,30 +163,34 @@ class CommandTrainer:
             complete = isinstance(outcome, Outcome) and math.isfinite(outcome.loss) and not outcome.stopped
             if complete and earlier and earlier == written_losses(command.loss, where):
                 self.note(
-                    f"trial {proposal.number} ended with exit code 0 and added no loss to those of an earlier "
-                    f"attempt, whose last one counts; see {folder / OUTPUT}"
+                    f"trial {proposal.number} ended with exit code 0, but reported no further loss; the last loss of "
+                    f"an earlier attempt counts; see {folder / OUTPUT}"
                 )
             return outcome
         finally:
             if left := self._commands.end(process):
                 pids = ", ".join(map(str, left))
                 self.note(
-                    f"trial {proposal.number}: process {pids} cannot be ended (of another user?); end it yourself"
+                    f"trial {proposal.number}: process {pids} cannot be ended; possible cause: it belongs to another "
+                    "user; end it yourself"
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check the folder of a trial before the trial begins.
+        """Check ``folder``, the folder of an attempt, before the attempt begins.
 
-        If the folder of a new trial exists already, it is that of a trial that the store has lost: move it aside. If
-        the folder of a retry is missing, tell the user. If all others are missing as well, their disk is probably not
-        mounted: raise InputError, unless each machine may have its own folders.
+        ``retry`` is whether an earlier attempt at the trial used the folder.
+
+        - If the folder exists without a ``retry``, it belongs to a trial that the store has lost. It is renamed.
+        - If the folder of a ``retry`` is missing, the user is told that the trial begins again.
+        - If ``self.folder`` exists but has no folder of any trial, its disk is probably not mounted. Then InputError
+          is raised. With a database, it is not raised, because each machine may have its own folders.
         """
         made_before = self.folder.exists()
         make_folder(self.folder)
         if folder.exists() and not retry:
             moved = next(new for k in count(1) if not (new := self.folder / f"{folder.name}.{k}").exists())
             folder.rename(moved)
-            self.note(f"{folder} was left by a trial that the store does not have; it is now {moved}")
+            self.note(f"{folder} was left by a trial that the store does not have; it was renamed to {moved}")
         elif retry and not folder.exists():
             missing = f"{folder}, the folder of an earlier attempt at this trial, is gone"
             # The mount point of a disk that is not mounted is empty, or has a file that says so.
@@ -189,7 +201,8 @@ class CommandTrainer:
             self.note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return whether a trial may begin. None may while a disk is full, because output would be lost."""
+        """Return whether a trial may begin. It may not while a disk is full, because its output would be lost. Tell
+        the user once."""
         if is_full(self.folder if self.folder.exists() else self.folder.parent):
             self._full = f"the disk of {self.folder}"
         elif time.monotonic() >= self._full_until:
@@ -200,8 +213,11 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether a failed command says that a disk was full (``NO_ROOM``), so its failure does not count.
-        Then no trial begins for ``FULL_SECONDS``. Return False after ``MOST_REPEATS`` such failures of a trial."""
+        """Return whether the output of a failed command says that a disk was full (``NO_ROOM``). If it does, the
+        failure does not count, and no trial begins for ``FULL_SECONDS``.
+
+        After ``MOST_REPEATS`` such failures of a trial, return False, so that its further failures count.
+        """
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -209,7 +225,8 @@ class CommandTrainer:
         return True
 
     def _open_output(self, path: Path) -> BinaryIO:
-        """Open the file for the output of a command. With ``resume = true``, attempts share the file, so lock it."""
+        """Open the file for the output of a command. With ``resume = true``, also lock it, because all attempts at a
+        trial write to the same file."""
         if not self.command.resume:
             return open_to_write(path, os.O_CREAT | os.O_TRUNC)
         output = self._locked(path, separate=False)
@@ -219,9 +236,13 @@ class CommandTrainer:
         return output
 
     def _locked(self, path: Path, *, separate: bool) -> BinaryIO:
-        """Open and lock a file, once the command of an earlier attempt, which has inherited the lock, has ended.
+        """Open a file and lock it. The command of an earlier attempt may hold the lock: wait until that command ends.
 
-        Do not lock the file if its disk does not support locks. Raise TrialReleased if the search stops before.
+        If the disk does not support locks, return the file without a lock. ``separate``: see
+        :func:`leaven.storage.open_to_write`.
+
+        Raises:
+            TrialReleased: if the search is stopped before the file is locked.
         """
         import fcntl  # not available on Windows
 
@@ -240,7 +261,12 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait for a command, whose losses are in ``where``. Return its outcome, or a text about its failure."""
+        """Wait until a command ends, diverges, falls too far behind or takes too long. Return its outcome or, if it
+        failed, a text that says how. ``where`` is the file or folder with its losses.
+
+        Raises:
+            TrialReleased: if the search is stopped meanwhile.
+        """
         command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -281,10 +307,15 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return the losses of a command, and the end of its output ("" without the pattern ``diverged``).
+        """Return (the losses of a command, the end of its output). Without a pattern ``diverged``, the output is "".
 
-        Both are empty if the files cannot be read while the command runs. If it has ended (``complete``), wait until
-        they can be read, at most ``AWAY_SECONDS``.
+        If the files cannot be read while the command runs, return ((), ""). If they cannot be read after its end
+        (``complete``), wait for them.
+
+        Raises:
+            StoreGone: if the files of an ended command cannot be read for ``AWAY_SECONDS``.
+            TrialReleased: if the search is stopped while this method waits.
+            InputError: if :func:`read_losses` raises it.
         """
         command, began, warned = self.command, time.monotonic(), False
         while True:
@@ -307,7 +338,11 @@ class CommandTrainer:
                 raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a command that failed. If the search goes on, show the failure to the user."""
+        """Return the exception for a command that failed. ``how`` is a text such as "ended with exit code 1".
+
+        It is an InputError, which ends the search, if the start point failed before any trial had a result. Otherwise
+        it is a WorkerDied, and the user sees the failure in a line.
+        """
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
@@ -319,8 +354,8 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if ``path`` is now another file than the open file ``output``: it may have other losses. A
-    missing file is no error."""
+    """Raise InputError if the file at ``path`` is no longer the open file ``output``: a file that has replaced it may
+    have the losses of another command. A missing file is no error."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
@@ -335,7 +370,7 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
 
 
 def _end_of(output: Path, most: int) -> str:
-    """Return the last ``most`` bytes of a command's output as text, without reading all of it into memory."""
+    """Return the last ``most`` bytes of a command's output as text, with "\\n" as the end of each line."""
     with open_file(output) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
         return file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
@@ -344,8 +379,13 @@ def _end_of(output: Path, most: int) -> str:
 def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
-    """Return the values of all placeholders, by name, for a trial in ``folder`` whose seed is ``space.seed + seed``.
-    Raise ValueError if the values are invalid together."""
+    """Return the value of each placeholder, such as ``{out}``, by name, for an attempt at ``point`` in ``folder``.
+
+    The value of ``{seed}`` is ``space.seed + seed``.
+
+    Raises:
+        ValueError: if the values are invalid together, such as a warm-up longer than the run.
+    """
     folder, seed = folder.absolute(), space.seed + seed
     found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
     if command.config is not None:
@@ -356,7 +396,8 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the texts of the files ``{config}`` and ``{recipe}`` that the command uses at a point, by path."""
+    """Return the texts of the files ``{config}`` and ``{recipe}``, by path, as far as the command uses them.
+    ``values`` are the values of all placeholders at ``point`` (:func:`values_of`)."""
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)
@@ -366,12 +407,15 @@ def inputs_of(
 
 
 class CommandStudy(BaseStudy):
-    """A study over a command. See :class:`BaseStudy` for the other arguments.
+    """A study whose trials run ``command``. See :class:`BaseStudy` for the other arguments.
 
-    Raises:
-        InputError: on Windows; if the command does not fit the space (:meth:`Command.check`), has a placeholder in
-            quotes, or has no placeholder for the seed although ``noise`` is not 0. Entering the context raises it if
-            a study in a journal was begun in another working folder.
+    The constructor raises InputError on Windows, and in these cases:
+
+    - The command does not fit the space (:meth:`Command.check`).
+    - A placeholder is inside quotes, and its value needs quotes itself.
+    - The command has no placeholder for the seed. With ``noise`` 0, it needs none.
+
+    Entering the context raises InputError if the study is in a journal and was begun in another working folder.
     """
 
     def __init__(
@@ -437,7 +481,7 @@ class CommandStudy(BaseStudy):
         elif there != here:
             self._note(
                 f"caution: {self._name} began in {there} on this machine, and its command now runs in {here}; if "
-                "the programs there differ, use another --study, because their losses cannot be compared"
+                "the programs in the two folders differ, use another --study, because their losses cannot be compared"
             )
         return opened
 

@@ -1,11 +1,11 @@
 """Find out which of the commands that share a study are still alive. A command is one running search.
 
 The operating system knows which processes on this machine are alive. For other machines there are heartbeats: every
-command regularly writes its time into the store. A command is dead if its heartbeat has not changed for
+command regularly writes the current time into the store. A command is dead if its heartbeat has not changed for
 ``lease_seconds``. This machine measures these seconds with its own clock, so two clocks are never compared.
 
 A command may count as dead although it is alive, for example because its machine slept. Other commands then run its
-trials again, and the first command drops its own results of these trials.
+trials again. When the command continues, it drops its own results of these trials.
 """
 
 import itertools
@@ -41,9 +41,9 @@ def node(pid: int, number: int = 0) -> str:
 
 
 def gone(owner: str) -> bool:
-    """Return whether the command with the id ``owner`` is known to have ended; a zombie process has.
+    """Return whether the command with the id ``owner`` is known to have ended. A zombie process has ended.
 
-    The result is False for a command on another machine, and for a process of another user, which /proc may hide.
+    The result is False for a command on another machine, and for a process of another user.
     """
     where, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if where != machine():
@@ -61,9 +61,10 @@ def gone(owner: str) -> bool:
 
 
 class Leases:
-    """A context manager that sends the heartbeat of this command from a thread and watches those of other commands.
+    """A context manager that sends heartbeats of this command from a thread, and watches other commands' heartbeats.
 
-    ``clocks`` has the last heartbeat of each other command, by id: Unix time in seconds, by that command's own clock.
+    ``clocks`` maps the id of each other command in the last call of `dead` to the last heartbeat of this command: the
+    Unix time in seconds by its own clock, or 0 if it has sent none.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the ids in ``owners`` that belong to dead commands. Call this regularly: it adds up the time between
-        calls in which a heartbeat has not changed."""
+        """Return the ids in ``owners`` whose commands are dead.
+
+        Call this method regularly. From call to call, it adds up the time in which a heartbeat has not changed.
+        """
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.
         now = self._clock()
@@ -120,7 +123,7 @@ class Leases:
 
 @cache
 def machine() -> str:
-    """Return an id of the machine or container in which this process runs. On Linux it is new after each boot."""
+    """Return an id of the machine or container in which this process runs. On Linux, the id changes at each boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -129,8 +132,8 @@ def machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the time when a process started, in 1/100 s since the boot (on other systems than Linux: since 1970).
-    Return "" if the process has ended."""
+    """Return the time when a process started, or "" if the process has ended. The time is in 1/100 s: on Linux since
+    the boot, on other systems since 1970."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

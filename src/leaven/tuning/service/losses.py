@@ -1,5 +1,5 @@
 """Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B
-(Weights & Biases). Files are read while a command writes them, so an incomplete last line or record is ignored."""
+(Weights & Biases). While the command still writes a file, an incomplete last line or record is ignored."""
 
 import math
 import re
@@ -23,17 +23,17 @@ LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
     """Return the (step, loss) pairs that a command has reported, in the order in which they were written.
 
-    Losses without steps are numbered from 1. All steps are multiplied by ``tokens_per_step``, if given. Of several
-    losses of a step, the last one counts, or the first one that is not finite.
+    If a log has no steps, the step of the n-th loss is n. All steps are multiplied by ``source.tokens_per_step``, if
+    given. If a step has several losses, the first NaN or infinite one is returned, otherwise the last one.
 
     Args:
-        where: the file or folder of the source.
-        complete: whether the command has ended. Until then, a file that is missing, damaged or cut off is no error.
-        resumed: whether a folder may have files of several attempts, which are then read in order of their last step.
+        where: the file or folder with the losses.
+        complete: whether the command has ended. While it runs, a missing or damaged file is no error and gives ().
+        resumed: whether a folder may have files of several attempts. They are read in the order of their last steps.
 
     Raises:
-        InputError: if a loss or step is not a number, or if the file of a command that has ended cannot be read.
-        OSError: if the file of a command that has ended is on a disk that is away (``storage.AWAY``).
+        InputError: if a loss or step is not a number, or if ``complete`` and the file cannot be read.
+        OSError: if ``complete`` and the disk of the file is unreachable (``storage.AWAY``).
     """
     times, curve = source.tokens_per_step or 1, dict[int, float]()
     try:
@@ -52,7 +52,8 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
 
 
 def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, float]]:
-    """Return the (step, loss) pairs, repeated ones included, up to the first that cannot be read."""
+    """Return all (step, loss) pairs in a log, up to the first one that cannot be read. A step is None if the log has
+    no steps."""
     found = list[tuple[int | None, float]]()
     with suppress(OSError, InputError):
         found.extend(_losses(source, where, True, True))
@@ -60,7 +61,8 @@ def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, fl
 
 
 def why_none(source: LossSource, where: Path) -> str:
-    """Return a text that says that an ended command has reported no loss and, if ``source.key`` is the cause, why."""
+    """Return the text "reported no loss" for a command that has ended. If ``source.key`` is wrong or its values are
+    null, the text says so, too."""
     keys = set[str]() if source.key is None else {key for _, row in _rows(source, where) for key in row}
     if source.key in keys:
         return f"reported no loss: every {source.key} in {where} is null"
@@ -109,11 +111,18 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
-    """Return the rows, which all have ``key``, with NaN for null in the last rows: JSON has null in place of NaN.
+    """Return ``rows`` with NaN for null in the last rows. Many loggers write null for NaN, which JSON does not have.
 
-    The rows are unchanged if null may mean a step without a loss. This is so if fewer than two losses precede the
-    first null, or one follows, if there is one null alone, or if another name with "loss" has a number beside it. A
-    row with values that the earlier rows lack (a summary) is not counted, and left out.
+    All rows have ``key``, the name of the loss. A null may also mean that a step has no loss. So the rows are
+    returned unchanged in each of these cases:
+
+    - Fewer than two losses precede the first null.
+    - A loss follows the first null.
+    - There is only one null.
+    - A row with a null has a value under another name with "loss" in it, such as "val_loss".
+
+    Summary rows after the first null do not count and are left out. A row is a summary if it has a name that no row
+    before the first null has. It is also one if the row has a step and the first row has none, or the reverse.
     """
     first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
     if first < 2 or any(row[key] is not None for _, row in rows[first:]):
@@ -132,7 +141,7 @@ def _named(row: dict[str, Any]) -> set[str]:
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
-    """Raise InputError if a damaged JSON object, which may have a loss, follows the last loss."""
+    """Raise InputError if a damaged JSON object, which may contain a later loss, follows the last loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
         row = storage.json_object(line)
         if row is None and line.lstrip().startswith(b"{"):
@@ -142,8 +151,8 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each row that was logged. Files of TensorBoard and W&B are read by name, or
-    with ``resumed`` in the order of their last steps."""
+    """Yield (step, values by name) for each logged row. Several files of TensorBoard or W&B are read in the order of
+    their names; with ``resumed``, in the order of their last steps."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:

@@ -49,9 +49,10 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command in the current folder, with its output in the file ``output``.
+        """Start a shell command in the current folder. Its output goes to the file ``output``.
 
-        A lock that leaven has on this file lasts until the command ends.
+        ``environment`` is added to the environment variables of leaven. If leaven has locked the file, the file stays
+        locked until the command ends.
         """
         process = subprocess.Popen(
             [*SHELL, command],
@@ -69,7 +70,8 @@ class Commands:
         return process
 
     def end(self, process: "subprocess.Popen[bytes]") -> list[int]:
-        """End all processes of a command, and wait for their end. Return the ids of those that could not be ended."""
+        """End all processes of a command, and wait until they have ended. Return the ids of processes that still run
+        after ``2 * GRACE_SECONDS``."""
         left = end([process.pid], self._token)
         if not left:
             process.wait()
@@ -83,11 +85,13 @@ class Commands:
 
 
 def end(leaders: Iterable[int], token: str) -> list[int]:
-    """End the commands with the process ids ``leaders`` and the ``token`` of `Commands`, and all that they started.
+    """End the commands whose process ids are ``leaders``, and all processes that they have started.
 
-    SIGTERM comes first, so that launchers such as torchrun can end their workers. What still runs after
-    `GRACE_SECONDS` is killed. Return the ids of processes that still run after twice this time: those of another
-    user, as after sudo, or blocked by a dead disk.
+    Each process gets SIGTERM first, so that launchers such as torchrun can end their workers. A process that still
+    runs after ``GRACE_SECONDS`` is killed. Return the ids of processes that still run after ``2 * GRACE_SECONDS``,
+    for example those of another user (as after sudo) or those that wait for an unreachable disk.
+
+    ``token`` is the random id of the `Commands` object that started the commands.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
@@ -107,7 +111,8 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes in the session, or with the ``MARK``, of a command in ``leaders``, and their children."""
+    """Return all processes of the commands ``leaders``: the processes in the sessions of the commands, those with a
+    command's mark (``MARK``) in their environment, and all descendants of these."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -131,7 +136,8 @@ def _runs(process: psutil.Process) -> bool:
 def _guard() -> None:
     """Wait until standard input closes, and then end the commands that still run.
 
-    A line of the input is the process id of a command that starts, or the negative id of one that has ended.
+    Each line of the input is a number: the process id of a command that has started, or minus the process id of a
+    command that has ended.
     """
     running = set[int]()
     for line in sys.stdin:

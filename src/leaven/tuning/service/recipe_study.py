@@ -29,8 +29,8 @@ from leaven.tuning.space import Space
 
 CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
 STOP_POLL = 0.25  # seconds between checks of whether to stop
-# FLOPs of a step of the largest trial for which a stack (several trials trained as one batched model) was measured to
-# be faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md).
+# A stack is several trials trained as one batched model. Up to so many FLOPs a step of a trial, it was measured to be
+# faster on a GPU than single trials: width 256, 4 blocks, 1,280 tokens a step (docs/log.md).
 STACKED_FLOPS = 2.8e10
 
 
@@ -46,11 +46,15 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check those arguments of :class:`Study` and :meth:`Study.run` that do not need the tokenized text.
+    """Check the arguments of :class:`Study` and :meth:`Study.run`, as far as possible without the tokenized text.
 
     Raises:
-        InputError: if the method is unknown or ignores given prior knowledge, if there is no budget, if one trial or
-            the coarsest grid does not fit into the budget, or if the earlier study cannot be used.
+        InputError: if one of these is true:
+
+            - The method is unknown, or cannot use the given prior knowledge.
+            - There is no budget, or a limit of the budget is not above 0.
+            - One trial takes more than ``flops``, or the coarsest grid has more points than the budget has trials.
+            - The earlier study cannot be used.
     """
     space = _narrowed(space, method, durations)
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
@@ -65,7 +69,11 @@ def check_request(
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the space without the values that cannot be searched with ``durations``, for a grid in its box."""
+    """Return the part of the space that can be searched.
+
+    With ``durations``, values such as the batch size are left out, and the warm-up stays below the shortest duration.
+    With method ``grid``, the space is limited to the box in which a search begins.
+    """
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -84,9 +92,10 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (the space without values in which stacked trials cannot differ, None) for a study with ``--stack``.
+    """Return (the space that stacked trials can search, None) for a study with ``--stack``.
 
-    If a stack is impossible, return (the unchanged space, why).
+    Values that all trials of a stack must share, such as the batch size, are left out. If a stack is impossible,
+    return (the unchanged space, the reason as text).
     """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
@@ -100,8 +109,11 @@ def stack_size(
 ) -> tuple[int, str]:
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    The number is above 1 only where a stack was measured to be faster. ``trials`` is the number in the budget, None
-    if the budget does not limit it. ``free`` returns the number of free bytes on a GPU.
+    The number is above 1 only where a stack was measured to be faster.
+
+    Args:
+        trials: the number of trials in the budget; None if the budget has only FLOPs or hours.
+        free: returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
@@ -119,16 +131,17 @@ def stack_size(
 
 @dataclass
 class TrialTrainer:
-    """The objective of a study: trains the recipe with the values of proposals, in a process for each worker."""
+    """The objective of a :class:`Study`: trains the recipe with the values of proposals, in a process per worker."""
 
     space: Space
     tokens: TokenSet
     durations: Sequence[int]
     folder: Path  # of the checkpoints
     devices: Sequence[str | None]  # the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
-    stop: Callable[[], bool]  # returns whether to stop and release the trials
+    stop: Callable[[], bool]  # returns whether to stop; running trials then run again later
     inputs: str  # the fingerprint that text and start weights must have
-    # Number of trials that a worker trains at once. Above 1 no trial is pruned: the others would not become faster.
+    # Number of trials that a worker trains at once. If it is above 1, no trial is pruned, because the other trials of
+    # the stack would not become faster.
     stack: int
 
     def __post_init__(self) -> None:
@@ -144,10 +157,11 @@ class TrialTrainer:
         self._held.close()
 
     def __call__(self, proposals: Sequence[Proposal]) -> list[Outcome]:
-        """Train the proposals of a worker and return their outcomes.
+        """Train the proposals of a worker and return their outcomes. A proposal whose values are invalid together is
+        not trained. Its loss is infinite.
 
         Raises:
-            InputError: if a stack does not fit into the memory, or the text or the start weights have changed.
+            InputError: if a stack does not fit into the memory, or if the text or the start weights have changed.
             TrialReleased: if the search is stopped during the training.
             WorkerDied: if the worker process died.
         """
@@ -195,7 +209,8 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Move the checkpoint of the trial's last attempt, if any, to a folder for this attempt. Return this folder.
+        """Return the checkpoint folder of this attempt. If an earlier attempt at the trial has a folder, rename it to
+        this one, so that the training resumes.
 
         Each attempt has its own folder, because a killed worker may still write for half a second.
         """
@@ -207,12 +222,12 @@ class TrialTrainer:
 
 
 class Study(BaseStudy):
-    """A study over trials that train a recipe. See :class:`BaseStudy` for the other arguments.
+    """A study whose trials train ``recipe``. See :class:`BaseStudy` for the other arguments.
 
     Args:
-        durations: run lengths in tokens. Without any, each trial is one run of ``data.tokens`` tokens. The loss of a
-            trial is that of its longest run.
-        stack: number of trials that a worker trains at once (``training/stack.py``).
+        durations: run lengths in tokens. Each trial has a run of each length, and the trial's loss is that of its
+            longest run. Without ``durations``, each trial is one run of ``data.tokens`` tokens.
+        stack: number of trials that a worker trains at once as one batched model (``training/stack.py``).
 
     Raises:
         InputError: if the recipe cannot be trained on the tokens, or if ``data.tokens`` is searched although no text

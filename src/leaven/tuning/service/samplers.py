@@ -1,4 +1,4 @@
-"""Search methods that use Optuna's samplers, and PED-ANOVA, Optuna's measure of importance."""
+"""The search methods that use Optuna's samplers. Also PED-ANOVA, with which Optuna measures importances."""
 
 import math
 import warnings
@@ -15,8 +15,8 @@ from leaven.tuning.service.stored_study import JOB, StoredTrial, distributions, 
 
 Distributions = dict[str, BaseDistribution]
 
-# An end of the box moves outwards when the best 4 trials all lie in the quarter of the box next to this end. The
-# probability of this is 1/256 with random losses.
+# Samplers draw points from a part of the space, the box. An end of the box moves outwards when the best 4 trials all
+# lie in the quarter of the box next to this end. With random losses, the probability of this is 1/256.
 BEST, EDGE = 4, 1 / 4
 LEAST = 3 * BEST  # the fewest trials before an end moves
 FURTHER = 1 / 2  # an end moves by this share of the initial width of the box
@@ -24,9 +24,10 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """Return the box from which Optuna's sampler draws the next point: its lower and upper ends, each (D,), octaves.
+    """Return (lower ends, upper ends) of the box from which Optuna's sampler draws the next point.
 
-    ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended.
+    Both are arrays (D,), in octaves from the start. The box is ``axes.box`` at first, and grows while the best points
+    lie at its ends. ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -44,17 +45,19 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 
 
 class SeededSampler(BaseSampler):
-    """The Optuna sampler of the search methods other than ``trust-region``; of ``grid``, once its grid has run.
+    """The sampler of all search methods except ``trust-region``. It wraps a sampler of Optuna.
+
+    Method ``grid`` uses random points, but only after all points of its grid have run.
 
     The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`).
 
     Each proposal has its own random seed, made from the seed of the search and the index of the proposal. So several
     commands of one search draw different proposals, and a resumed search does not repeat its proposals.
 
-    CMA-ES stays near the start by itself, so its box contains the whole space and is symmetric around the start.
-    Proposals outside the space are clipped. The covariance is diagonal, because a few hundred trials do not determine
-    a full one in 90 dimensions. CMA-ES cannot sample a choice: with probability 1/2, the choice has the level of the
-    best trial, and if not, a random one.
+    Method ``cma`` (CMA-ES) stays near the start by itself. So its box contains the whole space and is symmetric
+    around the start, and proposals outside the space are clipped. Its covariance matrix is diagonal, because a few
+    hundred trials do not determine a full matrix, for example in 90 dimensions. CMA-ES cannot sample a choice. So a
+    choice gets the level of the best trial with probability 1/2, otherwise a random level.
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
@@ -135,23 +138,23 @@ class SeededSampler(BaseSampler):
 
 
 def job_index(trial: FrozenTrial) -> int:
-    """Return INDEX of a trial with the job ``search:INDEX``, and the number of any other trial."""
+    """Return 12 for a trial with the job ``search:12``. For a trial with another job, return the trial's number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start to a bound of the space, in units of the value's scale."""
+    """Return the largest distance from the start to a bound, over all values. Its unit is the scale of the value."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 
 
 def ped_anova(points: Array, losses: Array) -> Array:
-    """Return PED-ANOVA importances (D,) that sum to 1, for trials at ``points`` (n, D) with ``losses`` (n,).
+    """Return the PED-ANOVA importance of each of the D values, from trials at ``points`` (n, D) with ``losses`` (n,).
 
     PED-ANOVA compares the distribution of a value in the best tenth of the trials with that in all trials (Watanabe
-    et al. 2023, arXiv 2304.10255). All importances are 0 with fewer than ``FEWEST`` finite losses, or if all points
-    are the start.
+    et al. 2023, arXiv 2304.10255). The importances sum to 1. They are all 0 if fewer than ``FEWEST`` losses are
+    finite, or if all points are the start.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

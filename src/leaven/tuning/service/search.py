@@ -29,7 +29,7 @@ MOST = 10**12  # the largest count of trials or workers
 
 
 class SearchObserver(Protocol):
-    """Callbacks of a search, for the start and the end of trials."""
+    """Callbacks of a search: ``started`` at the start of a trial, ``ended`` with the numbers of ended trials."""
 
     def started(self, proposal: Proposal, /) -> None: ...
     def ended(self, numbers: Sequence[int], /) -> None: ...
@@ -43,7 +43,8 @@ class SearchTrial:
     params: dict[str, float]  # log2 multipliers by name
     loss: float  # infinite if the trial diverged; the predicted loss if it was pruned
     finalist: int | None = None  # index of the finalist (one of the best points) that this trial reruns
-    purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
+    # search | noise (the start, other seeds) | rerun (fresh seeds: the best points, and the start to confirm a gain)
+    purpose: str = "search"
     seed: int = 0  # 0 in the search; 1, 2, ... in trials that repeat a point
 
 
@@ -52,7 +53,7 @@ class SearchResult:
     """The result of a search."""
 
     params: dict[str, float]  # log2 multipliers of the best point, by name
-    loss: float  # mean loss of the best point, from trials that were not used to choose it if there are any
+    loss: float  # mean loss of the best point, only of fresh trials (see ``fresh``) if there are any
     interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown
     fresh: int  # number of trials that were not used to choose the point
     noise: float | None  # standard deviation of the loss between trials of one point; None if it was not measured
@@ -89,34 +90,37 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
 
-    The first trials are at the start and measure the noise, unless ``noise`` is given. The last trials run the best
-    points with fresh seeds, and only these trials decide which point is best. (There may be none, for example if the
-    budget is small or ``noise`` is 0.) Optuna's dashboard shows the search as an ordinary study.
+    The first trial is at the start. If ``noise`` is not given and the budget has at least 12 trials, one or two more
+    trials at the start measure it. The last trials run the best points with fresh seeds, and only these trials decide
+    which point is best. (There may be none, for example if the budget is small or ``noise`` is 0.) Optuna's dashboard
+    shows the search as an ordinary study.
 
     Args:
         objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a loss or an
-            :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a divergence.
-            The objective is called from ``workers`` threads.
-        space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
-            levels, which the objective gets as an index. While every trial diverges, values named ``lr``,
+            :class:`leaven.training.outcome.Outcome`. A log2 multiplier of 1 doubles a value. A loss that is infinite,
+            nan or beyond +-1e50 is a divergence. The objective is called from ``workers`` threads.
+        space: (lowest, highest) log2 multiplier by name, within -1000 and 1000; ``range(n)`` for a choice of n
+            levels, of which the objective gets the index. While every trial diverges, values named ``lr``,
             ``learning_rate``, ``max_lr`` or ``peak_lr`` are lowered; if there are none, those named ``*.lr``.
-        start: log2 multipliers at which the search starts; default 0.
+        start: log2 multipliers at which the search starts, by name; default 0.
         trials: number of trials, including those that repeat a point; None if the budget is ``flops`` or ``hours``.
         flops, hours, run_flops: see :class:`leaven.tuning.service.search_plan.Budget`.
         method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
+        seed: the random seed of the proposals.
+        workers: number of threads, each of which runs one trial at a time.
         scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.
-        near: the box in which the search begins, in octaves from the start point; default the whole space. The box
-            grows while the best points lie at its edge, except with ``grid``.
-        expected: where the optimum of a value is expected: its distance from the start point in octaves, and the
-            standard deviation of this distance. Only for ``trust-region``, which ignores an expectation that the
-            trials contradict.
-        earlier: trials of an earlier search over the same values, for example for a smaller model, in octaves from
-            the start point of this search. Used like ``expected``.
+        near: the box in which the search begins: (lowest, highest) distance from the start in octaves, by name;
+            default the whole space. The box grows while the best points lie at its edge, except with ``grid``.
+        expected: where the optimum is expected: (its distance from the start point in octaves, the standard deviation
+            of this distance), by name. Only for ``trust-region``, which ignores an expectation that the trials
+            contradict.
+        earlier: trials of an earlier search over the same values, for example for a smaller model. Its points are in
+            octaves from the start point of this search. Used like ``expected``.
         noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
-            resumes a stored study, even while other processes work on it. The results of another ``objective`` count,
-            too: after a change of the objective, give another ``name``. A warning says if this call ran no trial.
+            resumes a stored study, even while other processes work on it. Stored results count even if the objective
+            has changed since. In this case, give another ``name``. A warning says if this call ran no trial.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
             use ``stop`` rather than an interrupt: after a KeyboardInterrupt, running calls of ``objective`` continue
@@ -127,7 +131,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     Raises:
         InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, if the
             objective does not return a loss, or if it raises ``WorkerDied`` for four trials in a row.
-        NothingFound: if every trial diverged, or none finished.
+        NothingFound: if no trial finished with a finite loss.
         StoreGone: if the storage is unreachable for 300 seconds.
     """
     given = SearchArguments.of(
@@ -208,7 +212,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
 
 
 def _limits(limits: Any) -> Any:
-    """Return limits: (low, high) as floats, or ``range(n)`` for a choice of n levels. Raise ValueError for others."""
+    """Return valid limits: (low, high) as floats, or ``range(n)`` for n levels. Raise ValueError for other values."""
     if isinstance(limits, range):
         if limits.start or limits.step != 1 or len(limits) < 2:
             raise ValueError("give range(n) with at least 2 levels")
@@ -237,7 +241,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SearchArguments(BaseModel):
-    """The arguments of ``search``, with checks of their types and ranges. :func:`search` explains them."""
+    """Checks the types and ranges of the arguments of :func:`search`, which explains the arguments."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
@@ -259,7 +263,7 @@ class SearchArguments(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> "SearchArguments":
-        """Return the validated arguments. Raise InputError with the name and value of an invalid argument."""
+        """Return the validated arguments. Raise InputError with the name and value of the first invalid argument."""
         try:
             return cls(**given)
         except ValidationError as error:

@@ -1,6 +1,6 @@
 """Run a search: ask the plan (``search_plan.py``) for a trial, run it in a thread, and store its result.
 
-Several commands may run the same search. The trials of a dead command (``leases.py``) are retried by the others.
+Several commands may run the same search at once. If one of them dies (``leases.py``), the others retry its trials.
 """
 
 import math
@@ -40,12 +40,14 @@ FAILURES = 4
 
 
 class Proposal(dict[str, float]):
-    """The argument of an objective: the point of a trial (log2 multipliers and indices of levels, by name). It has:
+    """The argument of an objective: the point of a trial, as log2 multipliers and indices of levels by name.
+
+    A proposal also has these attributes:
 
     - ``number``: the number of this attempt at the trial.
     - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in trials that measure the
       noise or run the best points again.
-    - ``origin``: the number of the first attempt. Name checkpoints by ``origin``, so that a retry finds them.
+    - ``origin``: the number of the trial's first attempt. Name checkpoints by ``origin``, so that a retry finds them.
     - ``baseline``: the curve and loss of the best trial so far, for pruning; None if the trial must not be pruned.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
@@ -66,8 +68,8 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective if the process that computed the loss has died, with a text such as "ended with exit
-    code 1". The trial is retried once."""
+    """Raised by an objective if the process that computed the loss has died. The message says how, such as "ended
+    with exit code 1". The trial is retried once."""
 
 
 class TrialReleased(Exception):
@@ -80,15 +82,18 @@ Objectives = Callable[[Sequence[Proposal]], Sequence[float | Outcome]]  # the pr
 
 @dataclass
 class SearchLoop:
-    """Runs the trials of a plan in threads, and writes their results.
+    """Runs the trials of a plan in threads, and writes their results to the store.
 
         with SearchLoop(...) as loop:
             for event in loop:
                 ...
 
     An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended. If an
-    exception other than StoreGone ends the context, the running trials of this loop are released, so that they run
-    again later.
+    exception other than StoreGone ends the context, the running trials of this loop will run again later.
+
+    Raises:
+        InputError: by the iterator, if ``FAILURES`` trials in a row failed, or if the objective returns no loss.
+        Exception: by the iterator, any exception of the objective other than WorkerDied and TrialReleased.
     """
 
     plan: SearchPlan
@@ -99,7 +104,7 @@ class SearchLoop:
     lease_seconds: float = LEASE_SECONDS
     stack: int = 1  # number of trials that a thread runs at once
     ready: Callable[[], bool] = lambda: True  # returns whether a trial may begin
-    trials: list[StoredTrial] = field(default_factory=list, init=False)  # after the last event, those of the study
+    trials: list[StoredTrial] = field(default_factory=list, init=False)  # all of the study, as last read
 
     def __post_init__(self) -> None:
         plan, stored = self.plan, self.stored
@@ -159,7 +164,8 @@ class SearchLoop:
             raise self._error
 
     def _look(self) -> int:
-        """Close the attempts of dead commands, and read all trials. Return the number of started trials."""
+        """Mark the attempts of dead commands as failed, and read all trials into ``self.trials``. Return the number
+        of trials that have been started."""
         log = self.stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
@@ -179,9 +185,9 @@ class SearchLoop:
         return log.started
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Create the trial of a request and return its proposal; None if another command runs the trial.
+        """Create the trial of a request and return its proposal. Return None if another command runs this trial.
 
-        Once there are ``stack`` proposals, one worker starts them together.
+        Once ``stack`` proposals have been collected, a worker starts them together.
         """
         if (created := self.stored.create(request, self._leases.node, self._sampler)) is None:
             return None
@@ -200,7 +206,7 @@ class SearchLoop:
         self._pending[self._pool.submit(self.objectives, proposals)] = proposals
 
     def _wait(self) -> None:
-        """Handle the calls of the objective that end within ``STORE_POLL``; if none does, read the store."""
+        """Handle the calls of the objective that end within ``STORE_POLL``. If none ends, read the store."""
         done = wait(self._pending, STORE_POLL, FIRST_COMPLETED).done
         for future in done:
             self._end(self._pending[future], future)
@@ -241,28 +247,33 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Give the trials of ``calls``, which failed in a row, back to the study. If ``fails``, also end the search.
+        """Let the trials of ``calls``, which failed in a row, run again as if they had not failed. If ``fails``, also
+        end the search with an InputError.
 
-        A trial is given back only once: if it fails again, the cause is probably its values. If all trials of
-        ``calls`` were given back before, the search goes on.
+        A trial gets this new chance only once: if it fails again, the cause is probably its values. If no trial of
+        ``calls`` gets the chance, the search goes on.
         """
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self.stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
                 f"{len(calls)} attempts in a row failed on this machine: {self._failure}; correct the cause, and run "
-                "the same command again: it runs their trials again"
+                "the same command again, which repeats their trials"
             )
         self._failed.clear()
         self._of_workers.clear()
 
 
 def _trials_of(calls: Sequence[Sequence[Proposal]]) -> int:
-    """Return the number of ``calls`` of the objective. Calls that begin with the same trial (retries) count once."""
+    """Return the number of ``calls`` of the objective. Calls whose first trial is the same (retries) count once."""
     return len({call[0].origin for call in calls})
 
 
 def _outcome(result: object) -> Outcome:
-    """Return an objective's result as an Outcome that JSON can store. A loss of nan or beyond +-1e50 becomes inf."""
+    """Return an objective's result as an Outcome that JSON can store. A loss of nan or beyond +-1e50 becomes inf.
+
+    Raises:
+        InputError: if the result is neither a loss nor an Outcome of numbers.
+    """
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
     return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})

@@ -2,15 +2,15 @@
 
 The next trial is of the first kind in this list that still has trials to do:
 
-1. The retry of a trial whose process died.
+1. The retry of a trial whose process died or was stopped.
 2. Runs of the start with several seeds, which measure the noise (the standard deviation of the loss between seeds).
    In a grid search, the points of the grid follow.
 3. Proposals of the search. They end when the rest of the budget is reserved for final trials, or when several rounds
    gained less than the noise.
 4. Final trials, with fresh seeds, of the best few points (the finalists). The first of them stores the number of
    finalists, so that all commands use the same number.
-5. If there are several finalists: confirmation trials of the best finalist and of the start
-   (``algorithm/answer.py``).
+5. If there are several finalists: confirmation trials (``algorithm/answer.py``). They compare the best finalist with
+   the start, on the same seeds.
 """
 
 import itertools
@@ -60,12 +60,12 @@ REFITTED = 1 / 1000
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. Once one is reached, no further trial starts."""
+    """The limits of a search, for all commands of a study together. At a limit, no further trial starts."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
     hours: float | None = None  # time during which at least one trial is active; parallel trials count once
-    run_flops: float | None = None  # FLOPs of one trial; if None, the first trial starts alone to measure them
+    run_flops: float | None = None  # FLOPs of one trial; if needed but None, the first trial alone measures them
 
     def __post_init__(self) -> None:
         if not self._given:
@@ -81,7 +81,7 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as ``100 trials``. Final trials store the budget to which they belong."""
+        """The budget as text, such as "100 trials". Each final trial stores this text, to show its budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -95,15 +95,16 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (number of finalists, trials of each): the most that the reserve and the remaining budget allow."""
+        """Return (number of finalists, final trials of each): the last pair of ``FINALS`` that is affordable. Its
+        trials must fit into the reserve (``RESERVED`` of the budget) and into the rest of the budget."""
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved for final trials. It is the largest number that ``FINALS`` allows and
-        that costs at most the share ``RESERVED`` of the budget."""
+        """Return how many trials are reserved as final trials. They are those of the last pair of ``FINALS`` that
+        costs at most the share ``RESERVED`` of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if {trial.final_of for trial in trials} - {"", self.label}:
@@ -112,7 +113,7 @@ class Budget:
         return max(cost for cost in costs if cost <= affordable)
 
     def left(self, trials: Sequence[StoredTrial], now: float) -> float:
-        """Return how many more trials the budget allows."""
+        """Return how many more trials the budget allows, not rounded."""
         return min((limit - used) / cost for limit, used, cost in self._limits(trials, now))
 
     def _limits(self, trials: Sequence[StoredTrial], now: float) -> Iterator[tuple[float, float, float]]:
@@ -135,7 +136,8 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` of every finalist, and confirmation trials of several ones."""
+    """Return the number of final trials: ``each`` for every finalist and, if there are several finalists, the
+    confirmation trials of the best one and of the start."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -149,13 +151,13 @@ class NothingFound(InputError):
 
 
 def by_surrogate(method: str) -> bool:
-    """Return whether a surrogate proposes and ranks points, rather than Optuna's samplers or a grid."""
+    """Return whether a surrogate (a quadratic model of the loss) proposes and ranks points, not a grid or Optuna."""
     return method == "trust-region"
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError for an unknown method, one that ignores prior knowledge in ``axes``, or an empty or too long
-    name."""
+    """Raise InputError if ``method`` is unknown or cannot use the prior knowledge in ``axes``, or if ``name`` is
+    empty or has more than ``LONGEST`` characters."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -170,7 +172,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials that are known before the search begins: those of the start and, for ``grid``, of the grid.
+    """Return the trials that are known before the search begins: of the start and, for method ``grid``, of the grid.
 
     Raises:
         InputError: for method ``grid``, if ``budget.trials`` is None, or too small even for the coarsest grid.
@@ -220,7 +222,7 @@ class SearchPlan:
     noise: float | None  # nats, the standard deviation between trials of one point, if known before the search
     stop_at_noise: bool  # whether to stop when several rounds gained less than the noise
     # The last trust region and the last noise, each with the number of results from which it was computed. Results
-    # never change or disappear, so an equal number means equal results.
+    # never change or disappear, so an equal number means the same results.
     _known: tuple[int, Region] | None = field(default=None, init=False)
     _known_noise: tuple[int, tuple[float | None, int]] | None = field(default=None, init=False)
 
@@ -231,7 +233,9 @@ class SearchPlan:
     def next(self, trials: Sequence[StoredTrial], turn: int, now: float) -> TrialRequest | None:
         """Return the next trial, or None if the search is complete or must wait for a running trial.
 
-        ``turn`` is the number of trials that have been started so far, without retries.
+        Args:
+            turn: the number of trials that have been started so far, without retries.
+            now: the Unix time.
         """
         states = [trial.state for trial in trials]
         if "waiting" in states:
@@ -261,7 +265,8 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, *, last: bool) -> Params | None:
-        """Return the point of the next trial of the search; None if all points of a finite space have been run."""
+        """Return the point of the next trial of the search. For the ``last`` trial, it is the predicted best point.
+        Return None if all points of a finite space have been run."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -276,7 +281,8 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region, fitted to the trials that ended first.
+        """Return the trust region, fitted to the trials with a result. With 2,000 results or more, up to 1/1000 of
+        them are left out (``REFITTED``): those that ended last.
 
         A resumed search proposes the same points, unless the clocks of several machines differ.
         """
@@ -293,16 +299,17 @@ class SearchPlan:
         return FittedTrials.of(trials, self.axes, self.noise)
 
     def _room(self, trials: Sequence[StoredTrial], now: float) -> float:
-        """Return how many further trials of the search the budget allows, besides the final trials."""
+        """Return how many further trials the budget allows before the final trials, not rounded."""
         reserved = self.budget.reserved(trials, now) if self._needs_final_trials(trials) else 0
         return self.budget.left(trials, now) - reserved
 
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
         """Return whether the search ends with final trials, of the best points with fresh seeds.
 
-        They are useless if the noise is 0, or if all trials diverged or were pruned. A trust-region search also has
-        none while the start is the best point. With a budget below ``SMALL`` trials, it has some only if the noise is
-        known and the predicted gain is in doubt.
+        - No search has them if the noise is 0, or if all results are of trials that diverged or were pruned.
+        - A trust-region search has none while the start is the best point.
+        - A trust-region search with a budget below ``SMALL`` trials has them only if the noise is known and the
+          predicted gain is too small to be accepted without them.
         """
         noise, _ = self.noise_of(trials)
         states = {trial.state for trial in trials}
@@ -315,9 +322,10 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial, until ``count`` finalists have ``each`` final trials that completed.
+        """Return the next final trial, or None if there is none.
 
-        Return None also if the budget or the finalists are used up.
+        In all, ``count`` finalists get ``each`` final trials, as far as the budget allows. A finalist with a diverged
+        or pruned final trial is replaced by the next best point, if there is one.
         """
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
@@ -354,7 +362,8 @@ class SearchPlan:
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
-        """Yield the trials that confirm a gain: of the best finalist and of the start, with the same seeds."""
+        """Yield the trials that confirm a gain: of the best finalist and of the start, with the same seeds. If the
+        start has run with one of these seeds before, it does not run again."""
         point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
         if point is None or self.budget.left(trials, now) < 1:
             return
@@ -367,7 +376,10 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
-        """Return the noise (None if it is unknown) and its degrees of freedom, cached until another trial ends."""
+        """Return (the noise, its degrees of freedom). The noise is None if it is unknown.
+
+        The result is cached until another trial ends.
+        """
         count = _ended(trials)
         if self._known_noise is None or self._known_noise[0] != count:
             self._known_noise = count, noise_between_seeds(trials, list(self.axes.start), self.noise)
@@ -382,10 +394,13 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the trial with which a new trial at ``point`` is compared; None if the new one must not be pruned.
+        """Return the curve and loss with which a new trial at ``point`` is compared, to prune it if it is worse.
 
-        The result is the best completed trial of the search with the same choices: a choice, such as the schedule,
-        changes the shape of a loss curve. Without known noise (``FEWEST_DEGREES``), no trial is pruned.
+        They are those of the best completed trial of the search with the same choices as ``point``. (A choice, such
+        as the schedule, changes the shape of a loss curve.)
+
+        Return None if there is no such trial, or if the noise is known from fewer than ``FEWEST_DEGREES`` degrees of
+        freedom. Then the new trial is not pruned.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
@@ -403,11 +418,12 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the best point of a search that has ended; None if no trial finished."""
+        """Return the best point of a search that has ended, or None if no trial finished with a finite loss."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search that has ended, but was not stopped by the user, gained less than the noise."""
+        """Return whether a search has ended before its budget was used, because several rounds gained less than the
+        noise. The result is meaningless if the search still runs or was stopped by the user."""
         # A plan without caches, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))
@@ -432,12 +448,12 @@ def _ended(trials: Sequence[StoredTrial]) -> int:
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
-    """Return the points of all trials with seed 0, also of those that run or have failed."""
+    """Return the points of all trials with seed 0, including trials that run or have failed."""
     return [trial.params for trial in trials if trial.seed == 0]
 
 
 def _fresh(others: Sequence[StoredTrial], point: Params, count: int) -> list[int]:
-    """Return the ``count`` lowest seeds, from 1, that no trial of ``point`` in ``others`` has used."""
+    """Return the ``count`` lowest seeds above 0 with which no trial in ``others`` has run at ``point``."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 

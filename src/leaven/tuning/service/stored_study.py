@@ -1,21 +1,22 @@
 """A study in a store (an Optuna storage): join or create it, and read and write its trials.
 
-The first command stores its settings (recipe, space, method and so on) in the study. A command with other settings is
-refused, because its trials could not be compared.
+A command is one running search. The first command stores its settings (recipe, space, method and so on) in the study.
+A command with other settings is refused, because its trials could not be compared.
 
 A trial is one training of a point with one seed. In the store it is one Optuna trial, and another one for each retry.
 In this file, an Optuna trial is called an attempt. Any number of commands on any machines can share a study, and the
-command that starts a search also resumes it:
+command line that starts a search also resumes it:
 
-- Each attempt has two user attributes from the beginning. Its ``owner`` is the id of the command that runs it, its
-  ``job`` a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
+- Each attempt has two user attributes from the beginning: ``owner`` is the id of the command that runs the attempt,
+  and ``job`` is a name for the work, such as ``search:12``. There is no queue: the next job follows from the existing
   attempts, so a crash cannot lose a job. Two commands may create an attempt for the same job at once. Then the
-  attempt with the lower number runs, and the other one is closed as a duplicate.
+  attempt with the lower number runs, and the other one is marked as failed (a duplicate).
 - If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
-  the process of the new attempt dies too, the trial has failed. Ctrl-C releases the attempts of a command. Their
-  trials are retried, too, but a release does not count as a death.
-- If many trials of a command fail in a row, its machine may be broken, so the command gives them back. It adds an
-  attempt that has ended already, with the attribute ``given_back``. The attempts before it do not count as deaths.
+  the process of the new attempt dies too, the trial has failed. Ctrl-C releases the running attempts of a command:
+  their trials are retried, too, but a released attempt does not count as one whose process died.
+- If many trials of a command fail in a row, its machine may be broken. Then the command gives these trials back: to
+  each it adds an attempt that has ended already, with the attribute ``given_back``. The failures before this attempt
+  do not count.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
@@ -54,9 +55,9 @@ from leaven.tuning.study_document import PRUNED, StudyTrial
 
 ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
 ID = "id"  # the setting with the random id of a study, which is also in its study.json
-EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
+EXPECTED, EARLIER = "expected", "earlier"  # the settings that are prior knowledge
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
-LISTED = 3  # of the settings that differ, so many are in the message
+LISTED = 3  # the most settings that a message about different settings lists
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 # Names of user attributes of an attempt: fields of an Outcome, and others.
@@ -91,8 +92,8 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. The inherited fields describe its last attempt, but ``values`` is
-    empty."""
+    """A trial of a search, read from the store. The inherited fields describe the trial's last attempt. The inherited
+    field ``values`` is empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
@@ -133,7 +134,7 @@ class StoredStudy:
     _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
 
     def now(self) -> float:
-        """Return the Unix time in seconds, without jumps if the clock is set while this command runs."""
+        """Return the Unix time in seconds. It does not jump if the clock is set while this command runs."""
         return self._clock + time.monotonic()
 
     @cached_property
@@ -149,8 +150,8 @@ class StoredStudy:
         return TrialLog(self.axes)
 
     def read(self) -> "TrialLog":
-        """Return the log of all attempts and trials. Raise InputError if an attempt is missing, or was changed by
-        another program."""
+        """Read the store, and return the log of all attempts and trials. Raise InputError if an attempt is missing or
+        was changed by another program."""
         log, suspects = self._log, set[int]()
         while True:
             attempts = self.study.get_trials(deepcopy=False)  # in the order of their numbers
@@ -184,9 +185,11 @@ class StoredStudy:
         return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request, and return (number, point). ``sampler`` draws a missing point.
+        """Create the attempt of a request, and return (number, point). If the request has no point, ``sampler`` draws
+        it.
 
-        Return None if the attempt is a duplicate, or if another command has closed it, taking this command for dead.
+        Return None if another command has created an attempt for the same job first. Also return None if another
+        command took this command for dead, and has therefore marked the attempt as failed.
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)
@@ -220,7 +223,7 @@ class StoredStudy:
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
         """Let the trials whose last attempts have these ``numbers`` run again, as if no attempt had failed. Leave out
-        trials that were given back before. Return how many trials run again."""
+        trials for which this was done before. Return how many trials run again."""
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]
@@ -230,7 +233,7 @@ class StoredStudy:
         return len(again)
 
     def record(self, number: int, outcome: Outcome) -> bool:
-        """Write the outcome of an attempt. Return False if another command has closed the attempt."""
+        """Write the outcome of an attempt. Return False if another command has already marked it as failed."""
         about = {key: getattr(outcome, key) for key in OUTCOME}
         about |= {"curve": thinned(outcome.curve), DIVERGED: outcome.diverged}
         about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
@@ -257,8 +260,10 @@ class StoredStudy:
 
     def close(self, number: int, *, released: bool = False, ended: float | None = None) -> None:
         """Mark an attempt as failed, unless it has ended already.
-        A ``released`` attempt is given up by this command, and does not count as one whose process died. ``ended`` is
-        the last heartbeat of the owner, Unix time; None if this command is the owner.
+
+        Args:
+            released: whether this command gives the attempt up. It then does not count as one whose process died.
+            ended: the Unix time of the owner's last heartbeat; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
             # Not as ENDED, which the digest covers: the owner may be alive and write its result just now.
@@ -272,9 +277,10 @@ class StoredStudy:
 
 
 def thinned(curve: Curve) -> list[tuple[int, float]]:
-    """Return at most ``POINTS`` points of a curve: the last one, and before it the means of equally long parts.
+    """Return a curve with at most ``POINTS`` points, without points whose loss is not finite.
 
-    Points with a loss that is not finite are left out. Single points would be too noisy to prune trials by.
+    The last point is kept. The points before it are divided into groups of equal length. Each group becomes one
+    point: its last step and its mean loss. (Single losses are too noisy to prune trials by them.)
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
@@ -287,7 +293,8 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
 class TrialLog:
     """The attempts that were read from a store, and the trials to which they belong.
 
-    Attempts of other programs, and trials that ended before their point was drawn completely, are left out.
+    ``attempts`` has all attempts. ``trials`` has no trials of other programs, and none that ended before its point
+    was drawn completely.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -336,7 +343,7 @@ def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
     """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None.
 
-    Return None if the attempt never ran, or ended without a time, as by another program.
+    Return None if the attempt never ran, or has no time of its end, for example because another program ended it.
     """
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
@@ -346,7 +353,7 @@ def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
 
 
 def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
-    """Return the trial with these attempts, of which all but the last one have failed."""
+    """Return the trial that has these ``attempts``, in this order. All but the last one have failed."""
     first, last, deaths = attempts[0], attempts[-1], 0
     for attempt in attempts:
         deaths += RELEASED not in attempt.user_attrs
@@ -390,10 +397,11 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _change_of(attempt: FrozenTrial) -> str:
-    """Return what shows that another program changed an attempt of leaven in the store; "" if nothing does.
+    """Return what shows that another program has changed an attempt of leaven in the store, such as "its attributes
+    are missing". Return "" if nothing shows it.
 
-    leaven creates an attempt as RUNNING, with an owner. It ends as COMPLETE or PRUNED together with a loss, or as
-    FAIL without one.
+    An attempt that leaven has written has an owner. It is COMPLETE or PRUNED and has a loss, or it is RUNNING or FAIL
+    and has none.
     """
     state, attributes = attempt.state, attempt.user_attrs
     changes = {
@@ -407,7 +415,7 @@ def _change_of(attempt: FrozenTrial) -> str:
 
 
 def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
-    """Return the digest of an attempt that ends, or has ended, with ``state`` and ``values`` (its loss)."""
+    """Return the digest of an attempt that ends, or has ended, with ``state`` and ``values`` ([its loss] or None)."""
     attributes = {key: value for key, value in attempt.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
     # Keys are texts, except in a row that was changed.
@@ -443,7 +451,7 @@ def join_study(
     recipe: Recipe | None = None,
     shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> StoredStudy:
-    """Return the study called ``name``, and create it if it does not exist.
+    """Return the study called ``name``. If it does not exist, create it.
 
     An existing study keeps the prior knowledge with which it was created, even if the laws or the earlier study would
     give other knowledge now.
@@ -451,12 +459,17 @@ def join_study(
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, a stored study with earlier trials keeps its stored noise.
+        own_noise: whether the user gave ``noise``. If not, and if the stored study has trials of an earlier study,
+            the noise of the stored study is used.
         recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
-        InputError: if the study was created by another program, with other settings, or without the kind of prior
-            knowledge that this command gives.
+        InputError: if one of these is true:
+
+            - The study was created by another program, or with other settings.
+            - This command has prior knowledge (``axes.expected`` or ``axes.earlier``), and the study was created
+              without it.
+            - The settings of the study were changed or damaged in the store.
     """
     here: dict[str, Any] = {
         "method": method,
@@ -500,7 +513,7 @@ def join_study(
 
 
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
-    """Return the settings of a study. Raise InputError if they were changed, or the study does not minimise."""
+    """Return the settings of a study. Raise InputError if they were changed, or if the study does not minimise."""
     if study.directions != [StudyDirection.MINIMIZE]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
@@ -521,8 +534,8 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its columns in the order ``names`` of this command, not in that of the store. Further
-    columns stay behind these."""
+    """Return ``earlier`` with its columns moved from the order ``stored`` to the order ``names``. Further columns
+    stay behind these."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
@@ -532,11 +545,12 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
     """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
 
-    If the study has no settings for ``PATIENCE`` seconds, the command that created it may be dead: write them. The
-    study is looked up first, because a failed attempt to create it would add a line to a journal.
+    If an empty study has no settings after ``PATIENCE`` seconds, the command that created it is probably dead. Then
+    write the settings. The study is looked up first, because a failed attempt to create it would add a line to a
+    journal. ``what`` is the name of the study in messages.
 
     Raises:
-        InputError: if the study is not empty, but has no settings. ``what`` names the study in the message.
+        InputError: if the study is not empty, but has no settings.
     """
     try:
         study = optuna.load_study(study_name=name, storage=store)

@@ -82,11 +82,12 @@ def open_store(
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory. A storage that already retries its calls is returned unchanged.
         waited: called after each failed attempt, and every second until the next one, with the seconds since the
-            call began. If it raises, the retries end.
+            call began. An exception that it raises ends the retries.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
-        InputError: if ``where`` is not a supported store.
+        InputError: if ``where`` is not a supported store, or cannot be opened.
+        StoreGone: if an SQLite database is locked for longer than ``patience_seconds``.
     """
     if where is None:
         return InMemoryStorage()
@@ -143,14 +144,14 @@ def _url(where: str) -> "URL":
 
 
 def _name(url: "URL") -> str:
-    """Return a URL for messages, with ``***`` for the password and without options."""
+    """Return a URL as text for messages: with ``***`` for the password, and without the options after "?"."""
     port = (url.port or 5432) if url.host else None
     plain = url.set(drivername=url.get_backend_name(), port=port, query={})
     return plain.render_as_string(hide_password=True)
 
 
 def _database(url: "URL", waited: Callable[[float], None], patience_seconds: float) -> BaseStorage:
-    """Open Optuna's storage in a database, retrying while another process creates the tables or locks the file."""
+    """Open Optuna's storage in a database. Retry while another process creates the tables or locks the file."""
     from optuna.storages import RDBStorage, _CachedStorage
     from optuna.storages._rdb import models
     from sqlalchemy import event
@@ -158,7 +159,7 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage, which creates no second trial if Optuna retries the creation of a trial."""
+        """Optuna's RDBStorage. If Optuna retries the creation of a trial, no second trial is created."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -210,7 +211,7 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
 
 
 def _leave_read_only(context: "ExceptionContext") -> None:
-    """Close a read-only connection. It would stay read-only, even if the server allows new connections to write."""
+    """Close a read-only connection: it stays read-only, even if the server lets new connections write."""
     if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
         context.is_disconnect = True
 
@@ -237,7 +238,7 @@ def _kind(error: Exception) -> str:
       schema an OperationalError. A damaged cell gives a LookupError or a ValueError when it is converted.
     - "clash": a new row contradicts the rows of a database.
     - "refused": the database refuses the call, for example because a permission is missing.
-    - "": the call was wrong.
+    - "": any other error, for example of a wrong call.
     """
     from sqlalchemy import exc
 
@@ -313,10 +314,14 @@ def _not_a_journal(path: Path) -> InputError:
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal in a file, which stays readable after an interrupted write.
+    """Optuna's journal in a file. The file stays readable after an interrupted write.
 
-    Reading or writing raises an error if the file is missing, as on a disk that is not mounted at the moment. It also
-    does if another journal has replaced the file, or an older copy, which lacks lines that were read.
+    Reading and writing raise an exception in these cases:
+
+    - OSError if the file is missing, for example because its disk is not mounted at the moment.
+    - OSError if an older copy has replaced the file: it lacks lines that were read before.
+    - OSError if a line that should be complete cannot be read, for example because a network disk shows old content.
+    - InputError if the journal of another study has replaced the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -324,15 +329,16 @@ class Journal(JournalFileBackend):
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise InputError if the file is another journal, and OSError if it is missing or has lost read lines."""
+        """Raise InputError if the file is another journal. Raise OSError if the file is missing, or lacks lines that
+        were read before."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
         whole = first.startswith(RECORD) and first.endswith(b"\n")
         if whole and self._first not in {b"", first}:
             raise InputError(
-                f"{self._file_path} is now the journal of another study, so this command has ended; if you moved its "
-                "own study, run the same command again with the new folder"
+                f"{self._file_path} is now the journal of another study, so this command has ended; if you moved "
+                "the study of this command, run the same command again with its new folder"
             )
         if size < read or (self._first and not whole):
             raise OSError(errno.EIO, "an older copy has replaced the file", self._file_path)
@@ -367,8 +373,10 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it stays a dangling link, as of Optuna's dashboard, for ``GRACE_SECONDS``.
-    JournalFileOpenLock would wait for it forever."""
+    """Remove Optuna's lock if it stays a dangling symbolic link for ``GRACE_SECONDS``.
+
+    Optuna's dashboard may leave such a link, and JournalFileOpenLock would wait forever for its removal.
+    """
     with suppress(OSError):  # the lock was released
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
@@ -377,7 +385,7 @@ def _remove_dead_link(lock: Path) -> None:
             time.sleep(FIRST_PAUSE)
 
 
-# What a method of a storage raises if the content of its database cannot be converted; by default KeyError.
+# The exceptions by which a method of a storage shows that its database is damaged; KeyError for all other methods.
 DAMAGE: dict[str, tuple[type[Exception], ...]] = {
     "get_all_trials": (AssertionError, AttributeError, LookupError, TypeError),
     "get_study_id_from_name": (),  # leaven and Optuna ask for names that may not exist
@@ -399,7 +407,7 @@ class Patient(BaseStorage):
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(again)``, where ``again`` is True in retries.
+        """Return the result of ``call(again)``. ``again`` is False at first, and True in retries.
 
         Raises:
             StoreGone: if the store is unreachable for longer than ``patience_seconds``.

@@ -1,8 +1,8 @@
-"""A study: a search over short trainings of a recipe or runs of a command. It keeps all trials and writes the best
-values.
+"""A study: a search over short trainings of a recipe, or over runs of a shell command. It keeps all trials and writes
+the best values.
 
 This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. The five files in bold are the search itself.
-A trial is one training of a point with one seed. If its process dies, the trial gets another attempt.
+A trial is one training of a point with one seed. If the process of a trial dies, the trial gets another attempt.
 
 1. **cli/tune.py** reads the recipe, tokenises its text and makes the search space (``space.py``).
    :class:`BaseStudy`, in this file (**study.py**), checks the arguments and opens the store of all trials: an Optuna
@@ -15,14 +15,16 @@ A trial is one training of a point with one seed. If its process dies, the trial
 3. :class:`TrialTrainer` (``recipe_study.py``) puts the values of the point into the recipe. It trains the recipe in a
    worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). This training has the
    loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is
-   the validation loss after the last step. In a study over a command, ``CommandTrainer`` runs it
-   (``command_study.py``).
-4. A trial ends early if it diverges, or if it is pruned: too far behind the best one for the known noise
+   the validation loss after the last step. If the trials run a shell command instead, ``CommandTrainer``
+   (``command_study.py``) takes the place of ``TrialTrainer``.
+4. A trial ends early if it diverges, or if it is pruned: if it is further behind the best trial than noise explains
    (``training/early_stopping.py``). The noise is the standard deviation of the loss between seeds
-   (``algorithm/noise.py``). Up to 3 trials of the start, the recipe itself, measure it before the first proposal.
+   (``algorithm/noise.py``). Up to 3 trials of the start, which is the recipe itself, measure the noise before the
+   first proposal.
 5. The search ends with final trials of the best points (the finalists), with fresh seeds. The budget decides how many
-   (``FINALS``). These trials choose a point (``algorithm/answer.py``): the start, unless the best point gains clearly
-   more than the noise. The reported loss is their mean, with the 95% interval mean +- t x noise / sqrt(trials).
+   (``FINALS``). From their losses, ``algorithm/answer.py`` chooses a point: the start, unless the best point gains
+   clearly more than the noise. The reported loss is the mean over the final trials of this point. Its 95% interval is
+   mean +- t x noise / sqrt(trials).
 6. :meth:`BaseStudy.save` writes the study's document (``study_document.py``) to study.json, at the start and when
    trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml, a point with fewer changes
    that is as good. The folder also has the recipe at the start (centre.toml) and the checkpoints of trials.
@@ -77,10 +79,10 @@ CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another
 # Names in the folder of a study that was killed before it wrote study.json.
 OURS = ("journal.log*", ".*.tmp", LOCK)
 _ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
-_TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in one of an attempt (training)
+_TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in an attempt's folder (training)
 _ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
-# After so many seconds without the store, the screen says so, and a command that is to stop no longer waits for it.
+# After so many seconds without the store, the screen says so, and a stopped command no longer waits for the store.
 NOTE_AFTER = 5.0
 NOTE_EVERY = 10.0  # seconds until the screen says so again
 LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
@@ -88,7 +90,8 @@ SAVING = 0.1  # the largest share of the time for writing study.json: seconds wi
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return (number of the trial's first attempt, checkpoint folder) of each attempt, in the order of the paths.
+    """Return (number of the trial's first attempt, checkpoint folder) for each attempt with a checkpoint folder in
+    ``folder``, sorted by the folder's name.
 
     Folders with other names or contents, such as copies that a user made or files of another program, are left out.
     """
@@ -117,20 +120,25 @@ class NoScreen:
 
 
 class BaseStudy(ABC):
-    """A context manager for a study in a folder, or in a database with a folder for the results.
+    """A context manager for a study. The study is in a folder, or in a database with a folder for the results.
 
     Args:
         out: the folder.
-        store: the URL of a database; by default the study is in an Optuna journal in the folder.
+        store: the URL of a database. By default, the study is in an Optuna journal in the folder.
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
-        from_study: the folder of an earlier study, whose trials and noise are prior knowledge for this study.
+        from_study: the folder of an earlier study. Its trials and its noise are prior knowledge for this study.
         shared: settings that must be equal in all commands on the study, in addition to the recipe.
         run_flops: FLOPs of a trial, if they are known.
         about: further fields of the study's document.
 
-    Raises:
-        InputError: if the folder cannot be created, or contains other files or a study of another recipe. Entering
-            the context raises it if the store is lost or contains another study; the folder is then unchanged.
+    The constructor raises InputError in these cases:
+
+    - The folder cannot be created, or contains other files or a study of another recipe or command.
+    - The earlier study cannot be used.
+    - The method is unknown, or cannot use the prior knowledge.
+
+    Entering the context raises InputError if the store is lost or contains another study. The folder is then
+    unchanged.
     """
 
     stack = 1  # number of trials that a worker trains at once
@@ -170,7 +178,8 @@ class BaseStudy(ABC):
 
     @abstractmethod
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
-        """Yield the objective. One thread for each of the ``devices`` calls it, with up to ``stack`` proposals."""
+        """Return a context manager that yields the objective. Each of the ``devices`` has a thread, which calls the
+        objective with up to ``stack`` proposals at once."""
 
     def _check_folder(self) -> None:
         require_folder_name(self.out)
@@ -203,7 +212,7 @@ class BaseStudy(ABC):
                 raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
-        """Return this study, which will call ``note`` and ``stop`` while it waits for a locked store."""
+        """Return this study. While it waits for a locked store, it will call ``note`` and ``stop``."""
         self._note, self._stop = note, stop
         return self
 
@@ -245,8 +254,8 @@ class BaseStudy(ABC):
 
     @contextmanager
     def _folder_lock(self) -> Iterator[None]:
-        """Lock the folder. Go on without the lock if the disk is full or has no locks, or if another process holds
-        the lock for ``LOCK_SECONDS``."""
+        """Lock the folder if possible. Enter the context without the lock if the disk is full or has no locks, or if
+        another process holds the lock for ``LOCK_SECONDS``."""
         with ExitStack() as held:
             with suppress(OSError):
                 held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
@@ -256,7 +265,11 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved: bool, ended: int) -> BaseStorage:
-        """Return the store. ``saved`` is whether there is a study.json, in which ``ended`` trials have ended.
+        """Return the store.
+
+        Args:
+            saved: whether the folder has a study.json.
+            ended: how many trials have ended according to study.json.
 
         Raises:
             InputError: if the store cannot be used, is lost, or has another study.
@@ -269,7 +282,8 @@ class BaseStudy(ABC):
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
                 if file.exists() and not os.access(file, os.R_OK | os.W_OK):
                     raise InputError(
-                        f"{file}: you may not write it; on a writable disk its owner can type chmod g+w {file}"
+                        f"{file}: you have no permission to write it; if its disk is writable, its owner can type "
+                        f"chmod g+w {file}"
                     )
         store, name = open_store(self._where, self._waited), self.space.name
         stored = [study.study_name for study in store.get_all_studies()]
@@ -280,8 +294,10 @@ class BaseStudy(ABC):
         return store
 
     def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return from study.json the study's id, and the (state, loss) of each ended trial by number. Return ("", {})
-        if the file is missing or damaged."""
+        """Return (the study's id, {number: (state, loss)} of the trials that have ended) from study.json.
+
+        Return ("", {}) if the file is missing or damaged.
+        """
         document = _saved(self.out)
         try:
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
@@ -292,9 +308,10 @@ class BaseStudy(ABC):
             return "", {}
 
     def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
-        """Raise InputError unless the store has the results ``saved`` in study.json: (state, loss) by number.
+        """Raise InputError if the store lacks a trial in ``saved``, or has another loss for it.
 
-        A copy of a study in which further trials were run has the same id, but other losses.
+        ``saved`` has the (state, loss) of each trial that has ended, by number, from study.json. To compare ids is
+        not enough: a copy of a study in which more trials were run has the same id, but other losses.
         """
         log = self._stored.read()
         finished = [trial for trial in log.trials.values() if trial.finished]
@@ -315,7 +332,7 @@ class BaseStudy(ABC):
                 self._require_same_study(found[1].decode())
 
     def _require_same_study(self, saved_id: str) -> None:
-        """Raise InputError if study.json has another id than the store. An empty id is not compared."""
+        """Raise InputError if ``saved_id``, the id in study.json, is neither empty nor the id in the store."""
         stored = self._stored.random_id
         if saved_id and stored != saved_id:
             raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored}")
@@ -327,8 +344,10 @@ class BaseStudy(ABC):
         )
 
     def _store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, all trials. ``ended``
-        trials have a result in study.json."""
+        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, all trials.
+
+        ``ended`` is the number of trials that have ended according to study.json.
+        """
         results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"
@@ -340,7 +359,8 @@ class BaseStudy(ABC):
         )
 
     def _waited(self, seconds: float) -> None:
-        """After ``NOTE_AFTER``, tell the user that the store cannot be used. Raise StoreGone if the user stops."""
+        """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user has stopped
+        the command. Do nothing during the first ``NOTE_AFTER`` seconds."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -364,7 +384,7 @@ class BaseStudy(ABC):
         stop: Callable[[], bool] = lambda: False,
         stop_at_noise: bool = True,
     ) -> StudyDocument:
-        """Run trials until the budget is used, final trials included. Return the study's document.
+        """Run trials until the budget is used, including final trials. Return the study's document.
 
         All commands that work on the study share the budget. The search ends early once ``stop`` returns true. With
         ``stop_at_noise``, a trust-region search also ends early when several rounds gained less than the noise.
@@ -375,16 +395,19 @@ class BaseStudy(ABC):
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
 
         Raises:
-            StoreGone: if the store is unreachable for 300 seconds, or until the user stops the command; or if the
-                results cannot be written.
+            StoreGone: if the store is unreachable for 300 seconds or the user stops the command while it is
+                unreachable, or if the results cannot be written.
+            InputError: if there is no budget, if a trial shows that the study cannot go on, such as a wrong command,
+                or if four trials in a row failed on this machine.
         """
         self._screen, self._stop = screen or NoScreen(), stop
         self._note = self._screen.note
         at_once = workers * self.stack
         if by_surrogate(self.method) and trials is not None and at_once > max(1, trials / LEAST_ROUNDS):
             self._note(
-                f"caution: {at_once} trials at once are more than 1/{LEAST_ROUNDS} of all {trials}; none learns from "
-                "the others, so the best values may be worse than with fewer --workers (or a smaller --stack)"
+                f"caution: {at_once} trials at once are more than 1/{LEAST_ROUNDS} of all {trials} trials; they do "
+                "not learn from each other, so the best values may be worse than with fewer --workers or a smaller "
+                "--stack"
             )
         budget, seed = Budget(trials, flops, hours, self._run_flops), self.space.seed
         plan = SearchPlan(self._stored.axes, self.method, seed, budget, self._stored.noise, stop_at_noise)
@@ -443,9 +466,10 @@ class BaseStudy(ABC):
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document: the answer of its search, and all its trials.
+        """Return the study's document: the answer of the search, and all trials.
 
-        Its ``best`` is set once a command has run the search to its end, and stays set while a larger budget runs.
+        The field ``best`` is None until a command has run the search to its end. From then on it is set, even while
+        the search continues with a larger budget.
         """
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
         over = bool(self._stored.study.user_attrs.get(ANSWERED))
@@ -490,7 +514,7 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
 
     def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
-        """Return the texts of the files that the best command reads, by their paths in the study's folder."""
+        """Return the texts of the files that the command at the best point reads, by paths in the study's folder."""
         return {}
 
     def _note_once(self, text: str) -> None:
@@ -506,14 +530,15 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json, and return its document. If there is a best point, also write best.toml, and write or
-    remove fewest.toml.
+    """Write study.json, and return its document. If there is a best point, also write best.toml, and write or remove
+    fewest.toml (a point with fewer changes that is as good).
 
-    A file that the user has edited, or replaced by a link, is never overwritten or removed. It stays while the answer
-    is the same, and is moved aside before another answer is written. ``note`` tells the user.
+    Except for study.json, a file that the user has edited, or replaced by a link, is never overwritten or removed.
+    While the answer of the search is the same, the file stays. Before another answer is written, it is renamed.
 
     Args:
-        inputs: further files for the best point, written in the same way: texts by path in ``out``.
+        note: called with a line for the user if an edited file stays or is renamed.
+        inputs: further files for the best point, written like best.toml: texts by path in ``out``.
     """
     before, written = _saved(out), dict[str, str]()
     # Without known digests, for example if study.json is damaged, every file counts as edited.
@@ -537,12 +562,12 @@ def write_results(
         new = digest(text.encode(errors="replace"))
         if edited and there != new:
             if before.get(key) == getattr(state, key):
-                note(f"{path} was edited and stays so; remove it to have it written again")
+                note(f"{path} was edited, so it is not overwritten; remove it to have it written again")
                 written[file] = known.get(file, new)
                 continue
             moved = next(free for k in count(1) if not (free := out / f"{file}.{k}").exists())
             path.rename(moved)
-            note(f"{path} was edited; it is now {moved}, because the search has another answer")
+            note(f"{path} was edited; it was renamed to {moved}, because the search has another answer")
         make_folder(path.parent)
         write_text(path, text)
         written[file] = new
@@ -565,8 +590,8 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return the digest of a file, None if it is missing, or why it cannot be read. Raise OSError if its disk is
-    away."""
+    """Return the digest of a file. Return None if the file is missing, and the error as text if it cannot be read.
+    Raise OSError if its disk is unreachable."""
     try:
         return digest(read(path))
     except FileNotFoundError:
@@ -578,7 +603,8 @@ def _digest_on_disk(path: Path) -> str | None:
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
-    """Return the text for the value at ``path`` in ``[why]`` of best.toml or, with ``fewest``, of fewest.toml."""
+    """Return the text that explains the value at ``path`` in the table ``[why]`` of best.toml. With ``fewest``, it is
+    the text for fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

@@ -44,9 +44,10 @@ class TrustRegionSampler(BaseSampler):
       Optuna does not store whether the objective returned nan or raised an exception. While all trials diverge,
       learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``. If there are
       none, parameters named ``*.lr`` are lowered.
-    - The value of a pruned trial is its last reported value, limited to the range from the median to the worst of the
-      completed trials.
-    - Parameters that only some trials have, or whose range changes, begin at the start, and are then drawn at random.
+    - The value of a pruned trial is its last reported value, limited to the range between the median and the worst
+      value of the completed trials.
+    - A parameter that only some trials have, or whose range changes, has the value of the start in its first trial.
+      In later trials it is drawn at random.
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no trials to
       measure the noise or to confirm the best point with other seeds.
 
@@ -56,8 +57,9 @@ class TrustRegionSampler(BaseSampler):
     Args:
         start: values of the start, by name. Missing values are those of the study's first trial, for example from
             ``study.enqueue_trial``. Without a first trial, they are the middle of the range, or the first choice.
-        noise: standard deviation of the objective between runs of one point, 0 if it has none; by default fitted.
-        seed: makes proposals reproducible; default random.
+        noise: standard deviation of the objective between runs of one point, or 0 if all runs of a point have the
+            same value. By default, it is fitted to the trials.
+        seed: makes proposals reproducible; by default, it is random.
 
     Raises:
         InputError: if an argument is invalid, if a value of ``start`` is outside its range, if a range is infinitely
@@ -147,7 +149,7 @@ class TrustRegionSampler(BaseSampler):
 
 @dataclass(frozen=True)
 class AxisOfDistribution:
-    """Converts the values of an Optuna distribution to an axis of the trust region, in steps, and back."""
+    """Converts the values of an Optuna distribution to positions on an axis of the trust region, and back."""
 
     name: str
     distribution: BaseDistribution
@@ -215,17 +217,18 @@ def _check(study: optuna.Study) -> None:
 
 
 def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
-    """Return the noise between runs, fitted to the ``FITTED`` lowest losses; None if fewer than ``FEWEST`` are
-    finite."""
+    """Return the noise between runs, fitted to the ``FITTED`` lowest losses. Return None if fewer than ``FEWEST``
+    losses are finite."""
     lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
     columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
     return fitted_noise(columns, losses[lowest]) if len(lowest) >= FEWEST else None
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the losses of the trials with a result, by number, times ``sign``; infinite for a divergence.
+    """Return the loss of each trial with a result, by number: ``sign`` times its value, infinite if it diverged.
 
-    The loss of a pruned trial is clipped to the range from the median to the largest loss of the completed trials.
+    A failed trial counts as diverged. The loss of a pruned trial is clipped to the range from the median to the
+    largest loss of the completed trials.
     """
     found = {}
     for trial in trials:
