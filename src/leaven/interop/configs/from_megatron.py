@@ -20,7 +20,6 @@ from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
 
 TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))
-SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
@@ -345,8 +344,8 @@ def _schedule(given: Settings, length: int) -> None:
 def _layout(given: Settings, ranks: int | None) -> None:
     """Set the keys of the layout other than the degrees tp, pp, cp and ep, which the draft already has."""
     draft = given.draft
+    zero = given.choice("data-parallel-sharding-strategy")
     if "use-megatron-fsdp" in given:
-        zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
         given.put("layout.zero", zero, "data-parallel-sharding-strategy")
     recompute = given["recompute-granularity"] or ("selective" if "recompute-activations" in given else "")
     if recompute in {"full", "selective"}:
