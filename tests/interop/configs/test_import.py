@@ -261,7 +261,7 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
         assert (shape.window, shape.global_every) == expected
     ignored = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
     assert ignored.recipe.model.n_kv_heads == 4
-    assert ignored.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)
+    assert ignored.unread == ("--num-query-groups: Megatron reads it only with --group-query-attention",)
 
 
 # Round trips ------------------------------------------------------------------------------------------------------
