@@ -175,11 +175,14 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the offsets of :meth:`factors` by leaven's name: 1 for each gain if gains are stored as gain - 1."""
+        """Return the offsets in the equation of :meth:`factors`, by leaven's name of the weight.
+
+        The offset of a gain is 1 if the architecture stores gain - 1. Offsets of 0 are left out.
+        """
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the tensors of a checkpoint. An architecture that always has biases has them for every shape."""
+        """Yield the tensors of a checkpoint. Biases are among them if the shape or this architecture has biases."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -215,10 +218,11 @@ class Architecture:
             )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the trainable parameters of a model in memory. Only experts differ from the checkpoint.
+        """Yield the trainable parameters of a model in memory.
 
-        In transformers 5, the experts of a layer are two tensors. ``gate_up_proj`` has gate and input matrix of
-        expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrices.
+        Only mixtures of experts differ from their checkpoints. Biases of routers are left out, because they are not
+        trained by gradients. In transformers 5, the experts of a layer are two tensors. ``gate_up_proj`` has gate and
+        input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:

@@ -69,8 +69,8 @@ def _named(config: Config) -> Architecture:
 def given_keys(architecture: Architecture, config: Config) -> Config:
     """Return the contents of a config.json with the current names of its keys and with defaults of missing keys.
 
-    A key with the value null counts as missing. Then the optional keys and the sizes of `implied` get no default. A
-    known key with a value of the wrong type is an InputError.
+    A key with the value null counts as missing. If it states a size of `implied` or an optional value
+    (``_OPTIONAL``), null also removes its default. A known key with a value of the wrong type is an InputError.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated
@@ -178,7 +178,7 @@ def _set_global_layers(architecture: Architecture, given: Config, values: dict[s
     """Replace ``global_every``, a list of layer types, by the number n for which every n-th layer has no window.
 
     If all layers have a window, remove ``global_every``. If no layer has one, remove ``window`` too. Any other list
-    is an InputError.
+    is an InputError. In an architecture without ``global_every``, only check that all layers have a window.
     """
     if "global_every" not in architecture.keys:
         if "window" in values and any(kind != "sliding_attention" for kind in given.get("layer_types", ())):

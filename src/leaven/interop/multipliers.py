@@ -285,9 +285,9 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
-    """Return two values: the factor on each parameter that folding changes, and the weights of norms with offset.
+    """Return the factor on each parameter that folding changes, and the weights of norms whose gain is 1 + weight.
 
-    A norm with offset multiplies by 1 + w. To multiply this gain by f, set its weight w to f w + f - 1.
+    To multiply a gain 1 + w by f, set the weight w to f w + f - 1.
     """
     if refuse_half_folded in target._forward_pre_hooks.values():
         refuse_half_folded(target)
@@ -334,7 +334,7 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
     """Check that a module has parameters, and that its output doubles if they are doubled.
 
     To check the output, a copy of the module is run. Linear modules, and norms with a weight in ``offset``, pass
-    without a run. So do modules that are sharded or on the meta device, because they cannot be run here.
+    without a run. Modules that are sharded or on the meta device also pass, because they cannot be run here.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:
@@ -364,7 +364,7 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield (module, parameter, factor) for each parameter of the query norm. Without it, use the query matrix.
+    """Yield (module, parameter, factor) for each parameter of the query norm or, without one, of the query matrix.
 
     If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and values.
     """

@@ -217,8 +217,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, or its parameters were added or removed since, or multipliers
-            are gone.
+        InputError: if the model is not parametrized, if parameters were added or removed since then, or if
+            multipliers are gone.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)

@@ -344,7 +344,7 @@ class Classifier:
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
         """Raise InputError with the reason ``why``.
 
-        The message suggests to name the parameter with one of ``modules``. Without ``modules``, it suggests roles.
+        The message suggests ``modules`` as names. Without ``modules``, it suggests roles that fit.
         """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])

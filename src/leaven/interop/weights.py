@@ -262,8 +262,8 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     """Return a description of the model in a folder, without its weights.
 
     Raises:
-        InputError: if leaven does not support the model, or if names, shapes or dtypes of its weights do not fit its
-            config.json.
+        InputError: if the folder has no model that leaven supports, or if names, shapes or dtypes of its weights do
+            not fit its config.json.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
@@ -309,7 +309,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return a hash of a folder's config.json and of samples of its weights: `SAMPLES` pieces of each file."""
+    """Return a hash of a folder's config.json and weight files. Only `SAMPLES` pieces of each file are read."""
     content, index = blake2b(digest_size=16), b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")
@@ -409,7 +409,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Copy the weights of a folder into ``held``: the parameters, or parts of them, that this process has."""
+    """Copy the weights of a folder into ``held``: the parameters of this process, whole or sharded."""
     plain = require_start(shape, folder)
     pieces, read = {piece.name: piece for piece in held}, set()
     factors = _factors(plain.architecture, shape, table, plain.config)

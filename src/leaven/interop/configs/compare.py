@@ -108,8 +108,8 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        The largest number up to the recipe's micro-batch that divides a rank's sequences in every step. With the
-        micro-batch ``auto``, it is 1.
+        It is the largest number up to the recipe's micro-batch that divides a rank's sequences in every step. With
+        the micro-batch ``auto``, it is 1. A batch that ``layout.dp`` does not divide is an InputError.
         """
         recipe = self.recipe
         dp, wanted = recipe.layout.dp, recipe.batch.micro_batch
@@ -141,7 +141,7 @@ def compare(
     """Return what an export does not preserve, as (rows, number of differences).
 
     A row is for one setting, such as lr, and for all modules with the same value in the recipe and the same value in
-    the target. Each module counts as one difference. The attention scale is one more.
+    the target. Each module counts as one difference. A different attention scale is one more.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.
@@ -206,8 +206,8 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
 
     ``holds`` maps keys of ``[model]`` to lists of the values that the target supports. A value that is not listed is
     replaced by the first of the list. The list ``["any"]`` allows every value. The word "d_model" stands for
-    ``d_attention = None``. Keys without a list keep their values, except for the keys in ``ModelShape.added``: unless
-    ``holds`` is empty, these are replaced by their defaults.
+    ``d_attention = None``. Keys without a list keep their values. But if there are any lists, keys in
+    ``ModelShape.added`` without a list get their defaults.
     """
     changes = {
         key: default

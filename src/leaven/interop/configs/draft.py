@@ -159,8 +159,8 @@ class Settings:
     ``table`` describes each setting with these keys:
 
     - ``kind``: "count" (a whole number), "number", "word" (a string), "switch" (on or off) or "table";
-    - ``min``: the smallest count;
-    - ``default``: the trainer's default. Reading a count or number that has no default and is not given is an error;
+    - ``min``: the smallest allowed count;
+    - ``default``: the trainer's default; without one, reading a count or number that is not given is an InputError;
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
     - ``optional``: if true, ``path`` stays unset when the setting is not given.
@@ -276,7 +276,7 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the warm-up in tokens, and the reason.
 
-    It is the same share of the training tokens as in the published run nearest in size that states a share.
+    The warm-up is the same share of the run as in the published run nearest in size that states its share.
     """
     share, why = _of_nearest("warmup_fraction", shape, tokens)
     return round(share * tokens), f"{share:.2g} of the run, as in {why}"

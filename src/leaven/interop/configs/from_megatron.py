@@ -27,7 +27,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 
     Args:
         text: the script or the arguments.
-        origin: the name of its file, for messages.
+        origin: the name of the file with the text, for messages.
         name: the name of the recipe.
         ranks: the number of processes of the run, if known.
 
@@ -355,7 +355,7 @@ def _schedule(given: Settings, length: int) -> None:
 
 
 def _layout(given: Settings, ranks: int | None) -> None:
-    """Set the keys of the layout other than the degrees tp, pp, cp and ep, which the draft already has."""
+    """Set the keys of [layout] other than tp, pp, cp and ep, which the draft already has."""
     draft = given.draft
     zero = given.choice("data-parallel-sharding-strategy")
     if "use-megatron-fsdp" in given:
@@ -471,8 +471,8 @@ def _without_commands(text: str) -> str:
 class _Script:
     """The flags and variables of a shell script.
 
-    ``flags`` has, for each flag, the words after it by the number of the command. ``values`` has all values of each
-    variable. ``loose`` has the variables that stand where a flag may be.
+    ``flags[flag][n]`` has the words after a flag in command number n. ``values`` has all values of each variable.
+    ``loose`` has the variables that stand where a flag may be.
     """
 
     def __init__(self, text: str, origin: str) -> None:

@@ -35,7 +35,7 @@ SAVED = TORCHTITAN_NAMES | {
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """Return the recipe ``name`` of a TOML or JSON file. ``ranks`` is the number of processes, if known."""
+    """Convert a TOML or JSON file to a recipe called ``name``. ``ranks`` is the number of processes, if known."""
     document, draft = _document(path), Draft(str(path))
     spec = document.pop("model_spec", None)
     given = _settings(document, draft, saved=spec is not None)

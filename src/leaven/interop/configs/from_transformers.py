@@ -21,7 +21,7 @@ TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.t
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """Return the recipe ``name`` of a folder that contains config.json and usually training_args.json.
+    """Convert a folder with config.json, and usually training_args.json, to a recipe called ``name``.
 
     ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run. If ``ranks`` is
     None, the number is read from config.json, where an export of leaven writes it, or 1 is assumed.

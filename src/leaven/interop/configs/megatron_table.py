@@ -5,7 +5,8 @@ Put this file and parameters.json beside pretrain_gpt.py, and add two lines befo
     import leaven_table
     leaven_table.install()
 
-In Megatron-Bridge, set the field optimizer_config_override_provider of its ConfigContainer to bridge_provider().
+With Megatron-Bridge, instead set the field optimizer_config_override_provider of its ConfigContainer to
+bridge_provider().
 
 Start the training with the flags of args.sh. The initial values replace those of --init-method-std, before a
 checkpoint is loaded. They depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This

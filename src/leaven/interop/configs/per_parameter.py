@@ -138,8 +138,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    In one, all matrices have the same initial std (``NONE``). In the other, the std of the last matrices of branches
-    is divided by sqrt(2 n_layers) (``NUM_LAYERS``).
+    With the method ``NUM_LAYERS``, the initial std of the last matrices of branches is divided by sqrt(2 n_layers).
+    With ``NONE``, all matrices have the same initial std.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -149,7 +149,7 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for litgpt, which has one lr and weight decay and computes the initial stds itself."""
+    """Yield the only candidate for litgpt, which has one lr and weight decay, and fixed formulas of initial stds."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
@@ -221,7 +221,7 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return (regular expression, values) for each group. A parameter gets the values of the first match.
+    """Return (regular expression, values) for each group. A parameter has the values of the first that matches.
 
     ``groups`` maps values to names of parameters. ``blocks`` is the path of the list of blocks. ``end`` is a regular
     expression for an ending that these names lack, such as ".weight".

@@ -92,7 +92,7 @@ def _factor(
 
 @torch.no_grad()
 def _start(parameter: Tensor, values: dict[str, Any]) -> None:
-    """Fill a parameter from a normal distribution. Each part of a fused tensor has a separate std."""
+    """Draw the initial values of a parameter. Each part of a fused tensor has its own std."""
     if "rows" not in values:
         _draw(parameter, values["init_mean"], values["init_std"])
         return
