@@ -168,8 +168,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
         _require(key, value, float)
     if not old and fraction != 1:
         raise InputError(
-            f"config.json: leaven's {architecture.name} has no partial rotary positions; "
-            "set partial_rotary_factor to 1"
+            f"config.json: partial_rotary_factor = {fraction:g}: leaven supports {architecture.name} only with 1"
         )
     return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 

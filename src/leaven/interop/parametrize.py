@@ -124,8 +124,8 @@ def parametrize(
       (depth of the model / depth of the base)^-alpha.
     - Remove factors that the model's own code derives from its width, such as 1 / width on the logits. Only a factor
       on the embedding may stay, as ``embed_scale`` or ``scalar_embed_scale`` of the embedding's module.
-    - A multiplier acts when a module is called, such as the last matrix of a branch or the norm on its output. A
-      fused kernel that reads the weight without calling the module skips the multiplier.
+    - A multiplier acts when a module is called, such as the last matrix of a branch or the norm on the branch's
+      output. A fused kernel that reads the weight without calling the module skips the multiplier.
     - If you initialise the model yourself, use these variances: proportional to 1 / fan in for all hidden weights,
       and to 1 / (fan in)^2 for the unembedding.
 
@@ -145,7 +145,7 @@ def parametrize(
             pattern. ``attention.out`` and ``mlp.out`` are the last matrices of branches.
         initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
             or ``init``, or is a ``leaven.Hyperparameters``.
-        seed: Seed of the initial values, which depend only on it and on the parameter's name.
+        seed: Seed of the initial values. The random numbers depend only on the seed and the parameter's name.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. With

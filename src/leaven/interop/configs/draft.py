@@ -139,7 +139,7 @@ class Draft:
             guess("hyperparameters.lr", *likely_lr(shape, tokens))
         if "schedule.warmup_tokens" not in self.values:
             guess("schedule.warmup_tokens", *likely_warmup(shape, tokens))
-        self.unknown.append("data.source: any text of your own; the default is used")
+        self.unknown.append("data.source: the default is used; set it to your own text")
         # The values are for the size of the model itself, so no rule may change them.
         self.values.setdefault("scaling.rule", "standard")
         return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))

@@ -373,7 +373,7 @@ def _layout(given: Settings, ranks: int | None) -> None:
             "multiple of that; add --ranks N, the number of processes of the run"
         )
     if ranks is None:
-        draft.unknown.append("layout.dp: follows from the number of processes, here 1; give it with --ranks N")
+        draft.unknown.append("layout.dp: 1 is used; give the number of processes with --ranks N")
         return
     if ranks % each:
         raise InputError(

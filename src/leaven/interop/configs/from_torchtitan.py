@@ -251,7 +251,7 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
             raise InputError(f"--ranks {ranks}: {draft.origin} is for {some}{each * dp} processes")
         dp, why = ranks // each, f"--ranks {ranks} / (tp x pp x cp)"
     elif shards < 0:
-        draft.unknown.append(f"layout.dp: follows from the number of processes, here {dp}; give it with --ranks N")
+        draft.unknown.append(f"layout.dp: {dp} is used; give the number of processes with --ranks N")
     draft.set("layout.dp", dp, why)
     if shards != 1 and dp > 1:
         reshard = "parallelism.fsdp_reshard_after_forward"

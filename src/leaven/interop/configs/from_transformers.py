@@ -53,7 +53,9 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         elif isinstance(exported, int) and exported > 0:
             draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
         else:
-            draft.unknown.append("layout.dp: the number of processes, here 1; batch and tokens grow with --ranks N")
+            draft.unknown.append(
+                "layout.dp: 1 is used; give the number of processes with --ranks N, as the batch grows with it"
+            )
         ranks = draft.values.get("layout.dp", 1)
         if arguments_path is not None:
             _arguments(draft, shape.seq_len, read_json(arguments_path), ranks)
