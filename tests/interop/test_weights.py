@@ -539,7 +539,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"rms_norm_eps": 1e308}, "norm_eps: input should be less than or equal to 1"),
         # old and new spelling together: transformers uses the old one
         ("llama", {"rope_parameters": ROPE, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
-        ("llama", {"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, "partial rotary positions"),
+        ("llama", {"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
     ],
 )
 def test_unsupported_configs_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:

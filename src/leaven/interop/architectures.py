@@ -1,6 +1,7 @@
 """Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-The data is in ``architectures.toml``. :mod:`leaven.interop.huggingface_config` reads a config.json.
+The data is in ``architectures.toml``, with the tensors of Megatron-LM's and torchtitan's models.
+:mod:`leaven.interop.huggingface_config` reads a config.json.
 """
 
 import json
@@ -21,29 +22,29 @@ from leaven.scaling.table import GAINS
 Config = dict[str, Any]
 # Keys of [model.experts] that change training only, not what the model computes.
 TRAINING_ONLY = frozenset({"balance_loss", "bias_step", "router_z_loss"})
-# By the value of ``experts.balance``: the value that replaces it in an architecture whose routers have no biases.
+# For values of ``experts.balance`` that use biases of the router: the value without these biases.
 WITHOUT_BIASES = {"bias": "none", "both": "loss"}
-# Weights of changes in `nearest`. All other changes weigh 1.
+# How much a change of these keys counts in `nearest`. A change of any other key counts 1.
 _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint: one or more of leaven's tensors together, or one expert of a tensor."""
+    """A tensor of another code's model: one or more of leaven's tensors together, or the matrix of one expert."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    # number of groups of rows (key heads or experts) in each part: group 0 of all parts comes first, then group 1 of
-    # all parts, ...
+    # number of groups of rows in each part; a group belongs to one key head or to one expert. The tensor has group 0
+    # of every part first, then group 1 of every part, ...
     heads: int = 1
     transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
-    expert: int | None = None  # the expert whose matrix this is, if leaven's tensor has the matrices of all experts
-    # the head dimension of queries, keys and their norms, if the file has `Architecture.paired_rotary`; otherwise 0
+    expert: int | None = None  # number of the expert if this is the matrix of one; leaven's tensor has all experts
+    # for queries, keys and their norms in an `Architecture` with ``paired_rotary``: the head dimension; otherwise 0
     paired: int = 0
 
     @property
     def of_router_bias(self) -> bool:
-        """Whether the tensor has a router's biases on the scores of experts, which transformers keeps in fp32."""
+        """Whether the tensor has the biases that a router adds to the scores of experts. They are always in fp32."""
         return next(iter(self.parts)).endswith("router.bias")
 
     @property
@@ -58,31 +59,31 @@ class Stored:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of the transformers library."""
+    """A model class of transformers, Megatron-LM or torchtitan. A config.json exists for transformers only."""
 
     name: str
     model_type: str
     blocks: str  # path of the list of blocks in the model, such as model.layers
-    # supported values of a recipe's [model] keys, such as d_model or experts.number; the first is the value of a
-    # config.json that does not state it
+    # by key of a recipe's [model], such as norm or experts.router: the supported values. A config.json that does not
+    # state the value has the first of them.
     holds: Mapping[str, list[Any]]
-    # for each key of [model], the keys of config.json with its value; empty if the value follows from other keys
+    # by key of [model]: the keys of config.json that state its value; none if the value follows from other keys
     keys: Mapping[str, list[str]]
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # paths of modules outside the blocks, by leaven's name of the module
     block: Mapping[str, str]  # paths of modules inside a block, by leaven's name of the module
-    # for messages, by key of [model] that several keys of config.json give: why leaven needs equal values of them
+    # by key of [model] that several keys of config.json state: why their values must be equal, for messages
     limits: Mapping[str, str] = field(default_factory=dict)
     # paths of router and experts inside a block, by leaven's name; {} stands for the number of an expert
     experts: Mapping[str, str] = field(default_factory=dict)
     router_bias: str | None = None  # path of the biases that a router adds to the scores of experts, if it has any
-    # by key of [model] and leaven's value: the values in config.json, such as activation: {swiglu: [silu, swish]}; an
-    # export writes the first
+    # by key of [model], and then by leaven's value: the words for this value in config.json, such as
+    # activation: {swiglu: [silu, swish]}. An export writes the first word.
     words: Mapping[str, Mapping[str, list[Any]]] = field(default_factory=dict)
-    required: Config = field(default_factory=dict)  # other keys of config.json, each with its only supported value
+    required: Config = field(default_factory=dict)  # more keys of config.json, each with its only supported value
     absent: Sequence[str] = ()  # keys of config.json that must be null or missing
     aliases: Mapping[str, str] = field(default_factory=dict)  # old spelling of keys -> the spelling in ``keys``
-    # whether the fused matrix of query, key and value has all rows of head 0, then all rows of head 1, ...
+    # whether a fused matrix has query, key and value of head 0 first, then those of head 1, ...
     heads_together: bool = False
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
     # whether the last matrix of each branch has the initial std initializer_range / sqrt(2 n_layers)
@@ -104,7 +105,7 @@ class Architecture:
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
         """Return the keys of a shape whose values this architecture does not support, each with a supported value.
 
-        The entry ``experts: None`` means that the shape has experts and the architecture has none, or the reverse.
+        The entry ``experts: None`` means that only one of shape and architecture has experts.
         """
         values = self._values(shape)
         if bool(self.experts) != bool(shape.experts):
@@ -132,7 +133,10 @@ class Architecture:
         return values | {key: "none" for key in self.words if values[key] is None}
 
     def config(self, shape: ModelShape) -> Config:
-        """Return the config.json for a model shape. Rotary positions have the keys of transformers 4 and 5."""
+        """Return the config.json for a model shape.
+
+        Settings of rotary positions are written twice: under the keys of transformers 4, and under those of 5.
+        """
         values = self._values(shape)
         values |= {key: words[values[key]][0] for key, words in self.words.items()}
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
@@ -153,10 +157,12 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return factors by leaven's names, 1 if missing: leaven's weight = factor x (stored weight + offset).
+        """Return the factors between stored weights and leaven's, by leaven's name of the weight.
 
-        The factors are constants by which an architecture multiplies its embedding's output or its logits. With tied
-        embeddings, the factor of the logits is in the final norm.
+        leaven's weight = factor x (stored weight + offset), with the offsets of :meth:`offsets`. Factors of 1 are
+        left out. The factors come from two constants of the architecture: one multiplies the output of its embedding,
+        the other its logits. With tied embeddings, the factor of the final norm is (constant of the logits) /
+        (constant of the embedding).
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = 1.0
@@ -169,11 +175,14 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the offset of each gain that is stored as gain - 1, by leaven's names (see :meth:`factors`)."""
+        """Return the offsets in the equation of :meth:`factors`, by leaven's name of the weight.
+
+        The offset of a gain is 1 if the architecture stores gain - 1. Offsets of 0 are left out.
+        """
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the tensors of a checkpoint, with biases if this architecture always has them."""
+        """Yield the tensors of a checkpoint. Biases are among them if the shape or this architecture has biases."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -209,10 +218,11 @@ class Architecture:
             )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the trainable parameters of the model in memory.
+        """Yield the trainable parameters of a model in memory.
 
-        transformers 5 has two tensors for the experts of a layer: ``gate_up_proj``, with gate and input matrix of
-        expert 0, then those of expert 1, ..., and ``down_proj``.
+        Only mixtures of experts differ from their checkpoints. Biases of routers are left out, because they are not
+        trained by gradients. In transformers 5, the experts of a layer are two tensors. ``gate_up_proj`` has gate and
+        input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -229,8 +239,10 @@ class Architecture:
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape by key, without ``TRAINING_ONLY``. ``attention_bias`` is None if ``bias`` implies
-    it."""
+    """Return the values of a shape by key of [model], such as ``d_model`` or ``experts.number``.
+
+    Keys in ``TRAINING_ONLY`` are left out. ``attention_bias`` is None if it follows from ``bias``.
+    """
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None
@@ -240,7 +252,7 @@ def shape_values(shape: ModelShape) -> dict[str, Any]:
 
 
 def changed(shape: ModelShape, changes: Mapping[str, Any]) -> ModelShape:
-    """Return a copy of a shape with the values in ``changes``. A key of the experts is written ``experts.KEY``."""
+    """Return a copy of a shape with other values for the keys in ``changes``, such as ``experts.number``."""
     values = shape.model_dump()
     for key, value in changes.items():
         set_path(values, key, value)
@@ -254,7 +266,10 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the type of each layer, as in a config.json: every ``global_every``-th has full attention (0: none)."""
+    """Return the kind of attention of each layer, as a config.json names it.
+
+    Every ``global_every``-th layer has full attention; all others have a sliding window. With 0, all have a window.
+    """
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)
@@ -270,7 +285,10 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Complete a table from the one that its key ``like`` names, except for the entries that ``without`` lists."""
+    """Return an architecture's table, completed with entries of the table that its key ``like`` names.
+
+    Its key ``without`` lists entries that are not taken over, such as ``keys.bias``. ``known`` has tables by name.
+    """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {
@@ -297,7 +315,7 @@ _FUSED = {
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return, for each of leaven's modules, its names in other codes, such as ``o_proj`` for ``attention.out``."""
+    """Return the names of leaven's modules in other codes, such as ``o_proj`` for ``attention.out``."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -307,9 +325,11 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture with the fewest changes to a shape, weighted by `_LARGE`, and the changes by key.
+    """Return the architecture for which a shape needs the fewest changes, and the changes: new values by key.
 
-    Biases of 0 can represent a model without biases, but count as a change if the stored model will be ``trained``.
+    Some changes count more than others (`_LARGE`). An architecture that always has biases can represent a shape
+    without biases, by zeros. If the exported model will be ``trained``, the zeros do not stay, so ``bias`` is then
+    one of the changes.
     """
     changes = []
     for architecture in ARCHITECTURES:

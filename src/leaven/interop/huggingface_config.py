@@ -13,7 +13,7 @@ from leaven.interop.architectures import ARCHITECTURES, REFUSED, Architecture, C
 from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
 
-# For each type of a key in config.json: its name in messages, and a test of a value.
+# By type of a value in config.json: the name of the type in messages, and a function that tests a value.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("a count above 0", lambda value: type(value) is int and value > 0),
     float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
@@ -22,8 +22,8 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     dict: ("a table", lambda value: type(value) is dict),
     list: ("a list", lambda value: type(value) is list),
 }
-# Optional keys of [model]. In config.json, null means that the model has no such thing; if the key is missing there,
-# the default of the class applies.
+# Optional keys of [model]. null in config.json means that the model has no window or soft cap. If the key is missing
+# there, the default of the architecture applies.
 _OPTIONAL = ("window", "attention_softcap", "logit_softcap")
 
 
@@ -67,9 +67,10 @@ def _named(config: Config) -> Architecture:
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
-    """Return the contents of a config.json with new spellings of its keys and defaults of missing keys.
+    """Return the contents of a config.json with the current names of its keys and with defaults of missing keys.
 
-    A known key with a value of the wrong type is an InputError.
+    A key with the value null counts as missing. If it states a size of `implied` or an optional value
+    (``_OPTIONAL``), null also removes its default. A known key with a value of the wrong type is an InputError.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated
@@ -111,7 +112,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
             raise InputError(f"config.json: {listed}: {limit}, so leaven cannot represent this model")
         if stated:
             values[ours] = next(iter(stated.values()))
-    if values.get("window", 0) >= values["seq_len"]:  # a window of a sequence or more changes nothing
+    if values.get("window", 0) >= values["seq_len"]:  # a window as long as a sequence changes nothing
         del values["window"]
     _set_global_layers(architecture, given, values)
     for ours, words in architecture.words.items():
@@ -134,7 +135,7 @@ def shape_of(architecture: Architecture, config: Config) -> ModelShape:
 
 
 def _nest_experts(values: dict[str, Any]) -> None:
-    """Replace the keys ``experts.KEY`` by a table ``experts``, and set a missing ``d_ff``."""
+    """Replace the keys ``experts.KEY`` by one key ``experts`` with a table, and set ``d_ff`` if it is missing."""
     experts = {key.removeprefix("experts."): values.pop(key) for key in list(values) if key.startswith("experts.")}
     dense = experts.get("dense_layers", 0)
     if isinstance(dense, list):
@@ -167,16 +168,16 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
         _require(key, value, float)
     if not old and fraction != 1:
         raise InputError(
-            f"config.json: leaven's {architecture.name} has no partial rotary positions; "
-            "set partial_rotary_factor to 1"
+            f"config.json: partial_rotary_factor = {fraction:g}: leaven supports {architecture.name} only with 1"
         )
     return {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
 
 
 def _set_global_layers(architecture: Architecture, given: Config, values: dict[str, Any]) -> None:
-    """Replace the list of layer types under ``global_every`` by a recipe's number n: every n-th layer has no window.
+    """Replace ``global_every``, a list of layer types, by the number n for which every n-th layer has no window.
 
-    ``global_every`` is removed if all layers have a window, and with ``window`` if no layer has one.
+    If all layers have a window, remove ``global_every``. If no layer has one, remove ``window`` too. Any other list
+    is an InputError. In an architecture without ``global_every``, only check that all layers have a window.
     """
     if "global_every" not in architecture.keys:
         if "window" in values and any(kind != "sliding_attention" for kind in given.get("layer_types", ())):

@@ -1,13 +1,14 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
 A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention
-logits. For attention logits, an attribute of the attention module is changed. For the others, a hook is installed.
+logits. Installing adds a hook that multiplies the branch or the logits. For the attention logits, it changes their
+scale, an attribute of the attention module.
 
-Where each multiplier is folded:
+Folding removes the multiplier from the forward pass and multiplies weights by it instead:
 
-- of a branch: into the norm on its output. Without such a norm, into the last matrix of the branch.
-- of the logits: into the final norm. Without exactly one final norm, into the unembedding.
-- of the attention logits: into the query norm. Without a query norm, into the query matrix.
+- for a branch: the norm on its output. Without such a norm, the last matrix of the branch.
+- for the logits: the final norm. Without exactly one final norm, the unembedding.
+- for the attention logits: the query norm. Without a query norm, the query matrix.
 """
 
 import copy
@@ -33,7 +34,7 @@ from leaven.scaling.table import GAINS, ParameterRow
 # Names of attributes that a parametrized model gets.
 ROWS = "leaven_rows"  # its parameter table
 MUON = "leaven_muon"  # the settings of Muon, or None
-LOGIT_SCALES = "leaven_logit_scales"  # (module's name, attribute, old value) of each changed attention scale
+LOGIT_SCALES = "leaven_logit_scales"  # (path of the module, attribute, old value) of each changed attention scale
 
 Factors = dict[nn.Parameter, float | Tensor]
 LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute, the value to set
@@ -54,7 +55,7 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook that scales the input of the unembedding. This scales the logits, but not their bias."""
+    """A forward pre-hook that scales the input of the unembedding. So it scales the logits, but not their bias."""
 
     factor: float
 
@@ -70,12 +71,13 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    The multiplier of a branch scales the output of the branch's last matrix, or of ``experts`` if all experts are one
-    tensor. If a norm follows, which would undo the multiplier, the output of the norm is scaled instead.
-    ``output_norms`` maps the labels of such norms to ``attention`` or ``mlp``.
+    For a branch, a hook scales the output of the branch's last matrix. If the matrices of all experts are one tensor,
+    it scales the output of the module ``experts``. A norm on the branch's output would undo the multiplier, so then a
+    hook scales the output of the norm. ``output_norms`` maps paths of these norms, such as ``layers.*.post_norm``, to
+    ``attention`` or ``mlp``.
 
-    The multiplier of the logits scales the output of the final norm, because fused losses use the weight of the
-    unembedding without calling its module. Without exactly one final norm, the input of the unembedding is scaled.
+    For the logits, a hook scales the output of the final norm, because fused losses use the weight of the unembedding
+    without calling its module. Without exactly one final norm, the input of the unembedding is scaled.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -122,20 +124,21 @@ def multipliers(
 def rescale_attention(
     model: nn.Module, base: nn.Module, structure: ModelStructure, head: float, factor: float
 ) -> list[LogitScale]:
-    """Return the new scales of query . key, as (attention module, attribute, new value); none if ``factor`` is 1.
+    """Return the new attention scales (factors on query . key) as (attention module, attribute, new scale).
 
-    The new scale is ``factor`` x (scale of the base) / sqrt(``head``), where ``head`` is the head dimension of the
-    model / that of the base. The model's own scale is not used, because it may be a constant (Gemma 2). If scales
-    differ between layers, a new scale is ``factor`` x the current scale.
+    With ``factor`` 1, the list is empty. Otherwise a new scale is ``factor`` x (scale in the base) / sqrt(``head``).
+    ``head`` is (head dimension of the model) / (head dimension of the base). The model's own scale is not used,
+    because it may be a constant (Gemma 2). Exception: if the layers have different scales, each new scale is
+    ``factor`` x the current one.
     """
     if factor == 1.0:
         return []
     found, blocks = logit_scales(model), sum(structure.stacks.values())
     if len(found) != blocks:
         raise InputError(
-            f"the head dimension grows, but {len(found)} of {blocks} blocks have the scale of the attention logits "
-            f"in an attribute `scaling`, `scale` or `softmax_scale`; multiply it by {factor:g} yourself and pass "
-            "head_ratio=1.0"
+            f"the head dimension differs from the base's, but {len(found)} of {blocks} blocks have the scale of the "
+            f"attention logits in an attribute `scaling`, `scale` or `softmax_scale`; multiply it by {factor:g} "
+            "yourself and pass head_ratio=1.0"
         )
     present, of_base = ({getattr(*scale) for scale in scales} for scales in (found, logit_scales(base)))
     if len(present) == len(of_base) == 1:
@@ -162,7 +165,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks and a warning of ``state_dict``, and set the attention scales."""
+    """Install the hooks, set the attention scales, and let ``state_dict`` warn that it lacks the multipliers."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -192,7 +195,7 @@ def require_hooks(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo :func:`install`, also if it was interrupted, and remove the marks of a parametrized model."""
+    """Undo :func:`install`, even if it was interrupted, and remove the attributes that a parametrized model gets."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks):
             for key, hook in list(hooks.items()):
@@ -208,7 +211,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError: the hook of every module during :func:`fold`, which stays if folding is interrupted."""
+    """Raise InputError. Every module has this hook during :func:`fold`, and keeps it if folding is interrupted."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"
@@ -220,8 +223,8 @@ def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and return the model.
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
-    eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, every use of
-    the model raises InputError.
+    eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, calling the
+    model or its ``state_dict`` raises InputError.
 
     Raises:
         InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
@@ -282,9 +285,9 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
-    """Return the factor on each parameter that folding changes, and the weights w of norms whose gain is 1 + w.
+    """Return the factor on each parameter that folding changes, and the weights of norms whose gain is 1 + weight.
 
-    To multiply the gain 1 + w by f, set w to f w + f - 1.
+    To multiply a gain 1 + w by f, set the weight w to f w + f - 1.
     """
     if refuse_half_folded in target._forward_pre_hooks.values():
         refuse_half_folded(target)
@@ -328,9 +331,10 @@ def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
-    """Check that a module has parameters, and that its output doubles with them.
+    """Check that a module has parameters, and that its output doubles if they are doubled.
 
-    Linear modules, gains of 1 + w, meta and sharded modules are not run.
+    To check the output, a copy of the module is run. Linear modules, and norms with a weight in ``offset``, pass
+    without a run. Modules that are sharded or on the meta device also pass, because they cannot be run here.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:
@@ -360,7 +364,7 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield (module, parameter, factor) for the parameters of the query norm or, without one, of the query matrix.
+    """Yield (module, parameter, factor) for each parameter of the query norm or, without one, of the query matrix.
 
     If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and values.
     """

@@ -1,4 +1,4 @@
-"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, on request, initial values.
+"""Applies a scaling rule to a torch model: parameter groups, forward multipliers and, if wanted, initial values.
 
 ``structure.py`` finds blocks and parameters, ``roles.py`` classifies each parameter, ``tracing.py`` finds norms on
 the outputs of branches, and ``multipliers.py`` installs and folds forward multipliers.
@@ -104,9 +104,9 @@ def parametrize(
     biases       0.00500 0.00 2.0e-08
     >>> optimizer = torch.optim.AdamW(groups)
 
-    Call this function once, on the model as it will be trained: after its modules are replaced, as for float8, and
-    after ``fully_shard`` and ``to_empty``, which replace the parameters. If parameters are replaced later,
-    :func:`groups` returns the groups with the new parameters.
+    Call this function once, on the model as it will be trained. Replace modules before, as for float8, and call
+    ``fully_shard`` and ``to_empty`` before, because they replace the parameters. If parameters are replaced later,
+    ``leaven.interop.parametrize.groups`` returns the groups with the new parameters.
 
     **The state dict does not contain the multipliers.** A model that loads it gives wrong outputs until the model is
     parametrized with the same arguments. :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads
@@ -115,18 +115,19 @@ def parametrize(
     The rules are for decoders, dense or with mixtures of experts:
 
     - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` needs more
-      than token ids, name all norms in the blocks with ``modules``, those on outputs ``norm.attention_out`` and
-      ``norm.mlp_out``.
+      than token ids, name all norms in the blocks in ``modules``. Norms on outputs of branches have the names
+      ``norm.attention_out`` and ``norm.mlp_out``.
     - The routed experts of a block are in a module named ``experts``: a list of MLPs, or a tensor (experts, fan out,
       fan in) for each matrix. The router is a matrix ``gate`` or ``router`` beside this module. ``base`` must have
       the same number of experts.
-    - The coefficient of a balance loss is not scaled. If the rule scales with depth, multiply it by depth^-alpha.
+    - The coefficient of a balance loss is not scaled. If the rule scales with depth, multiply the coefficient by
+      (depth of the model / depth of the base)^-alpha.
     - Remove factors that the model's own code derives from its width, such as 1 / width on the logits. Only a factor
       on the embedding may stay, as ``embed_scale`` or ``scalar_embed_scale`` of the embedding's module.
-    - A multiplier acts when a module is called: the last matrix of a branch, or the norm on the branch's output. A
-      fused kernel that reads the weight without calling the module skips the multiplier.
-    - If you initialise the model yourself, use variances proportional to 1 / fan in for hidden weights, also for the
-      last matrices of branches, and to 1 / fan in squared for the unembedding.
+    - A multiplier acts when a module is called, such as the last matrix of a branch or the norm on the branch's
+      output. A fused kernel that reads the weight without calling the module skips the multiplier.
+    - If you initialise the model yourself, use these variances: proportional to 1 / fan in for all hidden weights,
+      and to 1 / (fan in)^2 for the unembedding.
 
     Args:
         model: The model to train.
@@ -138,27 +139,26 @@ def parametrize(
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
-            attention modules. Some rules then change the scale of the attention logits in these modules; 1.0 prevents
-            this.
+            attention modules. If it is not 1, some rules change the scale of the attention logits in these modules.
         roles: Roles by parameter name or glob pattern, for parameters that are refused or classified wrongly.
-        modules: The module names under which parameters are tuned, by parameter name or glob pattern.
-            ``attention.out`` and ``mlp.out`` end a branch.
+        modules: The names under which parameters are tuned, such as ``attention.query``, by parameter name or glob
+            pattern. ``attention.out`` and ``mlp.out`` are the last matrices of branches.
         initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
             or ``init``, or is a ``leaven.Hyperparameters``.
-        seed: Seed of the initial values, which depend only on it and on the parameter's name.
+        seed: Seed of the initial values. The random numbers depend only on the seed and the parameter's name.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. With
-        ``optimizer`` muon, pass them to ``leaven.MuonWithAdamW``: groups of matrices inside the blocks then have
-        momentum, match, nesterov and ns_steps in place of betas and eps. A fused matrix, such as one with query, key
-        and value, is one matrix there.
+        ``optimizer`` muon, pass the groups to ``leaven.MuonWithAdamW``. Groups of matrices inside the blocks then
+        have momentum, match, nesterov and ns_steps in place of betas and eps. Muon treats a fused matrix, such as one
+        with query, key and value, as one matrix.
 
     Raises:
         InputError: if the model or an argument is not supported. The model is then unchanged.
     """
     target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
     _require_no_multipliers(target, base_model)
-    uninstall(target)  # what an interrupted call has left
+    uninstall(target)  # remove what an interrupted call has left
     structure, base_structure = inspect_model(target), inspect_model(base_model)
     try:
         stated = {"alpha": alpha, "token_exponent": token_exponent, "scale_decay_with_depth": scale_decay_with_depth}
@@ -217,7 +217,8 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, or has other parameters or lost multipliers since then.
+        InputError: if the model is not parametrized, if parameters were added or removed since then, or if
+            multipliers are gone.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -269,8 +270,9 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Return the row, corrected for an embedding module that multiplies its output by a factor, such as sqrt(width).
 
-    ``c`` is the factor in this model / the factor in the base. AdamW trains the same function as with the base's
-    factor if weight, std and lr are divided by c, and eps, decay and a tied embedding's multiplier multiplied by c.
+    ``c`` is (factor in this model) / (factor in the base). Rows of other parameters stay as they are. In the row of
+    an embedding, std and lr are divided by c, and eps and weight decay are multiplied by c. With AdamW, the embedding
+    then trains as with the base's factor. The multiplier of a tied embedding is also multiplied by c.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -285,7 +287,10 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether to draw initial values (``wanted``: the argument)."""
+    """Return the validated hyperparameters, and whether to draw initial values.
+
+    ``given`` and ``wanted`` are the arguments ``hyperparameters`` and ``initialise`` of :func:`parametrize`.
+    """
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):
@@ -318,7 +323,10 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return the argument ``name``, the ratio of a ``size`` of the two models, as a finite float above 0."""
+    """Return ``value``, a ratio of sizes of the two models, as a finite float above 0.
+
+    For the message, ``name`` is the argument with this value, and ``size`` the kind of size, such as "width".
+    """
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -329,7 +337,10 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios of the two models: width and depth as measured, batch and tokens as ``given``."""
+    """Return the ratios of the two models: width and depth as read from the models, batch and tokens as ``given``.
+
+    A given width or depth must be 1 or equal the ratio that was read.
+    """
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}
@@ -354,16 +365,16 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
     attention = next((name for name, kind in classified.items() if kind.module.startswith("attention.")), None)
     if attention is not None:
         raise InputError(
-            f"{attention}: its attention module has no attribute head_dim, but the rule changes the logit scale if "
-            "the head dimension grows; pass head_ratio, the ratio of head dimensions (1.0 if only the number of "
-            "heads grows)"
+            f"{attention}: its attention module has no attribute head_dim, but a rule may change the logit scale if "
+            "the head dimension differs from the base's; pass head_ratio, the ratio of head dimensions (1.0 if only "
+            "the number of heads differs)"
         )
     return 1.0
 
 
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
-    """Draw the trainable parameters. A shard gets the values that its part of the whole tensor would get."""
+    """Draw initial values of the trainable parameters. A shard gets its part of the values of the whole tensor."""
     parameters = {site.name: site.parameter for site in structure.sites}
     trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:

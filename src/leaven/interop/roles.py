@@ -32,8 +32,8 @@ _SHARED_EXPERTS = ("shared_experts", "shared_expert", "shared")
 _ROUTERS = ("gate", "router")
 # Names of query and key norms, which normalise each head, or all heads together.
 _OVER_HEADS = _NAMES["norm.query"] | _NAMES["norm.key"]
-# Latent attention compresses queries, and keys and values together, into latents: names of the norms of the latents,
-# and of the matrices that read a latent.
+# Latent attention computes queries from one short vector (a latent), and keys and values from another. Names of the
+# norms of these latents, and of the matrices that read a latent.
 _OF_LATENTS = _NAMES["norm.query_latent"] | _NAMES["norm.key_value_latent"]
 _FROM_LATENTS = ("q_b_proj", "kv_b_proj")
 # Names that only norms on a branch's output have. A norm with one of these names is refused if running the base
@@ -42,7 +42,7 @@ _POST_NORM = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_self_att
 
 _BIASES = (Role.EMBEDDING_BIAS, Role.HIDDEN_BIAS, Role.FINAL_BIAS, Role.UNEMBEDDING_BIAS)
 _NO_RULE = "there is no rule for biases of experts and for convolutions; use a model without them"
-# The module name of each role whose parameters all have the same one.
+# By role: the module name that all parameters of this role have. Parameters of other roles have several.
 _MODULES = {
     **dict.fromkeys(_BIASES, "biases"),
     Role.EMBEDDING_NORM: "norm.embedding",
@@ -89,7 +89,7 @@ class Classifier:
             if role not in list(Role):
                 raise InputError(f"roles[{pattern!r}]: unknown role {role!r}; the roles are {', '.join(Role)}")
         self.roles, self.modules = roles, modules
-        # Number of routed experts in the model and in the base, by the path of the module that contains them.
+        # Number of routed experts (in the model, in the base), by the path of the module that contains the experts.
         in_base = {site.beside_experts: site.n_experts for site in base.sites if site.experts}
         self.experts = {
             site.beside_experts: (site.n_experts, in_base[site.beside_experts])
@@ -154,7 +154,7 @@ class Classifier:
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
-        """Return whether a matrix has the name of a router, is beside experts, and has a row for each expert."""
+        """Return whether a matrix has the name of a router, is beside experts, and has the shape (experts, width)."""
         return any(
             site.path[: len(beside)] == beside
             and site.path[len(beside) : len(beside) + 1] in {(name,) for name in _ROUTERS}
@@ -182,7 +182,8 @@ class Classifier:
             if site.path[-1] not in _OF_LATENTS:
                 self._require_width(site)
             return Role.HIDDEN_NORM
-        # Heads share a gain of the size of a head or, if the head dimension is unknown, a gain that does not grow.
+        # Heads share a gain of the size of one head. If the head dimension is unknown, a gain that does not grow is
+        # taken as shared.
         shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site) == 1
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
@@ -255,10 +256,11 @@ class Classifier:
         )
 
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
-        """Set ``output_norms`` by running the base; the user's ``modules`` take precedence.
+        """Run the base to find the norms on outputs of branches, and set ``output_norms``.
 
-        ``classified`` has the matrices of the model. A base that cannot be run is a warning, unless ``modules`` names
-        all norms in the blocks.
+        ``classified`` has the matrices of the model. Names of norms in the user's ``modules`` override what is found.
+        If the base cannot be run, warn. There is no warning if the blocks have norms and ``modules`` names them all;
+        norms of queries, keys and latents need no name.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -295,8 +297,8 @@ class Classifier:
             elif given.startswith("norm."):
                 self.output_norms.pop(label, None)
 
-    # Each branch needs exactly one last matrix, because its multiplier acts there. Experts have one last matrix each,
-    # or one tensor with the last matrices of all.
+    # Each branch needs exactly one last matrix, because its multiplier acts there. Experts are an exception: each has
+    # its own last matrix, or one tensor has the last matrices of all.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
         """Check that each block has a residual branch, and each branch exactly one last matrix."""
@@ -318,7 +320,7 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Check that a branch has exactly one last matrix, and that the sizes of its matrices fit."""
+        """Check that the branch ``name`` has exactly one last matrix, and that the sizes of its matrices fit."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:
@@ -340,7 +342,10 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why``. Suggest the names ``modules``; without any, suggest roles."""
+        """Raise InputError with the reason ``why``.
+
+        The message suggests ``modules`` as names. Without ``modules``, it suggests roles that fit.
+        """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

@@ -9,7 +9,7 @@ from torch import nn
 
 from leaven.errors import InputError
 
-# Parts of names that torch.compile and activation checkpointing add
+# Parts that torch.compile and activation checkpointing add to names.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 # Names of attributes of modules: the head dimension, the scale of query . key, and a factor on an embedding's output.
 _HEAD_DIM = ("head_dim", "head_size", "d_head", "attention_head_size", "qk_head_dim")
@@ -29,7 +29,7 @@ class ParameterSite:
     layer: int | None  # the block's number; None outside the blocks
     parameter: nn.Parameter
     owners: tuple[nn.Module, ...]  # the modules that contain the parameter; several if it is tied
-    after_blocks: bool  # whether it is registered after the first block and outside the blocks
+    after_blocks: bool  # whether it is outside the blocks and registered after the first of them
     experts: nn.Module | None  # for a parameter of routed experts: the module that contains all of them
     base_shape: tuple[int, ...] = ()  # shape of the matching parameter in the smaller model; `matched` sets it
 
@@ -39,7 +39,7 @@ class ParameterSite:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor on the output of an embedding, read from an attribute of its module; 1 if it has none."""
+        """The factor on the output of an embedding, from an attribute such as ``embed_scale``; 1 without it."""
         found = _first(self.owner, _EMBEDDING_SCALE, float)
         return float(getattr(*found)) if found else 1.0
 
@@ -62,12 +62,12 @@ class ParameterSite:
 
     @property
     def beside_experts(self) -> tuple[str, ...]:
-        """The path of the module that contains the experts and their router, for a parameter of experts."""
+        """For a parameter of experts: the path of the module that contains the experts and their router."""
         return self.path[: self.path.index(EXPERTS)]
 
     @property
     def n_experts(self) -> int:
-        """The number of routed experts in the block, for a parameter of experts."""
+        """For a parameter of experts: the number of routed experts in its block."""
         listed = isinstance(self.experts, nn.ModuleList | nn.ModuleDict)
         return len(cast(nn.ModuleList, self.experts)) if listed else self.shape[0]
 
@@ -92,7 +92,7 @@ def is_a(module: nn.Module, name: str) -> bool:
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside a wrapper of torch.compile, or the model itself. Messages call it ``argument``."""
+    """Return a model without the wrapper of torch.compile, if it has one. ``argument`` is its name in the message."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -143,7 +143,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     """Return the structure of ``model`` with the ``base_shape`` of each parameter.
 
-    The matching parameter of ``base`` has the same name, in the block at the nearest relative depth.
+    That is the shape of the same parameter in ``base``, in the block at the nearest relative depth.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
@@ -154,7 +154,7 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
         if odd := next((site for site in its_sites if site.label not in others), None):
             raise InputError(
                 f"{odd.name} exists only in the {whose}{unlisted}; give a base of the same family with the same tied "
-                "weights and as many experts"
+                "weights and the same number of experts"
             )
     sites = []
     for site in model.sites:
@@ -180,7 +180,7 @@ def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
 
 
 def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the attention modules with an attribute for the scale of query . key, as (module, attribute name)."""
+    """Return (module, attribute) for each attention module that has the scale of query . key as an attribute."""
     attention = (module for module in model.modules() if _first(module, _HEAD_DIM, int))
     return [scale for module in attention if (scale := _first(module, _LOGIT_SCALE, float))]
 
@@ -188,7 +188,7 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
     """Return modules inside blocks by (path of the list of blocks, number of the block, name).
 
-    ``labels`` maps labels of modules, such as ``layers.*.mlp``, to these names.
+    ``labels`` lists the modules: it maps a path with "*" for the block's number, such as ``layers.*.mlp``, to a name.
     """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
@@ -209,15 +209,15 @@ def _first(module: nn.Module, names: tuple[str, ...], kind: type) -> tuple[nn.Mo
 
 
 def bare_name(name: str) -> str:
-    """Return the name of a parameter or module without the parts that wrappers add."""
+    """Return the name of a parameter or module without parts that wrappers add, such as ``_orig_mod``."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Return the keys of the blocks in each outermost list of blocks, by the path of the list.
+    """Return the lists of blocks of a model: the keys of the blocks, by the path of the list.
 
     A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` whose members all have submodules. The members of an
-    ``nn.Sequential`` must also have the same type.
+    ``nn.Sequential`` must also have the same type. Lists inside a list of blocks do not count.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Finds norms on the outputs of residual branches, and norms whose gain is 1 + weight, by running them."""
+"""Runs a model to find norms on outputs of residual branches, and runs a norm to see if its gain is 1 + weight."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
     A copy of the model with random weights is run twice for each branch. The outputs of the branch's last matrices
     are replaced by random values, in the second run by four times these values. A norm on the branch's output then
     gets exactly four times the input, and returns the same output. The input of other norms also contains the
-    embedding.
+    embedding, so it is not four times as large. More runs find branches whose norm is not a module (InputError).
 
     Args:
         model: a small model of the family.
@@ -68,7 +68,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
 
 
 def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the first input and the output of each module with floating-point inputs, by path.
+    """Return the first input and the output of each module whose first input is floating-point, by path.
 
     The modules ``ends`` return random values of RMS ``scale`` in place of their outputs.
     """

@@ -1,9 +1,9 @@
 """Writes and reads models in Hugging Face's format, without the ``transformers`` library.
 
-leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face models here
-do not. Written weights are multiplied by these factors (:func:`leaven.scaling.table.folding`), and divided by the
-constant factors of their architecture, such as sqrt(d_model) on Gemma's embedding
-(:meth:`leaven.interop.architectures.Architecture.factors`). Reading does the reverse.
+leaven's models multiply branches and logits by factors of the recipe (forward multipliers). Models of Hugging Face
+have none, but some have constants of their own, such as sqrt(d_model) on Gemma's embedding. Therefore writing
+multiplies weights by leaven's factors (:func:`leaven.scaling.table.folding`) and divides them by the constants of the
+architecture (:meth:`leaven.interop.architectures.Architecture.factors`). Reading does the reverse.
 """
 
 import json
@@ -34,12 +34,12 @@ from leaven.scaling.table import ParameterTable, folding
 from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; others hold quantised weights
-WHOLE = "model.safetensors"  # the file of all weights, unless they are in shards
+READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; other dtypes are of quantised weights
+WHOLE = "model.safetensors"  # the file with all weights; several files (shards) have other names
 SHARD_BYTES = 5 * 10**9
 SAMPLES, SAMPLE_BYTES = 64, 2**16
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
-# Keys in which a recipe's model shape and its start weights may differ; with learned positions, seq_len may not.
+# Keys of [model] whose values may differ from those of the start weights. With learned positions, seq_len may not.
 _FREE = {"seq_len", "dropout", "rope_theta"}
 # Name of the biases that a layer's router adds to the scores of its experts. They are not parameters, because they
 # are trained without gradients.
@@ -68,12 +68,15 @@ def write_huggingface(
         weights: leaven's tensors by name.
         tokenizer: the text of a tokenizer.json.
         end_of_text: the token that ends a document, and its id.
-        router_bias_LE: the biases on the scores of experts, (layers, experts), 0 if None. They stay in fp32.
+        router_bias_LE: the biases that routers add to the scores of experts, of shape (layers, experts); None if all
+            are 0. They are written in fp32.
         card: the text of README.md; without one, there is no README.md.
-        shard_bytes: the largest size of a file of weights.
+        dtype: a key of ``DTYPES``.
+        shard_bytes: the largest size of a file of weights. A larger tensor gets a file of its own.
 
     Raises:
-        InputError: if no architecture has the shape, the folder cannot be written, or a weight is not finite.
+        InputError: if no architecture can represent the shape, the folder cannot be written, or a weight is not
+            finite.
     """
     architecture = holding(shape)
     token, id = end_of_text
@@ -125,7 +128,11 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return factors by leaven's names: stored weight = factor x leaven's weight - :meth:`Architecture.offsets`."""
+    """Return the factors between leaven's weights and stored weights, by leaven's name of the weight.
+
+    stored weight = factor x leaven's weight - offset, with the offsets of :meth:`Architecture.offsets`. A missing
+    factor is 1.
+    """
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor
@@ -133,7 +140,10 @@ def _factors(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Return the tensors of each file by its name. A file has at most ``limit`` elements, or one larger tensor."""
+    """Distribute tensors over files, and return them by name of the file.
+
+    A file has at most ``limit`` elements. A tensor with more elements gets a file of its own.
+    """
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -150,7 +160,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 def _joined(
     stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
 ) -> Tensor:
-    """Return a tensor of the file, built from leaven's weights. A bias that leaven's model does not have is 0."""
+    """Return a tensor as a file stores it, made from leaven's weights. A bias that leaven's model lacks is 0."""
     parts = []
     for name, shape in stored.parts.items():
         part = torch.zeros(shape)
@@ -165,7 +175,7 @@ def _joined(
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Return leaven's tensors that a tensor of the file contains. Factors and offsets are not applied."""
+    """Return leaven's tensors that a stored tensor contains. Factors and offsets are not applied."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
@@ -176,9 +186,10 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a parameter with another order of each head's entries: with 2 rows, a b c d becomes a c b d.
+    """Return a parameter with the entries of each head in another order.
 
-    The entries are written into a table row by row and read column by column, so 2 columns change the order back.
+    The entries are written into a table row by row, and read column by column. With 2 rows, a b c d e f becomes
+    a d b e c f; with 2 columns, this becomes a b c d e f again.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
@@ -202,9 +213,10 @@ def model_card(
         text: the text of the recipe file.
         architecture: the name of the model's class in transformers.
         tokens: the number of tokens that the checkpoint was trained on.
-        events: the events of the run, for the last validation loss at or before the checkpoint.
-        averaged: whether the exported weights are averages. The card then shows the loss of the averages.
-        licence: the licence of the data.
+        dtype: the dtype of the exported weights, such as fp32.
+        events: the events of the run. The card shows the last validation loss at or before the checkpoint.
+        averaged: whether the exported weights are averages over steps. The card then shows the loss of the averages.
+        licence: the licence of the data, if known.
     """
     measured: list[Mapping[str, Any]] = []
     for each in events:
@@ -247,7 +259,12 @@ def _cell(value: object) -> str:
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder. Names, shapes and dtypes of the weights are checked."""
+    """Return a description of the model in a folder, without its weights.
+
+    Raises:
+        InputError: if the folder has no model that leaven supports, or if names, shapes or dtypes of its weights do
+            not fit its config.json.
+    """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
     plain = read_config(folder / "config.json")
@@ -292,7 +309,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return a hash of a folder's configuration, and of samples of its weights: `SAMPLES` pieces of each file."""
+    """Return a hash of a folder's config.json and weight files. Only `SAMPLES` pieces of each file are read."""
     content, index = blake2b(digest_size=16), b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")
@@ -310,9 +327,11 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder, or raise InputError if no run with this shape can start there.
+    """Return a description of the model in a folder, after checking that a run of ``shape`` can start from it.
 
-    The two shapes may differ only in ``_FREE``, without ``seq_len`` if positions are learned.
+    Raises:
+        InputError: as :func:`read_huggingface`, and if the two shapes differ in a key that is not in ``_FREE``. With
+            learned positions, ``seq_len`` must be equal, too. If all layers have experts, ``d_ff`` may differ.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -332,9 +351,10 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
-    """Return a warning if token ids of the file ``tokenizer`` are other tokens in the tokenizer.json of ``folder``.
+    """Return a warning if the start weights in ``folder`` were trained with other token ids, or None.
 
-    ``folder`` has the start weights. Without a tokenizer.json that can be read there, return None.
+    The warning counts the ids of the file ``tokenizer`` that are other tokens in the tokenizer.json of ``folder``. If
+    one of the two files cannot be read, return None.
     """
     there = folder / "tokenizer.json"
     try:
@@ -356,7 +376,8 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
     """Return a recipe that starts from a model's weights.
 
-    The recipe's base has the size of the model itself, so scaling rules change nothing at this size.
+    The recipe's base has the size of the model itself, so scaling rules change nothing at this size. ``source`` is
+    its training data. ``tokens`` is its number of training tokens, by default 20 per parameter.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -388,7 +409,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Load the weights of a folder into ``held``, the parameters of this process."""
+    """Copy the weights of a folder into ``held``: the parameters of this process, whole or sharded."""
     plain = require_start(shape, folder)
     pieces, read = {piece.name: piece for piece in held}, set()
     factors = _factors(plain.architecture, shape, table, plain.config)
@@ -414,7 +435,10 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 
 def router_biases(shape: ModelShape, folder: Path) -> Tensor:
-    """Return the biases of routers on the scores of experts, (layers, experts). Layers without experts have 0."""
+    """Return the biases that the routers of a folder's model add to the scores of experts, as (layers, experts).
+
+    Layers without such biases have 0.
+    """
     assert shape.experts is not None
     plain = require_start(shape, folder)
     bias_LE = torch.zeros(shape.n_layers, shape.experts.number)
@@ -437,11 +461,11 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a folder, and yield (open file, name in the file) by each tensor's full name."""
+    """Open the weight files of a model, and yield (open file, name in the file) by the full name of each tensor."""
     files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")
-        # A name of a file, not a path, which might lead out of the folder.
+        # Only names of files: a path might lead out of the folder.
         if not isinstance(places, dict) or not all(
             isinstance(file, str) and file.endswith(".safetensors") and not {"/", "\\", "\0"} & set(file)
             for file in places.values()

@@ -253,7 +253,7 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
     fault(document, "activation_checkpoint", "full", "must be an object or null")
     fault(groups[-1], "pattern", "nothing", "no pattern matches")
     fault(groups[-1], "optimizer_name", "Muon", "give one, AdamW or Adam")
-    fault(block, "moe", {"num_experts": 8}, "leaven does not have mixtures of experts")
+    fault(block, "moe", {"num_experts": 8}, "leaven does not import torchtitan's experts")
     fault(block["feed_forward"]["w1"], "param_init", {"weight": "<function orthogonal_>"}, "which leaven cannot read")
     fault(groups[-1], "optimizer_kwargs", {"betas": [0.9]}, "not a file of torchtitan 0.3")
     fault(groups[-1], "optimizer_kwargs", {"lr": "high"}, "must be a number")

@@ -113,6 +113,11 @@ def test_steps_and_fractions_become_tokens() -> None:
         (f"{EXPERTS} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2", "needs 16 processes"),
         ("--multi-latent-attention", "leaven does not have multi-latent attention"),
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy full",
+            "-strategy full: leaven supports only no_shard,",
+        ),
+        ("--data-parallel-sharding-strategy full", "--data-parallel-sharding-strategy full: leaven supports only"),
         ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
         ("--num-attention-heads 5", "is not a multiple of --num-attention-heads 5"),
@@ -131,6 +136,18 @@ def test_steps_and_fractions_become_tokens() -> None:
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
     with refused("args.sh: ", says):
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "zero"),
+    [(None, 0), ("no_shard", 0), ("optim", 1), ("optim_grads", 2), ("optim_grads_params", 3), ("$SHARDING", 0)],
+)
+def test_sharding_strategies_of_megatron_fsdp(strategy: str | None, zero: int) -> None:
+    more = f"--data-parallel-sharding-strategy {strategy}" if strategy else ""
+    text = f"{MINIMAL} --vocab-size 512 --use-distributed-optimizer --use-megatron-fsdp {more}"
+    found = from_megatron.read(text, "args.sh", "x", ranks=2)
+    assert found.recipe.layout.zero == zero
+    assert any("$SHARDING is unknown" in line for line in found.unknown) == (strategy == "$SHARDING")
 
 
 SHAPE = f"{MINIMAL} --vocab-size 512"
@@ -244,7 +261,7 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
         assert (shape.window, shape.global_every) == expected
     ignored = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
     assert ignored.recipe.model.n_kv_heads == 4
-    assert ignored.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)
+    assert ignored.unread == ("--num-query-groups: Megatron reads it only with --group-query-attention",)
 
 
 # Round trips ------------------------------------------------------------------------------------------------------

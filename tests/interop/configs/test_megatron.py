@@ -211,7 +211,7 @@ def test_use_mup_is_chosen_if_it_loses_less(tiny: Recipe) -> None:
 def test_seed_0_becomes_megatrons_default(tiny: Recipe) -> None:
     exported = export("megatron", tiny)
     assert flags_of(tiny)["seed"] == 1234
-    assert any("--seed 1234 is data.seed = 0" in note for note in exported.notes)
+    assert any("data.seed = 0 is written as --seed 1234" in note for note in exported.notes)
     assert flags_of(tiny.replace({"data.seed": 7}))["seed"] == 7
 
 

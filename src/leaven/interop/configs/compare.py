@@ -1,8 +1,11 @@
 """Compares a recipe's parameter table with the settings that another trainer (an export target) would use.
 
-The differences are what an export does not preserve. Multipliers, except of tied embeddings, are folded into matrices
-on both sides first: a matrix W whose output is multiplied by c trains like the matrix c W without a multiplier, if lr
-is multiplied by c, and eps and decay are divided by c (decay by c^2 if it is part of the gradient, as with ``adam``).
+The differences are what an export does not preserve.
+
+Before the comparison, multipliers are folded into matrices on both sides, except for multipliers of tied embeddings.
+Folding replaces a matrix W, whose output is multiplied by c, by the matrix c W without a multiplier. Both train alike
+if the lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is part of the
+gradient, so it is divided by c^2.
 """
 
 import json
@@ -43,7 +46,7 @@ class ParameterSettings:
         """Return the settings with which the weight ``factor`` x W trains like W with the multiplier ``factor``.
 
         ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient. The field
-        ``multiplier`` is unchanged.
+        ``multiplier`` is not changed.
         """
         return replace(
             self,
@@ -59,7 +62,7 @@ QUANTITIES = tuple(field.name for field in fields(ParameterSettings))
 
 
 class ResolvedRecipe:
-    """A recipe with its parameter table, and with its sizes in sequences, optimizer steps and micro-batches."""
+    """A recipe with its parameter table, and with its sizes in sequences, steps and micro-batches."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -76,7 +79,10 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings, by parameter, of a model without multipliers that trains in the same way without clipping."""
+        """The settings, by parameter, of an equivalent model without multipliers.
+
+        Without gradient clipping, it trains in the same way.
+        """
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -102,7 +108,8 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        It divides the sequences of a rank in every step, and is at most the recipe's micro-batch (1 for ``auto``).
+        It is the largest number up to the recipe's micro-batch that divides a rank's sequences in every step. With
+        the micro-batch ``auto``, it is 1. A batch that ``layout.dp`` does not divide is an InputError.
         """
         recipe = self.recipe
         dp, wanted = recipe.layout.dp, recipe.batch.micro_batch
@@ -119,7 +126,7 @@ class ResolvedRecipe:
 
     @property
     def accumulate(self) -> int:
-        """The number of micro-batches in one step of a rank."""
+        """The number of micro-batches in one step of a rank, with the full batch."""
         return self.sequences // self.recipe.layout.dp // self.micro_batch
 
 
@@ -131,10 +138,10 @@ def compare(
     *,
     plain: bool,
 ) -> tuple[list[LossRow], int]:
-    """Return (rows, number of differences): what an export does not preserve.
+    """Return what an export does not preserve, as (rows, number of differences).
 
-    A row lists all modules in which a setting changes from the same value to the same other value. Each module counts
-    as one difference.
+    A row is for one setting, such as lr, and for all modules with the same value in the recipe and the same value in
+    the target. Each module counts as one difference. A different attention scale is one more.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.
@@ -190,16 +197,17 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of a recipe as a user writes it. A table has only the keys whose values are not the default."""
+    """Return a value of a recipe as a user writes it. Keys with their default values are left out of tables."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and a row for each value that had to be replaced.
 
-    ``holds`` maps keys of ``[model]`` to the values that the target supports; the first of them replaces any other
-    value. ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. If ``holds`` is not
-    empty, the fields in `Part.added` that it lacks get their defaults.
+    ``holds`` maps keys of ``[model]`` to lists of the values that the target supports. A value that is not listed is
+    replaced by the first of the list. The list ``["any"]`` allows every value. The word "d_model" stands for
+    ``d_attention = None``. Keys without a list keep their values. But if there are any lists, keys in
+    ``ModelShape.added`` without a list get their defaults.
     """
     changes = {
         key: default

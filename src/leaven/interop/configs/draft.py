@@ -1,7 +1,7 @@
 """Builds a recipe from the configuration of another trainer.
 
-:class:`Settings` has the settings of that configuration, with the trainer's defaults. :class:`Draft` collects the
-values of the recipe with their reasons, and estimates required values that are missing.
+:class:`Settings` has the settings of the configuration and the trainer's defaults. :class:`Draft` collects values of
+the recipe with their reasons, and estimates required values that are missing.
 """
 
 import math
@@ -26,7 +26,7 @@ TOKENS_PER_PARAMETER = 20
 
 @dataclass(frozen=True)
 class Imported:
-    """A recipe that was read from files."""
+    """A recipe that was made from the files of another trainer."""
 
     recipe: Recipe
     unknown: tuple[str, ...]  # values that are missing in the files, and what was assumed
@@ -48,7 +48,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json. Reasons name it ``file``."""
+        """Set the model shape and the initial std from a config.json. Reasons call the config.json ``file``."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -69,9 +69,11 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the value that most matrices in the blocks have, and other modules get a multiplier.
-        If a module's value differs between blocks, the first block gives the value. ``init_why`` is the reason for
-        the initial values, ``why`` for the optimizer settings.
+        A hyperparameter gets the value that most matrices in the blocks have, not counting 0. Modules with another
+        value get a multiplier. If a module's value differs between blocks, that of block 0 is used. If the initial
+        stds are those of a published init, such as ``depth-scaled``, ``init`` is set and not ``init_std``.
+
+        ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -137,7 +139,7 @@ class Draft:
             guess("hyperparameters.lr", *likely_lr(shape, tokens))
         if "schedule.warmup_tokens" not in self.values:
             guess("schedule.warmup_tokens", *likely_warmup(shape, tokens))
-        self.unknown.append("data.source: any text of your own; the default is used")
+        self.unknown.append("data.source: the default is used; set it to your own text")
         # The values are for the size of the model itself, so no rule may change them.
         self.values.setdefault("scaling.rule", "standard")
         return Imported(self.recipe(name), tuple(self.unknown), tuple(self.unread))
@@ -152,13 +154,13 @@ class Draft:
 
 @dataclass
 class Settings:
-    """The settings of another trainer: the given values, the trainer's defaults, and the draft that they fill.
+    """The settings of another trainer (given values and defaults), and the draft of the recipe made from them.
 
     ``table`` describes each setting with these keys:
 
     - ``kind``: "count" (a whole number), "number", "word" (a string), "switch" (on or off) or "table";
-    - ``min``: the smallest count;
-    - ``default``: the trainer's default; a count or number without a default must be given;
+    - ``min``: the smallest allowed count;
+    - ``default``: the trainer's default; without one, reading a count or number that is not given is an InputError;
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
     - ``optional``: if true, ``path`` stays unset when the setting is not given.
@@ -171,15 +173,17 @@ class Settings:
     prefix: str = ""  # text before the name of a setting, such as "--"
     suffix: str = ""  # text after the names of settings in a reason
     given: dict[str, Any] = field(default_factory=dict)
-    # for settings whose value is a shell variable that the script does not set: the name of the variable
+    # by setting whose value is a shell variable that the script does not set: the variable, such as "$LR"
     unset: dict[str, str] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a setting, or its default. Without both, a number is an error, and other kinds are
-        False, "" or {}."""
+        """Return the value of a setting, or its default.
+
+        If it has neither, a count or number is an InputError, a switch is False, a word "" and a table {}.
+        """
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
         if kind == "switch":
@@ -210,7 +214,7 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str) -> Any:
-        """Return the recipe's value for a setting that has ``values``, or raise InputError if they lack the word."""
+        """Return the recipe's value for a setting that has ``values``, or raise InputError for an unknown word."""
         known = self.table[name]["values"]
         if isinstance(known, Mapping) and self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")
@@ -219,7 +223,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason lists the given settings. If none is given, it names the default of the first setting.
+        The reason lists the given settings, such as ``--bf16``. If none is given, it names the default of the first.
+        If one is an unset shell variable, it names the variable.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
@@ -251,7 +256,7 @@ def as_number(value: Any, label: str) -> float:
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the batch in tokens that the Step Law gives, in whole sequences, and the reason."""
+    """Return the batch size in tokens by the Step Law, rounded to whole sequences, and the reason."""
     step_law = next(law for law in main_laws(shape, tokens) if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
     scale = f"{format_quantity(shape.params_active)} parameters, {format_quantity(tokens)} tokens"
@@ -269,13 +274,19 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens, and the reason. Its share of the run is that of the nearest published run."""
+    """Return the warm-up in tokens, and the reason.
+
+    The warm-up is the same share of the run as in the published run nearest in size that states its share.
+    """
     share, why = _of_nearest("warmup_fraction", shape, tokens)
     return round(share * tokens), f"{share:.2g} of the run, as in {why}"
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return ``key`` of the published run nearest in size that has a value for it, and a text that names this run."""
+    """Return the value of ``key`` in the nearest published run that has one, and a text that names this run.
+
+    :func:`leaven.catalogue.neighbours.nearest` orders the runs.
+    """
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):

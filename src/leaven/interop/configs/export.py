@@ -1,8 +1,8 @@
 """Exports recipes as configurations of other trainers (targets).
 
-The file ``targets/NAME.toml`` describes a target. Some losses of an export are written there. The others are found by
-comparing the recipe with the target's model shapes, and with the settings that the target would give each parameter
-(:mod:`.per_parameter`).
+The file ``targets/NAME.toml`` describes a target. A loss of an export is a value of the recipe that the target cannot
+have. Some losses are written in the target's file. The others are found by comparing the recipe with the model shapes
+that the target supports, and with the settings that it would give each parameter (:mod:`.per_parameter`).
 """
 
 import json
@@ -39,7 +39,7 @@ class Target:
     path: str
     files: Mapping[str, str]  # templates by file name; "" is the name if the target has a single file
     decays: Mapping[str, str]  # the target's name of each lr decay; a missing decay is exported as cosine
-    # why the target loses a quantity; "*" stands for all other quantities
+    # by setting, such as lr: why the target cannot have the recipe's value; "*" stands for all other settings
     reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values by key of [model]
     architecture: bool = False  # whether the exported model is a Hugging Face architecture
@@ -79,13 +79,14 @@ def default_path(name: str, recipe_name: str) -> str:
 def export(name: str, recipe: Recipe) -> Export:
     """Return the files for a target, the values of the recipe that the target cannot represent, and notes.
 
-    A target that cannot have the recipe's layout, batch or model is an InputError.
+    Raises:
+        InputError: if the target is unknown, or cannot have the recipe's layout, batch or model at all.
     """
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
         architecture, changes = nearest(recipe.model, trained=True)
         shape, values = changed(recipe.model, changes), shape_values(recipe.model)
-        why = f"all that {architecture.name} has"
+        why = f"{architecture.name} supports nothing else"
         losses = [
             LossRow(
                 key=f"model.{key}",
@@ -149,7 +150,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         for row in run.table.rows
         if row.name in chosen.given
     )
-    # Modules whose initial std in the target differs from the recipe's, but by less than `SAME_START`.
+    # Modules whose initial std in the target is not the recipe's, but counts as equal (`SAME_START`).
     close = {
         row.module
         for row in ([] if to.plain else run.table.rows)
@@ -201,7 +202,10 @@ def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Itera
 
 @cache
 def environment(kind: str) -> Environment:
-    """Return a Jinja environment that prints expressions as literals of a file format, such as ".yaml"."""
+    """Return a Jinja environment that prints expressions as literals of a file format, such as ".yaml".
+
+    With any other ``kind``, it prints them as text.
+    """
     scalars = {".json": _json, ".yaml": _yaml, ".py": _literal(str), ".sh": _literal(shlex.quote)}
     scalar: Callable[[Any], str] = scalars.get(kind, str)
     made = Environment(

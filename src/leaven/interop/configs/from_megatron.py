@@ -20,14 +20,20 @@ from leaven.recipe.files import validated
 from leaven.recipe.shape import ModelShape
 
 TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))
-SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
-    """Convert a script or argument list to a recipe. ``origin`` is its name, ``ranks`` the number of processes.
+    """Convert a shell script, or a list of Megatron's arguments, to a recipe.
+
+    Args:
+        text: the script or the arguments.
+        origin: the name of the file with the text, for messages.
+        name: the name of the recipe.
+        ranks: the number of processes of the run, if known.
 
     Raises:
-        InputError: if a flag is missing, malformed or for an unsupported kind of model; the message names the flag.
+        InputError: if a flag is missing, has a value that leaven does not support, or is for a kind of model that
+            leaven does not have. The message names the flag.
     """
     given = _read_flags(text, Draft(origin))
     draft = given.draft
@@ -51,7 +57,10 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 
 
 def _read_flags(text: str, draft: Draft) -> Settings:
-    """Return the known flags of a script. Unknown flags and unset variables are added to the draft."""
+    """Return the known flags of a script.
+
+    Unknown flags are added to ``draft.unread``, unset variables to ``draft.unknown``.
+    """
     origin = draft.origin
     flags = Settings(draft, origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     for flag, words in parse_flags(text, origin).items():
@@ -95,7 +104,7 @@ def _sizes(given: Settings) -> None:
     else:
         draft.set("model.n_kv_heads", heads, "--num-attention-heads: no --group-query-attention")
         if "num-query-groups" in given:
-            draft.unread.append("--num-query-groups: Megatron reads it beside --group-query-attention only")
+            draft.unread.append("--num-query-groups: Megatron reads it only with --group-query-attention")
 
     if "ffn-hidden-size" in given or "ffn-hidden-size" in given.unset:
         given.put("model.d_ff", given["ffn-hidden-size"], "ffn-hidden-size")
@@ -166,9 +175,9 @@ def _window(given: Settings) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Return a text such as ``([0]*1+[1]*2)*2`` written out, with one digit for each layer: "011011".
+    """Return a text such as ``([0]*1+[1]*2)*2`` written out: "011011".
 
-    The result is "" if the text has another form, or not one digit for each of the ``layers``.
+    Return "" if the text has another form, or if the result does not have one digit for each of the ``layers``.
     """
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
@@ -181,7 +190,7 @@ def _pattern(word: str, layers: int) -> str:
 
 
 def _experts(given: Settings) -> None:
-    """Set the experts, which layers have none, their router, and how their load is balanced."""
+    """Set the values of [model.experts]: sizes, layers without experts, router, and how the load is balanced."""
     origin, draft = given.origin, given.draft
 
     def put(key: str, value: object, *flags: str) -> None:
@@ -232,7 +241,7 @@ def _experts(given: Settings) -> None:
 
 
 def _dense_layers(given: Settings) -> int:
-    """Return the number of layers without experts, which must come before all other layers."""
+    """Return the number of layers without experts. They must come before all other layers."""
     written, layers = given["moe-layer-freq"], given["num-layers"]
     if written.strip() == "1":
         return 0
@@ -320,7 +329,10 @@ def _schedule(given: Settings, length: int) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Return --PREFIX-samples or --PREFIX-iters in tokens, or None if neither can be converted."""
+        """Return --PREFIX-samples or --PREFIX-iters in tokens.
+
+        None if neither is given, or if only --PREFIX-iters is given and the batch size is unknown.
+        """
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None
@@ -343,10 +355,10 @@ def _schedule(given: Settings, length: int) -> None:
 
 
 def _layout(given: Settings, ranks: int | None) -> None:
-    """Set the keys of the layout other than the degrees tp, pp, cp and ep, which the draft already has."""
+    """Set the keys of [layout] other than tp, pp, cp and ep, which the draft already has."""
     draft = given.draft
+    zero = given.choice("data-parallel-sharding-strategy")
     if "use-megatron-fsdp" in given:
-        zero = SHARDING.get(given["data-parallel-sharding-strategy"], 0)
         given.put("layout.zero", zero, "data-parallel-sharding-strategy")
     recompute = given["recompute-granularity"] or ("selective" if "recompute-activations" in given else "")
     if recompute in {"full", "selective"}:
@@ -361,7 +373,7 @@ def _layout(given: Settings, ranks: int | None) -> None:
             "multiple of that; add --ranks N, the number of processes of the run"
         )
     if ranks is None:
-        draft.unknown.append("layout.dp: follows from the number of processes, here 1; give it with --ranks N")
+        draft.unknown.append("layout.dp: 1 is used; give the number of processes with --ranks N")
         return
     if ranks % each:
         raise InputError(
@@ -377,21 +389,22 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([
 _OPEN = re.compile(r"\$\{?(\w+)")
 _FLAG = re.compile(r"(?:^|\s)--\w")
 _COMMAND = "$_COMMAND_"
-_COMMANDS = (("$((", "))"), ("$(", ")"), ("`", "`"))  # start and end of a command, inner ones first
+_COMMANDS = (("$((", "))"), ("$(", ")"), ("`", "`"))  # start and end of a substitution; $(( before $(
 _END = re.compile(r"[\n;]+|&&|\|\||[|&()]|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
-LONGEST = 2**17  # characters of a script; Linux takes no longer argument
-MOST_EXPANDED = 2**20  # characters that all variables of a script may insert
-DEEPEST = 20  # variables that contain each other
+LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
+MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
+DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
 
 
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
 
-    All lines count, also branches and unused variables. A flag that leaven reads has one word at most; two values of
-    it are an error. A key that begins with $ is a variable that the script does not set and that may contain flags.
+    All lines count, also those in branches and in variables that no command uses. A flag that leaven reads has at
+    most one word; two different values of such a flag are an InputError. Besides flags, the result has keys that
+    begin with $: variables that the script does not set, and that may contain flags.
 
     The parser understands comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script
-    sets. A word that needs the output of a command, or a variable that is not set, keeps its $.
+    sets. A variable that is not set, and the output of a command, stay in a word and begin with $.
     """
     if len(text) > LONGEST:
         raise InputError(
@@ -445,7 +458,7 @@ def _words(text: str) -> deque[str]:
 
 
 def _without_commands(text: str) -> str:
-    """Return a script with ``_COMMAND`` in place of every command whose output it uses."""
+    """Return a script with ``_COMMAND`` in place of every substitution, such as ``$(date)`` or ``$((1 + 1))``."""
     for start, end in _COMMANDS:
         parts, at = [], 0
         while (first := text.find(start, at)) >= 0 and (last := text.find(end, first + len(start))) >= 0:
@@ -456,8 +469,11 @@ def _without_commands(text: str) -> str:
 
 
 class _Script:
-    """The flags and variables of a shell script. ``flags`` has the words after each flag, by number of the command.
-    ``values`` has all values of each variable. ``loose`` has the variables that stand where a flag may be."""
+    """The flags and variables of a shell script.
+
+    ``flags[flag][n]`` has the words after a flag in command number n. ``values`` has all values of each variable.
+    ``loose`` has the variables that stand where a flag may be.
+    """
 
     def __init__(self, text: str, origin: str) -> None:
         self.flags: dict[str, dict[int, list[str]]] = {}
@@ -503,9 +519,10 @@ class _Script:
                     takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
 
     def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
-        """Return a word with the values of the known variables in it, once for each combination of values.
+        """Return the texts to which a word can expand: one for each combination of the values of its variables.
 
-        ``inside`` are the values that contain this word; they are not inserted again.
+        Unset variables stay as they are. ``inside`` has the values in which the word was found; they are not inserted
+        again, because that would never end.
         """
         found, end = [""], 0
         for match in _VARIABLE.finditer(word) if len(inside) < DEEPEST else ():
@@ -525,5 +542,5 @@ class _Script:
 
 
 def open_variables(word: str) -> list[str]:
-    """Return the names of the unset variables in a word, such as ``$LR``. The output of a command counts as one."""
+    """Return the unset variables in an expanded word, such as ``$LR``. The output of a command counts as one."""
     return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]

@@ -35,7 +35,7 @@ SAVED = TORCHTITAN_NAMES | {
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """Return the recipe of a TOML or JSON file. ``ranks`` is the number of processes of the run."""
+    """Convert a TOML or JSON file to a recipe called ``name``. ``ranks`` is the number of processes, if known."""
     document, draft = _document(path), Draft(str(path))
     spec = document.pop("model_spec", None)
     given = _settings(document, draft, saved=spec is not None)
@@ -68,10 +68,10 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
-    """Return the settings with known keys, as ``section.key``.
+    """Return the settings that leaven reads, by name such as ``optimizer.lr``.
 
-    Unknown keys are added to ``draft.unread``, unless they are known to have no effect. If ``saved``,
-    optimizer.param_groups is left out.
+    Other keys are added to ``draft.unread``, except those that change no computed value. In a ``saved`` file,
+    optimizer.param_groups is skipped, because `_parameters` reads it.
     """
     given = Settings(draft, draft.origin, TABLE["keys"], default="torchtitan's default of {}")
     for section, values in document.items():
@@ -120,7 +120,7 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
         model = spec["model"]
         blocks = model["layers"]
         if any(block["moe"] for block in blocks):
-            raise InputError(f"{draft.origin}: model_spec.model.layers: leaven does not have mixtures of experts")
+            raise InputError(f"{draft.origin}: model_spec.model.layers: leaven does not import torchtitan's experts")
         first = _block_shape(blocks[0])
         for number, block in enumerate(blocks):
             for key, value in _block_shape(block).items():
@@ -206,7 +206,10 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
 
 
 def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
-    """Return the file's text for the function that draws a module's weight, such as ``<function ones_ at 0x7f>``."""
+    """Return the file's text for the function that draws a module's weight, such as ``<function ones_ at 0x7f>``.
+
+    ``where`` is the part of the file that describes the module's block or, outside the blocks, the model.
+    """
     place = SAVED[module]
     if module == "embedding" and tied:
         place = "lm_head"
@@ -218,7 +221,10 @@ def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> 
 
 
 def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
-    """Return mean and std of the values that a function such as ``partial(<function normal_>, std=1)`` draws."""
+    """Return mean and std of the values that a function draws.
+
+    ``text`` describes the function, such as ``partial(<function normal_>, std=1)``.
+    """
     kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
     if "function trunc_normal_" in text:
         kind = "normal_"  # a cut at 50 stds changes nothing, a cut at 3 stds lowers the std by 1.3%
@@ -231,7 +237,7 @@ def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
 
 
 def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
-    """Set the data-parallel layout, the batch and the number of tokens."""
+    """Set the data-parallel layout, the pipeline schedule, the batch and the number of tokens."""
     draft = given.draft
     replicas, shards = (given[f"parallelism.data_parallel_{kind}_degree"] for kind in ("replicate", "shard"))
     each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
@@ -245,7 +251,7 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
             raise InputError(f"--ranks {ranks}: {draft.origin} is for {some}{each * dp} processes")
         dp, why = ranks // each, f"--ranks {ranks} / (tp x pp x cp)"
     elif shards < 0:
-        draft.unknown.append(f"layout.dp: follows from the number of processes, here {dp}; give it with --ranks N")
+        draft.unknown.append(f"layout.dp: {dp} is used; give the number of processes with --ranks N")
     draft.set("layout.dp", dp, why)
     if shards != 1 and dp > 1:
         reshard = "parallelism.fsdp_reshard_after_forward"
@@ -271,7 +277,11 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
 
 
 def _schedule(given: Settings) -> None:
-    """Set the warm-up and the decay. If the decay begins after the warm-up or has the type sqrt, set ``wsd``."""
+    """Set the warm-up and the decay.
+
+    The decay is ``wsd`` if its type is sqrt, or if steps with a constant lr lie between warm-up and decay. If the lr
+    never decays, it is ``constant``.
+    """
     draft = given.draft
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)
@@ -293,4 +303,4 @@ def _schedule(given: Settings) -> None:
         draft.set("schedule.decay", "wsd", why)
         draft.set("schedule.decay_ratio", falling / steps, why)
         if kind != "sqrt":
-            draft.unread.append(f"lr_scheduler.decay_type {kind} of the cooldown: in leaven, it falls as 1 - sqrt")
+            draft.unread.append(f"lr_scheduler.decay_type {kind} of the cooldown: in leaven, lr falls as 1 - sqrt")

@@ -21,10 +21,10 @@ TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.t
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """Return the recipe of a folder that contains config.json and usually training_args.json.
+    """Convert a folder with config.json, and usually training_args.json, to a recipe called ``name``.
 
-    ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run; a folder that
-    leaven exported states it.
+    ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run. If ``ranks`` is
+    None, the number is read from config.json, where an export of leaven writes it, or 1 is assumed.
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))
@@ -53,7 +53,9 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
         elif isinstance(exported, int) and exported > 0:
             draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
         else:
-            draft.unknown.append("layout.dp: the number of processes, here 1; batch and tokens grow with --ranks N")
+            draft.unknown.append(
+                "layout.dp: 1 is used; give the number of processes with --ranks N, as the batch grows with it"
+            )
         ranks = draft.values.get("layout.dp", 1)
         if arguments_path is not None:
             _arguments(draft, shape.seq_len, read_json(arguments_path), ranks)
@@ -78,14 +80,14 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return (file of the model's shape, file of the training arguments or None).
+    """Return (file of the model's shape, file of the training arguments or None if there is none).
 
-    ``path`` is the folder of both files, or one of the files, which may then have any name.
+    ``path`` is the folder of both files or one of the files. If it is a file, this file may have any name.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS
-    if path.is_file():  # the file may have any name, so look at its keys
+    if path.is_file():  # its keys tell which of the two files it is
         document = read_json(path)
         if not {"model_type", "architectures"} & document.keys() and TABLE["fields"].keys() & document.keys():
             arguments = path.name
@@ -99,7 +101,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
 
 
 def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
-    """Set recipe values from TrainingArguments, or from the defaults of missing fields."""
+    """Set recipe values from the fields of TrainingArguments. Missing fields have their defaults."""
     given = Settings(
         draft,
         draft.origin,
@@ -134,7 +136,7 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
 
 
 def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
-    """Set the batch, the number of tokens and the lr from the state of a Trainer."""
+    """Set the batch, the number of tokens and the lr from a trainer_state.json."""
     fields = {key: {"kind": "count", "min": 1} for key in ("max_steps", "train_batch_size")}
     given = Settings(draft, f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
     batch = given["train_batch_size"] * ranks * seq_len

@@ -5,7 +5,8 @@ Put this file and parameters.json beside pretrain_gpt.py, and add two lines befo
     import leaven_table
     leaven_table.install()
 
-In Megatron-Bridge, set the field optimizer_config_override_provider of its ConfigContainer to bridge_provider().
+With Megatron-Bridge, instead set the field optimizer_config_override_provider of its ConfigContainer to
+bridge_provider().
 
 Start the training with the flags of args.sh. The initial values replace those of --init-method-std, before a
 checkpoint is loaded. They depend on the seed of the recipe, the parameter's name and the tensor-parallel rank. This
@@ -28,7 +29,7 @@ TABLE = Path(__file__).with_name("parameters.json")
 EMBEDDING = "embedding.word_embeddings.weight"
 _INSIDE = re.compile(r"(?:^|\.)((?:embedding|decoder|output_layer)\..*)")  # a name without its wrappers
 _BLOCK = re.compile(r"decoder\.layers\.\d+$")
-# Transformer Engine has a norm in the matrix that follows it.
+# In Transformer Engine, a norm is part of the module of the matrix that follows.
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -63,11 +64,12 @@ def bridge_provider(path: str | Path = TABLE) -> Any:
 def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = TABLE) -> dict[Any, dict[str, Any]]:
     """Draw the initial values of a model, and return the ``config_overrides`` for its optimizer.
 
-    ``config`` is the OptimizerConfig. The lr of every parameter falls to the same share of its peak, which is
+    ``config`` is the OptimizerConfig. At the end of the schedule, the lr of every parameter is its peak lr x
     ``config.min_lr / config.lr``.
 
     Raises:
-        ValueError: if the table belongs to another model, a parameter is not a whole tensor, or there is no lr.
+        ValueError: if the table belongs to another model, a parameter is not a whole tensor, or ``config.lr`` is not
+            set.
     """
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
@@ -132,7 +134,7 @@ def _settings(values: dict[str, Any]) -> tuple[float, float, tuple[float, float]
 
 @torch.no_grad()
 def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
-    """Draw a parameter, or this rank's part of it. Each part of a fused matrix has its own std."""
+    """Draw initial values of a parameter, or of this rank's part. Each part of a fused matrix has its own std."""
     if getattr(parameter, "tensor_model_parallel", False):
         from megatron.core import parallel_state
 

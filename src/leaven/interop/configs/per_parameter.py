@@ -28,9 +28,10 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield candidates for Megatron: with --lr and --decoupled-lr, and with --use-mup (Table 8, Yang et al. 2022).
+    """Yield two candidates for Megatron: one with --lr and --decoupled-lr, and one with --use-mup.
 
-    Models with experts, or not wider than their base, have no candidate with --use-mup.
+    --use-mup is the rule in Table 8 of Yang et al. 2022. Models with experts, and models that are not wider than
+    their base, have only the first candidate.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -66,7 +67,8 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
     )
     if recipe.base.width >= shape.d_model or shape.experts:  # it was not checked which values --use-mup gives experts
         return
-    # Megatron divides the values of matrices by the width ratio m; flags have the values before this division.
+    # For matrices inside the blocks, Megatron divides lr and eps by the width ratio m, and the std by sqrt(m). Flags
+    # have the values before this division.
     m = recipe.model.d_model / recipe.base_shape.d_model
     vector = replace(base, lr=rows["embedding.weight"].lr, eps=hidden.eps * m)
     matrix = replace(vector, lr=vector.lr / m, eps=hidden.eps)
@@ -92,7 +94,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
-    """Return the variables of Megatron's template that are the same in every candidate."""
+    """Return those variables of Megatron's template that are the same in every candidate."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
     # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
@@ -136,8 +138,8 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    With the method ``NUM_LAYERS``, the initial std of the last matrices of branches is that of other matrices /
-    sqrt(2 n_layers). With ``NONE``, both stds are equal.
+    With the method ``NUM_LAYERS``, the initial std of the last matrices of branches is divided by sqrt(2 n_layers).
+    With ``NONE``, all matrices have the same initial std.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -147,7 +149,7 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for litgpt, which has one lr and weight decay and computes the initial stds itself."""
+    """Yield the only candidate for litgpt, which has one lr and weight decay, and fixed formulas of initial stds."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
@@ -159,9 +161,10 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of each parameter: ``end`` for the last matrices of branches, ``matrix`` for the others.
+    """Return the settings of each parameter.
 
-    Gains and biases have those of ``vector``, their own initial mean and the initial std 0.
+    The last matrices of branches have the settings ``end``, other matrices ``matrix``, gains and biases ``vector``.
+    For gains and biases, the initial mean is the recipe's and the initial std is 0.
     """
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
@@ -218,10 +221,10 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return (regular expression, values) for each group. The first expression that matches a name gives its values.
+    """Return (regular expression, values) for each group. A parameter has the values of the first that matches.
 
-    ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. ``end`` is a regular expression for
-    an ending that the names lack, such as ".weight".
+    ``groups`` maps values to names of parameters. ``blocks`` is the path of the list of blocks. ``end`` is a regular
+    expression for an ending that these names lack, such as ".weight".
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -258,7 +261,7 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for transformers. Fused matrices are as in `megatron_module`."""
+    """Yield the only candidate for transformers. Fused matrices have the settings described at `megatron_module`."""
     assert architecture is not None
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
@@ -272,7 +275,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 
 
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for NeMo Automodel: factors on lr and decay for each pattern of parameters' names.
+    """Yield the only candidate for NeMo Automodel, which has factors on lr and weight decay for patterns of names.
 
     All parameters get the betas and eps that most matrices in the blocks have.
     """
@@ -304,9 +307,9 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 def _by_tensor(
     run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return the settings of each of leaven's parameters, and the entry of each stored tensor in parameters.json.
+    """Return the settings by leaven's name of the parameter, and the entries of parameters.json by the tensor's name.
 
-    A stored tensor is leaven's parameter / factor - offset (:meth:`Architecture.factors`).
+    A stored tensor is leaven's parameter / factor - offset, as :meth:`Architecture.factors` says.
     """
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.

@@ -1,11 +1,12 @@
-"""Initialises a model and builds its optimizer with the values of a leaven recipe. Importing it requires only torch.
+"""Initialises a model and builds its optimizer with the values of a leaven recipe. Needs torch, but not leaven.
 
 from prepare import prepare, schedule
 optimizer = prepare(model, "parameters.json")
 scheduler = schedule(optimizer, "parameters.json")
 Trainer(model, arguments, train_dataset=..., optimizers=(optimizer, scheduler))
 
-For a trainer that reads its initial weights from a folder, `python prepare.py FOLDER` writes them.
+For a trainer that reads its initial weights from a folder, `python prepare.py FOLDER` writes that folder. The command
+also needs transformers.
 """
 
 import json
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-# The head of GPT-NeoX in transformers 5, and in its checkpoints and older versions.
+# Names of the unembedding of GPT-NeoX: in transformers 5, and in its checkpoints and older versions.
 HEADS = {"lm_head.weight": "embed_out.weight"}
 
 
@@ -51,7 +52,10 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
 
 
 def schedule(optimizer: torch.optim.Optimizer, path: str | Path) -> LambdaLR:
-    """Return the recipe's schedule, which multiplies the lr of each group. A step has the lr of its last token."""
+    """Return the recipe's schedule, which multiplies the lr of each group.
+
+    The lr of a step is that of the schedule at the last token of the step.
+    """
     values = json.loads(Path(path).read_text(encoding="utf-8"))["schedule"]
     return LambdaLR(optimizer, lambda step: _factor((step + 1) * values["batch_tokens"], **values))
 
@@ -66,7 +70,7 @@ def _factor(
     decay_ratio: float,
     batch_tokens: int,
 ) -> float:
-    """Return the factor on the peak lr after ``done`` of ``tokens`` tokens."""
+    """Return the factor on the peak lr after ``done`` of ``tokens`` tokens. The arguments are a recipe's schedule."""
     if done < warmup_tokens:
         return done / warmup_tokens
     left = tokens - warmup_tokens
@@ -88,7 +92,7 @@ def _factor(
 
 @torch.no_grad()
 def _start(parameter: Tensor, values: dict[str, Any]) -> None:
-    """Fill a parameter from a normal distribution. Each part of a fused tensor has a separate std."""
+    """Draw the initial values of a parameter. Each part of a fused tensor has its own std."""
     if "rows" not in values:
         _draw(parameter, values["init_mean"], values["init_std"])
         return
