@@ -202,6 +202,9 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
     )
     layout = sharded.recipe.layout
     assert (layout.dp, layout.dp_replicate, layout.zero) == (4, 2, 2)
+    for pp, reshard, zero in ((1, "default", 3), (2, "default", 2), (2, "always", 3), (2, "never", 2)):
+        stages = f"fsdp_reshard_after_forward = '{reshard}'\npipeline_parallel_degree = {pp}\n"
+        assert imported(tmp_path, TOML + stages, 16).recipe.layout.zero == zero
     newest = TOML.replace("seq_len", "max_context_length").replace(
         "steps", "num_tokens_per_train_step = 65536\nsteps"
     )
@@ -218,6 +221,11 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ("lr = 3e-4", "name = 'Muon'", "optimizer.name Muon: leaven supports only AdamW, Adam"),
         ("tensor_parallel_degree = 2", "tensor_parallel_degree = 0", "tensor_parallel_degree 0 must be at least 1"),
         ("tensor_parallel_degree", "data_parallel_shard_degree = 0\ntensor_parallel_degree", "or -1 for all other"),
+        (
+            "tensor_parallel_degree",
+            "fsdp_reshard_after_forward = 'some'\ntensor_parallel_degree",
+            "only always, never, default",
+        ),
         ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
     ],

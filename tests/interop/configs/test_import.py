@@ -118,6 +118,7 @@ def test_steps_and_fractions_become_tokens() -> None:
             "-strategy full: leaven supports only no_shard,",
         ),
         ("--data-parallel-sharding-strategy full", "--data-parallel-sharding-strategy full: leaven supports only"),
+        ("--recompute-granularity some", "--recompute-granularity some: leaven supports only full, selective"),
         ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
         ("--num-attention-heads 5", "is not a multiple of --num-attention-heads 5"),

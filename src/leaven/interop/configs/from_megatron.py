@@ -360,9 +360,10 @@ def _layout(given: Settings, ranks: int | None) -> None:
     zero = given.choice("data-parallel-sharding-strategy")
     if "use-megatron-fsdp" in given:
         given.put("layout.zero", zero, "data-parallel-sharding-strategy")
-    recompute = given["recompute-granularity"] or ("selective" if "recompute-activations" in given else "")
-    if recompute in {"full", "selective"}:
-        given.put("layout.recompute", recompute, "recompute-granularity", "recompute-activations")
+    if given["recompute-granularity"]:
+        given.put("layout.recompute", given.choice("recompute-granularity"), "recompute-granularity")
+    elif "recompute-activations" in given:
+        given.put("layout.recompute", "selective", "recompute-activations")
     if "layout.stages_per_rank" in draft.values:
         draft.set("layout.schedule", "interleaved", draft.why["layout.stages_per_rank"])
     tp, pp, cp, ep = (draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp", "ep"))

@@ -255,7 +255,8 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
     draft.set("layout.dp", dp, why)
     if shards != 1 and dp > 1:
         reshard = "parallelism.fsdp_reshard_after_forward"
-        given.put("layout.zero", 2 if given[reshard] == "never" else 3, reshard)
+        by_default = 2 if draft.values["layout.pp"] > 1 else 3
+        given.put("layout.zero", given.choice(reshard) or by_default, reshard)
         given.put("layout.dp_replicate", replicas, "parallelism.data_parallel_replicate_degree")
     pipeline = given["parallelism.pipeline_parallel_schedule"]
     if draft.values["layout.pp"] > 1:
