@@ -61,8 +61,12 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 
 
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
-    """Return the utilisations of a run: ``mfu``, ``mfu_causal`` (with causal attention) and ``hfu`` (hardware FLOPs
-    utilisation: with full attention and recomputation)."""
+    """Return three FLOPs utilisations of a run by name.
+
+    - ``mfu``: the argument, model FLOPs utilisation with full attention.
+    - ``mfu_causal``: with causal attention.
+    - ``hfu``: hardware FLOPs utilisation, with full attention and with recomputation.
+    """
     full = flops_per_token(model)
     return {
         "mfu": mfu,

@@ -136,7 +136,10 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the planned GPU-hours of all tuning trials, if known and at least 1, to the reasons for the proxy."""
+    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if they are at least 1.
+
+    If the proxy cannot be planned, nothing is added.
+    """
     tuning = started.tuning
     assert tuning.proxy
     try:

@@ -99,7 +99,7 @@ def _block_time(  # noqa: PLR0917 (a cache)
 
 
 def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
-    """Return the seconds that recomputation adds to a block's backward pass; ``once``: those of its forward pass."""
+    """Return the seconds that recomputation adds to a block's backward pass; ``once``: seconds of a forward pass."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")
@@ -131,7 +131,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds in one pass to send tokens to their experts on other ranks, and the outputs back."""
+    """Return the seconds of one pass in which tokens are sent to experts on other ranks, and the outputs back."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
     if not experts or ranks == 1:
