@@ -99,7 +99,7 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True, eq=False)  # hash by identity, because the fields have no hash
 class Rule:
-    """A scaling rule: one cell (factor) for each quantity and role, and cells that all roles share."""
+    """A scaling rule: one cell (a factor) for each quantity and role, and cells that all roles share."""
 
     name: str
     source: str
@@ -118,7 +118,7 @@ class Rule:
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """Return the cells that all roles share and the cells for Muon, by printed name."""
+        """The cells that all roles share and the cells for Muon, by the name that is printed."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
