@@ -55,8 +55,8 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention counts as two matrix products forward and five backward. They are over all scores, including those that
-    a causal kernel skips.
+    Attention counts as two matrix products forward and five backward. All scores count, also those that a causal
+    kernel skips.
     """
 
     matmul: _Positive
@@ -84,7 +84,7 @@ class Accelerator:
     matmuls: tuple[tuple[Dtype, float], ...] = ()  # TFLOP/s of the fastest measured matmul, by dtype
     sustained: Sustained | None = None  # None: not measured; the planner assumes usual values
     dtype: Dtype = "bf16"  # the dtype in which the training computes; fp16 if the device has no bf16
-    sources: tuple[NumberSource, ...] = ()
+    sources: tuple[NumberSource, ...] = ()  # where the numbers come from
     note: str = ""
 
     def peak(self, dtype: Dtype) -> float | None:
@@ -101,12 +101,12 @@ class Accelerator:
 
     @cached_property
     def peak_tflops(self) -> float:
-        """The peak in dense TFLOP/s in the dtype ``dtype``."""
+        """The dense peak in TFLOP/s, in the dtype ``self.dtype``."""
         return dict(self.peaks)[self.dtype]
 
     @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the fastest measured matmul in the dtype ``dtype``; if not measured, 80% of the peak."""
+        """The FLOP/s of the fastest measured matmul in the dtype ``self.dtype``; if not measured, 80% of the peak."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * USUAL_MATMUL_SHARE) * 1e12
 
     @cached_property
@@ -208,7 +208,7 @@ def accelerators() -> dict[str, Accelerator]:
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators, changed and extended by the user's file ``own``; None: by nothing."""
+    """Return the built-in accelerators, with the changes and additions of the user's file ``own``, if given."""
     entries = _parsed(_BUILT_IN)
     sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)

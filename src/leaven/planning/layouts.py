@@ -135,9 +135,9 @@ class Exploration:
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # candidates that fit into memory, the best first
-    # For each layout, the candidate with the smallest micro-batch that does not fit; the least memory first.
+    # For each layout with candidates that do not fit, the one with the smallest micro-batch; the least memory first.
     too_large: tuple[LayoutCandidate, ...]
-    refusal: InputError | None  # the error of the first layout that the batch does not allow, if any
+    refusal: InputError | None  # the error of the first layout that the batch does not allow; None: all are allowed
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:

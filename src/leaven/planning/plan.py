@@ -60,7 +60,10 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``."""
+        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``.
+
+        Without such runs in ``records``, the plan is returned unchanged.
+        """
         found = calibration(
             records,
             self.job.cluster.accelerator.name,

@@ -33,7 +33,8 @@ SHARE = 0.7
 # Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
 _MOST_INCREMENTS = 64
-# Measurements that a fit skips at the start, because a running average of few values is noisy, and those it needs.
+# Number of measurements that a fit skips at the start, because a running average of few values is noisy, and number
+# of further measurements that it needs.
 SETTLING, FEWEST = 10, 10
 
 
@@ -243,7 +244,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     else:
         why = (
             f"each stage begins where its batch is {allowed}: {steps:,} steps instead of {full_steps:,}, "
-            f"and about {1 + multiple:g} times the fewest tokens that reach a loss"
+            f"and about {1 + multiple:g} times the minimum number of tokens for the same loss"
         )
         listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
         settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]

@@ -26,8 +26,8 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-# A value is called "outside" in the text if it is beyond the published range by more than the first factor, and in a
-# :class:`ComparedRow` by more than the second. Published values are rounded, and chosen by hand.
+# A value is called "outside" if it is beyond the published range by more than a factor: `_ROUNDING` in the text,
+# `FAR` in a :class:`ComparedRow`. Published values are rounded, and chosen by hand.
 _ROUNDING, FAR = 1.05, 1.25
 
 
