@@ -18,7 +18,7 @@ class Factors:
     lr: float
     eps: float
     weight_decay: float
-    forward: float  # factor on the output of the tensor; 1 except for an unembedding, tied or not
+    forward: float  # factor on the output of the tensor; 1 except for the unembedding and tied embeddings
     residual: float  # factor on a branch before it is added to the residual stream
     attention: float  # factor on the scale of the attention logits, which is usually 1 / sqrt(d_head)
     half_life: float  # factor on the half-life of Adam's moments in steps

@@ -8,7 +8,7 @@ for each ratio::
     M  matching: Muon's factor on a step, which depends on the shape of the matrix (`Muon.matching`)
 
 ``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. An exponent is a sum of
-numbers and symbols:
+numbers and symbols::
 
     alpha  ``scaling.alpha``
     t      ``scaling.token_exponent``

@@ -31,15 +31,15 @@ class ParameterRow(Parameter):
     init_mean: float  # initial values are normal with this mean
     init_std: float
     lr: float  # at the peak of the schedule
-    # For a matrix that Muon updates: the factor ``Muon.matching`` on its steps. beta1 is then the momentum, and beta2
-    # and eps are 0. For a parameter that Adam updates: 0.
+    # 0 for a parameter that Adam updates. For a matrix that Muon updates: the factor ``Muon.matching`` on its steps.
+    # For such a matrix, beta1 is the momentum, and beta2 and eps are 0.
     match: float = 0.0
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
-    # Factor on the output in the forward pass: 1 except for the last matrices of branches and an unembedding, tied
-    # or not. If a norm follows the last matrix of a branch, the factor is applied after the norm.
+    # Factor on the output in the forward pass. It is 1 except for the last matrices of branches, the unembedding, and
+    # tied embeddings. If a norm follows the last matrix of a branch, the factor is applied after the norm.
     multiplier: float
     ratios: TensorRatios = field(compare=False)  # ratios to the base, from which the rule computed the values
 
@@ -140,7 +140,7 @@ def parameter_row(
     """Return the row of one parameter of any model.
 
     Args:
-        at: the parameter's ratios to the base; its field ``match`` is ignored and computed here.
+        at: the parameter's ratios to the base. If Muon updates the parameter, the field ``match`` is computed here.
         base: the hyperparameters at the base.
         n_layers, gated: number of layers of the model, and whether its MLPs are gated.
     """

@@ -115,7 +115,7 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about a model with norms on the outputs of branches, far from its base, under the rule complete-d-p.
+    """Warn about norms on the outputs of branches under the rule complete-d-p, far above the base.
 
     For such models, the best lr was measured to change with the width and, if alpha is 1, with the depth.
     """
@@ -189,7 +189,7 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
     The rules increase the decay with the width, which is right for AdamW. Relative to the gradient, an L2 term then
-    grows as width^1.5 (measured, widths 64 to 512), which no coordinate check shows (microsoft/mup, PR 73).
+    grows as width^1.5 (measured, widths 64 to 512). No coordinate check shows this (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -201,7 +201,10 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about large initial logits, and about the matrix in a block whose initial std is too large."""
+    """Warn if the initial logits are large, or if a matrix inside the blocks has an init std far above the usual one.
+
+    The warning names the matrix with the largest product of init std and multiplier.
+    """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     # RMS of the logits: the final norm gives activations of RMS 1.
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

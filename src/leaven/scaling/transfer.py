@@ -22,7 +22,7 @@ from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
-# In the reason that ``leaven tune`` writes for a value. A user may write a note before it.
+# Part of the reason that ``leaven tune`` writes for a value. A user may have written a note before it.
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
@@ -80,8 +80,9 @@ def transfer(
 ) -> Recipe:
     """Return the recipe at another scale, with the same base.
 
-    A size that is not given keeps its value, except that d_ff and the numbers of heads grow in proportion to the
-    width. ``start`` (initial weights) is kept only if the shape of the model stays the same.
+    A size that is not given keeps its value. Exceptions are sizes that grow with the width, such as d_ff and the
+    number of heads: see :meth:`leaven.recipe.shape.ModelShape.scaled`. ``start`` (initial weights) is kept only if
+    the shape of the model stays the same.
 
     Raises:
         InputError: if a size is impossible or does not fit the other sizes, or if the run has too few steps.
@@ -150,7 +151,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     - All other searched values are copied.
 
     Raises:
-        InputError: if the two models differ in a field outside `_FREE_FIELDS`, or if the run has too few steps.
+        InputError: if the two models differ in a field outside `_FREE_FIELDS`, if the run has too few steps, or if
+            the resulting recipe is invalid.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -176,7 +178,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         "data.tokens": longer,
         "batch.tokens": target.batch.tokens / _start_batch(tuned, target),
     }
-    # A count of the target that equals the transferred count stays, with the target's reason.
+    # If a count of the target equals the transferred count, the target's reason for it is kept.
     kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
     searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
     for path in searched:
@@ -230,7 +232,7 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
                 steps = moved.data.tokens / moved.batch.tokens
                 base_steps = moved.base.tokens / moved.base.batch_tokens
                 raise InputError(
-                    f"the run has too few steps for Adam: {steps:,.0f}, and its base {base_steps:,.0f}, so the "
+                    f"the run has too few steps for Adam: {steps:,.0f} (its base: {base_steps:,.0f}), so the "
                     f"rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
                     "give more --tokens or a smaller --batch-tokens"
                 )
