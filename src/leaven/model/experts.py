@@ -151,7 +151,7 @@ class MixtureOfExperts(nn.Module):
     def _with_losses(
         self, weights_BTk: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, load_BE: Tensor, sequences: SequenceWeights
     ) -> Tensor:
-        """Return the weights unchanged. In the backward pass, add the gradients of the router's losses."""
+        """Return the weights unchanged. In the backward pass, the gradients of the router's losses are added."""
         balance, z_loss = self.losses
         targets_B = sequences.targets_B.to(scores_BTE.dtype)
         shares_BTE = scores_BTE

@@ -113,7 +113,7 @@ def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight_FD: Tensor) -> Tensor:
-    """Return x @ weight.T. If :func:`uses_onednn`, oneDNN computes the product, otherwise torch's own kernel."""
+    """Return x @ weight.T. oneDNN computes the product if :func:`uses_onednn`, otherwise torch's own kernel does."""
     if not uses_onednn(x, weight_FD):
         return F.linear(x, weight_FD)
     y: Tensor = _Linear.apply(x, weight_FD)  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
 
 
 def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
-    """Return a @ b.T, (N, M), in code that autograd does not record."""
+    """Return a @ b.T, (N, M). Call this only where autograd does not record."""
     if not uses_onednn(a_NK, b_MK):
         return a_NK @ b_MK.T
     y_NM: Tensor = torch.ops.leaven.onednn(a_NK.contiguous(), b_MK)
@@ -144,7 +144,7 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, (N, M), in code that autograd does not record. The result may be transposed in memory.
+    """Return a.T @ b, (N, M). Call this only where autograd does not record. The result may be transposed in memory.
 
     oneDNN needs a transposed copy of one of the matrices. Copying the smaller matrix is faster.
     """
