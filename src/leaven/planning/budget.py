@@ -71,8 +71,9 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and numbers of tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is a row for each scaling law, and for each number of tokens per parameter in `OVER_TRAINED`. With ``mfu``,
-    the speed is this share of the GPUs' dense peak, and no layout is planned.
+    There is a row for each scaling law, and for each number of tokens per parameter in `OVER_TRAINED`. If nothing can
+    be planned for one of these, it is listed in ``refused`` with the reason. With ``mfu``, the speed is this share of
+    the GPUs' dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, if ``mfu`` is not between 0 and 1, or if no model fits.
@@ -197,7 +198,7 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model with ``params`` parameters.
+        """Return the training speed of a model with ``params`` parameters on ``tokens`` tokens.
 
         If a model within 5% of this size was planned before, return the speed of that model.
 

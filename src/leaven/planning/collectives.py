@@ -32,7 +32,7 @@ def _in_a_node(ranks: int, stride: int, accelerator: Accelerator) -> int:
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather of ``size`` bytes, split into ``messages`` messages."""
+    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes in total, in ``messages`` messages."""
     if ranks == 1:
         return 0.0
     nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))

@@ -154,9 +154,10 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start``, and for 1, 1/2, 1/4, ... of the full batch the smallest of ``starts`` that is not smaller.
+    """Return some of the points ``starts``, sorted by size.
 
-    The result is sorted by size.
+    These are ``start``, and for each of the full batch, half of it, a quarter and so on, the smallest point that is
+    at least as large.
     """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
