@@ -284,9 +284,9 @@ class Transformer(nn.Module):
 class Positions:
     """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
 
-    - Cosines and sines: (T, d_rotary / 2), or (B, T, d_rotary / 2) with document numbers.
-    - Bias of ALiBi: (H, T, T), or (B, H, T, T) with document numbers.
-    - Mask of document numbers without ALiBi: (B, 1, T, T).
+    - Cosines and sines: (T, d_rotary / 2), or (B, T, d_rotary / 2) with ``documents_BT``.
+    - Bias of ALiBi: (H, T, T), or (B, H, T, T) with ``documents_BT``.
+    - Mask of documents, if there is no ALiBi: (B, 1, T, T).
     - Mask of a sliding window: (T, T).
     """
 
