@@ -287,10 +287,8 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap).
-
-    Without ``softcap``, the second result is None.
-    """
+    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap). Without ``softcap``,
+    the second result is None."""
     (rows, keys), tanh_Nts = block, None
     row_t1 = torch.arange(rows.start, rows.stop, device=q_NGTE.device)[:, None]
     key_s = torch.arange(keys.start, keys.stop, device=q_NGTE.device)
