@@ -623,8 +623,8 @@ def test_every_worker_has_devices_of_its_own(
     [
         ("0,1,2,3,4,5,6,7", 2, 5, "--workers 5: 8 GPUs here, and every worker needs 2 of its own; give --workers 4"),
         ("0,1,2,3,4,5,6,7", 1, 9, "--workers 9: 8 GPUs here, and every worker needs 1 of its own; give --workers 8"),
-        ("0", 2, "auto", "--workers auto: 1 GPU here, and every worker needs 2 of its own; change devices"),
-        ("", 2, 1, "--workers 1: no GPU here; change devices, or name the GPUs in CUDA_VISIBLE_DEVICES"),
+        ("0", 2, "auto", "--workers auto: 1 GPU here, and every worker needs 2 of its own; lower or remove"),
+        ("", 2, 1, "--workers 1: no GPU here; lower or remove the key devices, or name"),
         ("0", 0, 1, "devices: input should be greater than 0"),
     ],
 )  # fmt: skip

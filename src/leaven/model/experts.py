@@ -21,7 +21,7 @@ SMALLEST = 1e-20  # added to a sum of scores, as in DeepSeek-V3's code: the sum 
 
 
 def activated(activation: Activation, h: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return the hidden values of an MLP. ``h`` and ``gate`` are the outputs of its matrices ``in`` and ``gate``."""
+    """Return the hidden values of an MLP. ``h`` and ``gate`` are the outputs of the matrices ``in`` and ``gate``."""
     match activation:
         case "swiglu":
             assert gate is not None
@@ -47,14 +47,14 @@ class SequenceWeights:
 
 @dataclass
 class RouterTally:
-    """Two sums over the tokens of a step, to which the backward passes of one layer add."""
+    """Two sums of one layer over the tokens of a step. Each backward pass adds to them."""
 
     load_E: Tensor | float = 0.0  # number of tokens sent to each expert
     balance: Tensor | float = 0.0  # balance loss without its coefficient, summed over the targets
 
 
 class Router(nn.Module):
-    """The matrix that turns the input of a token into a logit for each expert, in the dtype of the weights (fp32)."""
+    """The matrix that turns a token's activations into one logit per expert, in the dtype of the weights (fp32)."""
 
     def __init__(self, d_model: int, experts: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         shared: the MLP of the shared experts, or None.
-        shared_multiplier: factor on the shared experts' output, divided by the factor on the routed experts' output.
+        shared_multiplier: (factor on the shared experts' output) / (factor on the routed experts' output).
         losses: coefficients of the balance loss and of the router's z-loss.
     """
 
@@ -128,8 +128,10 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's experts (B, T, k), their weights (B, T, k), and the load of each expert by sequence (B,
-        E)."""
+        """Return the experts of each token (B, T, k), their weights (B, T, k), and the loads (B, E).
+
+        A load is the number of tokens of a sequence that an expert receives.
+        """
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -149,7 +151,7 @@ class MixtureOfExperts(nn.Module):
     def _with_losses(
         self, weights_BTk: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, load_BE: Tensor, sequences: SequenceWeights
     ) -> Tensor:
-        """Return the weights unchanged. Their backward pass adds the gradients of the router's losses."""
+        """Return the weights unchanged. In the backward pass, the gradients of the router's losses are added."""
         balance, z_loss = self.losses
         targets_B = sequences.targets_B.to(scores_BTE.dtype)
         shares_BTE = scores_BTE
@@ -186,8 +188,8 @@ class MixtureOfExperts(nn.Module):
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
     """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies`` of ``x_ND``.
 
-    ``inverse_R`` is the inverse of the permutation ``order_R``. With it, the backward pass gathers rows: scattering
-    them would make gradients on a GPU differ from run to run.
+    ``inverse_R`` is the inverse of the permutation ``order_R``. The backward pass uses it to gather rows, because
+    scattering rows would make gradients on a GPU differ from run to run.
     """
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
@@ -209,7 +211,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """Return ``x``. The backward pass adds the gradients of ``loss``, and adds ``counted`` to ``tally``."""
+    """Return ``x``. The backward pass also computes the gradients of ``loss``, and adds ``counted`` to ``tally``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:

@@ -16,8 +16,8 @@ from leaven.model.transformer import Transformer
 class Sampling:
     """The settings for drawing the next token at random (Holtzman et al. 2020, arXiv 1904.09751).
 
-    They are applied in the order of the fields. The most likely token always remains. A value that is out of range
-    raises InputError.
+    The settings are applied in the order of the fields. The most likely token always remains possible. A value out of
+    range raises InputError.
     """
 
     temperature: float = 1.0  # at 0, the most likely token is chosen
@@ -33,7 +33,7 @@ class Sampling:
             raise InputError(f"top-p {self.top_p:g} is out of range; give a number from 0 to 1")
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Return the probability of drawing each token, (V,), in float64 (on mps: float32)."""
+        """Return the probability of drawing each token, (V,), in float64 (on mps in float32)."""
         logits_V = widened(logits_V)
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).to(logits_V)

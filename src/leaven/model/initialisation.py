@@ -1,7 +1,7 @@
 """Initialise parameters with the distributions that the parameter table defines.
 
-Values do not depend on how processes share the model. They are drawn in blocks of rows, each with its own seed, so
-that a process draws only the blocks that it needs.
+The values do not depend on how processes share the model. They are drawn in blocks of rows. Each block has its own
+seed, so a process draws only the blocks that it needs.
 """
 
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ def fill(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:
-    """Fill ``piece`` with normally distributed values, which depend on ``seed`` and ``name``.
+    """Fill ``piece`` with normally distributed values. ``seed`` and ``name`` determine them.
 
     By default, ``piece`` is a whole parameter. If it is a block of a parameter, ``shape`` is the shape of the whole
     parameter, and ``offset`` is the index of the block's first element.
 
-    Values are drawn in fp32 and then cast, so that models of different dtypes have the same values up to rounding.
+    Values are drawn in fp32 and then cast, so models of different dtypes have the same values up to rounding.
     """
     if std == 0:
         piece.fill_(mean)
@@ -70,6 +70,6 @@ def fill(
 
 
 def name_seed(seed: int, *path: str | int) -> int:
-    """Derive a 63-bit seed from ``seed`` and ``path``, which says what the new seed is for."""
+    """Derive a 63-bit seed from ``seed`` and ``path``, such as the name of a parameter and the number of a block."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

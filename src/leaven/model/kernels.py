@@ -1,6 +1,6 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-Other functions, such as :func:`norms`, are here because they call private functions of torch, which may change.
+Functions such as :func:`norms` are here, too, because they call private functions of torch, which may change.
 
 Shape suffixes of attention: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E
 entries of a head, t queries of a block, s keys that the block attends to. Elsewhere D, F, K, M and N are any sizes.
@@ -44,7 +44,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply tensors in place by one factor, (), or by a factor for each tensor, (number of tensors,)."""
+    """Multiply tensors in place. ``factors`` is one factor for all, (), or one for each, (number of tensors,)."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -70,15 +70,15 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make a fused Adam skip its steps from now on, without counting them, if the scalar ``skip`` is true."""
+    """If the scalar ``skip`` is true, make a fused Adam skip its steps from now on, without counting them."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
-    """Multiply consecutive groups of rows by their matrices, and return (N, F). Group e has ``sizes_E[e]`` rows.
+    """Multiply each of E consecutive groups of rows by its own matrix, and return (N, F).
 
-    On CUDA, bf16 products are one kernel if F and D are multiples of 8. Otherwise each group has its own product, for
-    which the host waits for the sizes.
+    Group e has ``sizes_E[e]`` rows. On CUDA, bf16 products are one kernel if F and D are multiples of 8. Otherwise
+    each group has its own product, and the host waits for the sizes.
     """
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
@@ -98,7 +98,8 @@ def has_grouped_kernel(device: str) -> bool:
 def on_host(sizes: Tensor, total: int) -> list[int]:
     """Return the elements of ``sizes``. On a GPU, the host waits for them.
 
-    Only :mod:`leaven.verification.dry_run`, which replaces this function, uses ``total``, the sum of the sizes.
+    ``total`` is the sum of the sizes. It is used only by :mod:`leaven.verification.dry_run`, which replaces this
+    function.
     """
     found: list[int] = sizes.tolist()
     return found
@@ -112,7 +113,7 @@ def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight_FD: Tensor) -> Tensor:
-    """Return x @ weight.T, with oneDNN where that is faster than torch's own product."""
+    """Return x @ weight.T. oneDNN computes the product if :func:`uses_onednn`, otherwise torch's own kernel does."""
     if not uses_onednn(x, weight_FD):
         return F.linear(x, weight_FD)
     y: Tensor = _Linear.apply(x, weight_FD)  # type: ignore[no-untyped-call]
@@ -135,7 +136,7 @@ class _Linear(torch.autograd.Function):
 
 
 def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
-    """Return a @ b.T, (N, M), without a gradient."""
+    """Return a @ b.T, (N, M). Call this only where autograd does not record."""
     if not uses_onednn(a_NK, b_MK):
         return a_NK @ b_MK.T
     # A call of an operator of our own takes longer, so it serves only compiled code.
@@ -145,9 +146,9 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, (N, M), without a gradient. The result may be transposed in memory.
+    """Return a.T @ b, (N, M). Call this only where autograd does not record. The result may be transposed in memory.
 
-    oneDNN needs a transposed copy of one of the matrices, and copying the smaller one is faster.
+    oneDNN needs a transposed copy of one of the matrices. Copying the smaller matrix is faster.
     """
     if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
         return a_KN.T @ b_KM
@@ -191,10 +192,11 @@ def causal_attention(
 ) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
-    On a CPU, torch's own kernel takes about as long in fp32 and up to 1.9 times as long in bf16 (measured:
-    docs/log.md), and it has no softcap. The softmax, and in the backward pass the sums over blocks of `BLOCK`
-    queries, are computed in fp32 or wider. Torch function modes intercept this function as they intercept torch's
-    own.
+    torch's own kernel has no softcap. On a CPU, it takes about as long as this function in fp32, and up to 1.9 times
+    as long in bf16 (measured: docs/log.md).
+
+    The softmax is computed in fp32 or wider. In the backward pass, sums over blocks of `BLOCK` queries are, too.
+    Torch function modes can intercept this function, like functions of torch.
 
     Args:
         window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
@@ -268,16 +270,17 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions to which they may
-    attend."""
+    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions of their keys."""
     ends = [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
     starts = [max(first - window + 1, 0) if window else 0 for first, _ in ends]
     return [(slice(*end), slice(start, end[1])) for end, start in zip(ends, starts, strict=True)]
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many probabilities :func:`causal_attention` keeps per head of a sequence, if it has no window or
-    softcap."""
+    """Return how many probabilities :func:`causal_attention` keeps for the backward pass, per sequence and head.
+
+    ``length`` is the number of tokens of a sequence. No window and no softcap are assumed.
+    """
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))
@@ -323,9 +326,9 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension, as ``dtype``.
+    """Return gain * x / sqrt(mean(x^2) + eps) in ``dtype``. The mean is over the last dimension.
 
-    Autograd would read and write memory twice as often as the gradient below.
+    The gradient is written by hand, because autograd would read and write memory twice as often.
     """
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
@@ -353,9 +356,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Apply rotary positions to x, and return (B, H, T, E). Entries i and i + E/2 of a head are rotated as a pair.
+    """Apply rotary positions to x, (B, T, H, E), and return (B, H, T, E).
 
-    Cosines and sines are (T, E/2), or (B, T, E/2) if positions restart within a sequence.
+    Entries i and i + E/2 of a head are rotated as a pair. Cosines and sines are (T, E/2), or (B, T, E/2) if each
+    sequence has its own positions.
     """
     y_BHTE: Tensor = _Rotate.apply(x_BTHE, cos_TE, sin_TE)  # type: ignore[no-untyped-call]
     return y_BHTE

@@ -1,8 +1,10 @@
 """Compute unembedding and cross-entropy together, one chunk of tokens at a time.
 
 The logits are by far the largest tensor of a micro-batch: for 16 x 1,024 tokens and a vocabulary of 50,304, they take
-3.3 GB in fp32, and their gradient takes another 3.3 GB. Here the gradient of a chunk is computed right after its
-loss, and then the chunk's logits are freed. Shapes: N tokens, D d_model, V vocabulary.
+3.3 GB in fp32, and their gradient takes another 3.3 GB. Here the gradient of a chunk is computed right after the
+chunk's loss, and then its logits are freed.
+
+Shape suffixes: N tokens, n tokens of a chunk, D d_model, V vocabulary, B sequences, T positions.
 """
 
 from typing import Any
@@ -21,10 +23,10 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**22
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return (documents, targets), both (B, T), of the tokens in ``windows``, (B, T + 1).
+    """Return (documents, targets), both (B, T), for the first T tokens of each row of ``windows``, (B, T + 1).
 
-    ``documents`` has the index of each token's document in its row. An end-of-text token belongs to the document that
-    it ends. Its target is `IGNORED`, because the next token begins an unrelated document.
+    ``documents`` has the index of each token's document within the row. An end-of-text token belongs to the document
+    that it ends. Its target is `IGNORED`, because the next token begins an unrelated document.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -32,10 +34,10 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 
 class ZLoss:
-    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exponentials of its logits.
+    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exp(logit) over the token's logits.
 
-    Only the gradients of :func:`cross_entropy` contain the z-loss, not the returned loss. Source: Chowdhery et al.
-    2022, arXiv 2204.02311, section 5.
+    :func:`cross_entropy` adds the z-loss to the gradients, but not to the loss that it returns. Source: Chowdhery et
+    al. 2022, arXiv 2204.02311, section 5.
     """
 
     def __init__(self, coefficient: float) -> None:
@@ -43,32 +45,33 @@ class ZLoss:
         self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
 
     def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
-        """Add the z-loss of a chunk of n tokens to the total; ``counts_n`` says which tokens count.
+        """Add the z-loss of a chunk of n tokens to the total. ``counts_n`` is True for the tokens that count.
 
         Returns:
-            1 + 2 c log Z, (n,). With the z-loss, the gradient of the loss is (1 + 2 c log Z) x softmax - one-hot.
+            1 + 2 c log Z, (n,). It multiplies the softmax in the gradient: (1 + 2 c log Z) x softmax - one-hot.
         """
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n
 
 
 class WholeVocabulary:
-    """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
+    """Compute the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
 
     def gather(self, hidden_ND: Tensor) -> Tensor:
         """Return the hidden states of all tokens, given those of this process."""
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """Return the gradient of the argument of :meth:`gather`, given that of its result."""
+        """Return the gradient of the argument of :meth:`gather`. ``grad_ND`` is the gradient of its result."""
         return grad_ND
 
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, a scalar, and ``weight`` times the gradient with respect to the logits, (n, V).
+        """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V).
 
-        The gradient includes that of ``z_loss``. It is None if ``learns`` is false. The logits may be overwritten.
+        The gradient includes the gradient of ``z_loss``. If ``learns`` is false, None is returned in its place. The
+        logits may be overwritten.
         """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
@@ -99,16 +102,16 @@ def cross_entropy(
     vocabulary: WholeVocabulary | None = None,
     z_loss: ZLoss | None = None,
 ) -> Tensor:
-    """Return ``factor`` times the loss, a scalar in nats, of hidden states (..., D) and targets (...).
+    """Return ``factor`` times the loss of hidden states (..., D) and targets (...), a scalar.
 
-    The loss is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target is not
-    `IGNORED`.
+    The loss, in nats, is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target
+    is not `IGNORED`.
 
     Args:
         softcap: logits become softcap x tanh(logit / softcap).
         factor: may be a loss scale, because it is applied before gradients are rounded to ``compute``.
-        compute: the dtype of products and logits, by default that of ``hidden``; docs/concepts/choices.md measures
-            the effect. The softmax and the sum of the losses are computed in fp32 or wider.
+        compute: dtype of matrix products and logits, by default the dtype of ``hidden``. The softmax and the sum of
+            the losses are computed in fp32 or wider. docs/concepts/choices.md has measurements.
         repeatable: whether the backward pass may run twice, which needs memory for a second gradient of the weight.
         vocabulary: how processes share the tokens and the vocabulary; None: this process has all of both.
         z_loss: added to the gradients, not to the result.

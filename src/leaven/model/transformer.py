@@ -36,7 +36,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """A linear layer that, if it has no bias, multiplies with :func:`leaven.model.kernels.linear`."""
+    """A linear layer. Without a bias, it multiplies with :func:`leaven.model.kernels.linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight) if self.bias is None else super().forward(x)
@@ -124,8 +124,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
 
-    A norm on the output of a branch comes before the factor: x + a norm(attention(...)). With parallel branches, the
-    MLP reads the same input as attention.
+    With norms on the outputs of branches, the factor comes after the norm: x + a norm(attention(...)). With parallel
+    branches, the MLP reads the same input as attention.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Transformer(nn.Module):
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the input of the unembedding, (B, T, D).
 
-        ``documents_BT`` is the number of each token's document, in non-decreasing order along T. With it, every
+        ``documents_BT`` has the index of each token's document, which does not decrease along T. With it, every
         document begins at position 0, and tokens attend only to their own document.
 
         Raises:
@@ -246,7 +246,11 @@ class Transformer(nn.Module):
         return hidden_BTD
 
     def embed(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the first block, (B, T, D). Raise ValueError for more tokens than learned positions."""
+        """Return the input of the first block, (B, T, D).
+
+        Raises:
+            ValueError: if T exceeds the number of learned positions.
+        """
         x_BTD: Tensor = self.embedding(tokens_BT)
         if "embedding" in self.norm:
             x_BTD = self.norm["embedding"](x_BTD)
@@ -266,10 +270,10 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> Tensor:
-        """Run the blocks (in a pipeline stage: only its blocks) on ``x_BTD``, and return (B, T, D).
+        """Run the blocks on ``x_BTD``, and return (B, T, D). A pipeline stage runs only its own blocks.
 
-        ``length`` is the number of tokens of a sequence: T, unless a rank has only a part of each sequence.
-        With ``sequences``, the backward pass adds the gradients of the routers' losses.
+        ``length`` is the number of tokens of a whole sequence. It is T, or more if ``x_BTD`` has only a part of each
+        sequence. With ``sequences``, the backward pass adds the gradients of the routers' losses.
         """
         positions = Positions(self.shape, length, x_BTD, documents_BT, sequences)
         for block in self.layers.children():
@@ -280,9 +284,9 @@ class Transformer(nn.Module):
 class Positions:
     """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
 
-    - Cosines and sines: (T, d_rotary / 2), or (B, T, d_rotary / 2) with document numbers.
-    - Bias of ALiBi: (H, T, T), or (B, H, T, T) with document numbers.
-    - Mask of document numbers without ALiBi: (B, 1, T, T).
+    - Cosines and sines: (T, d_rotary / 2), or (B, T, d_rotary / 2) with ``documents_BT``.
+    - Bias of ALiBi: (H, T, T), or (B, H, T, T) with ``documents_BT``.
+    - Mask of documents, if there is no ALiBi: (B, 1, T, T).
     - Mask of a sliding window: (T, T).
     """
 
@@ -325,8 +329,10 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer with or without a sliding window. With None, a
-        token attends to all tokens of its sequence up to its own position."""
+        """Return the bias or mask of the attention scores in a layer. ``window`` is the layer's sliding window.
+
+        If the result is None, a token attends to all tokens of its sequence up to its own position.
+        """
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
@@ -336,7 +342,7 @@ class Positions:
         return self.bias_HTT.masked_fill(~self.window_TT, -torch.inf)
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
-        """Return queries or keys as (B, H, T, E), rotated by their positions if the model has rotary positions."""
+        """Return queries or keys as (B, H, T, E). With rotary positions, they are rotated."""
         if self.cos_TE is None or self.sin_TE is None:
             return x_BTHE.transpose(1, 2)
         size, cos_TE, sin_TE = 2 * self.cos_TE.shape[-1], self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype)
@@ -347,7 +353,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return each token's position in its document, (B, T); without ``documents_BT``, in its sequence, (T,)."""
+    """Return each token's position in its document, (B, T). Without ``documents_BT``: in its sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
@@ -356,9 +362,11 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """Return the ALiBi slopes: 2^(-8 i / n) for the i-th of n heads if n is a power of two (Press et al. 2021, arXiv
-    2108.12409). For other n, as in their code: the slopes of p heads, p being the largest power of two below n, and
-    then the first, third, fifth, ... of the slopes of 2 p heads.
+    """Return the ALiBi slope of each of n heads (Press et al. 2021, arXiv 2108.12409).
+
+    If n is a power of two, head i = 1, ..., n has the slope 2^(-8 i / n). Otherwise, as in the authors' code, let p
+    be the largest power of two below n. The first p slopes are those of p heads. The others are the first, third,
+    fifth, ... of the slopes of 2 p heads.
     """
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -379,7 +387,7 @@ class Stage(nn.Module):
 
     Args:
         dtype: the dtype of matrix products.
-        splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
+        splits_backward: whether the gradients of inputs and of parameters are computed in two backward passes.
     """
 
     def __init__(
@@ -412,10 +420,10 @@ class Stage(nn.Module):
         return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations, (B, T, D), or in the last stage ``factor`` times the loss, (1,), in nats and summed
-        over all targets that are not ignored.
+        """Return the activations, (B, T, D); in the last stage, return ``factor`` times the loss, (1,).
 
-        ``x`` is tokens, (B, T), in the first stage, and the activations of the previous stage in the others.
+        The loss is in nats, summed over all targets that are not ignored. In the first stage, ``x`` is tokens,
+        (B, T). In the other stages, ``x`` is the activations of the previous stage.
         """
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):

@@ -1,6 +1,7 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file has the same format. It adds accelerators, or replaces groups of numbers, such as ``memory``.
+The user's file (:func:`user_file`) has the same format. It adds accelerators, or replaces groups of numbers, such as
+``memory``, of built-in ones.
 """
 
 import os
@@ -54,11 +55,12 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention counts as two products forward and five backward over all scores, also those that a causal kernel skips.
+    Attention counts as two matrix products forward and five backward. All scores count, also those that a causal
+    kernel skips.
     """
 
     matmul: _Positive
-    attention: _Positive
+    attention: _Positive  # forward pass
     attention_backward: _Positive
 
     @property
@@ -82,7 +84,7 @@ class Accelerator:
     matmuls: tuple[tuple[Dtype, float], ...] = ()  # TFLOP/s of the fastest measured matmul, by dtype
     sustained: Sustained | None = None  # None: not measured; the planner assumes usual values
     dtype: Dtype = "bf16"  # the dtype in which the training computes; fp16 if the device has no bf16
-    sources: tuple[NumberSource, ...] = ()
+    sources: tuple[NumberSource, ...] = ()  # where the numbers come from
     note: str = ""
 
     def peak(self, dtype: Dtype) -> float | None:
@@ -90,18 +92,21 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype; if not measured, 80% of the peak, if any."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype.
+
+        If there is no measurement, return 80% of the peak. If there is no peak either, return None.
+        """
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
     @cached_property
     def peak_tflops(self) -> float:
-        """The dense TFLOP/s in the dtype in which the training computes."""
+        """The dense peak in TFLOP/s, in the dtype ``self.dtype``."""
         return dict(self.peaks)[self.dtype]
 
     @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the fastest measured matmul in the training's dtype, or 80% of the peak if not measured."""
+        """The FLOP/s of the fastest measured matmul in the dtype ``self.dtype``; if not measured, 80% of the peak."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * USUAL_MATMUL_SHARE) * 1e12
 
     @cached_property
@@ -203,7 +208,7 @@ def accelerators() -> dict[str, Accelerator]:
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators, changed and extended by the user's file ``own``, if any."""
+    """Return the built-in accelerators, with the changes and additions of the user's file ``own``, if given."""
     entries = _parsed(_BUILT_IN)
     sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)

@@ -1,4 +1,4 @@
-"""Parse, write and check layouts and arrangements."""
+"""Parse, write and check layouts: the numbers of data-parallel, tensor-parallel and pipeline ranks, and so on."""
 
 import math
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _KEYS: dict[str, tuple[str, ...] | None] = {
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A way to run a training step: a layout, a micro-batch size and a number of gradient accumulation steps."""
+    """The way in which a training step runs: layout, micro-batch size, and number of gradient accumulation steps."""
 
     layout: Layout
     micro_batch: int  # sequences per forward pass of a rank
@@ -100,10 +100,11 @@ def parse_keys(text: str) -> dict[str, Any]:
 
 
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Return the layout and the micro-batch size (None without ``mbs``) of text such as ``tp=8,pp=12,zero=1,mbs=2``.
+    """Return the layout and the micro-batch size of text such as ``tp=8,pp=12,zero=1,mbs=2``.
 
-    Without ``dp``, dp is ``gpus`` / (tp x pp x cp), or 1 if this is not whole or ``gpus`` is None. ``compile`` is the
-    default of the key ``compile``.
+    - Without ``mbs``, the micro-batch size is None.
+    - Without ``dp``, dp is ``gpus`` / (tp x pp x cp). If this is not a whole number, or ``gpus`` is None, dp is 1.
+    - ``compile`` is the default of the key ``compile``.
 
     Raises:
         InputError: if a key or a value is wrong, or two values cannot be combined.
@@ -123,8 +124,11 @@ def written(layout: Layout) -> str:
 
 
 def tensor_degrees(model: Model) -> list[int]:
-    """Return the tensor-parallel degrees that a model allows, smallest first: divisors of seq_len and of all sizes
-    that tensor parallelism splits, or only 1 if one QK-norm normalises all heads together."""
+    """Return the tensor-parallel degrees (values of tp) that a model allows, the smallest first.
+
+    A degree must divide seq_len and all sizes that tensor parallelism splits. If a QK-norm normalises all heads
+    together, only 1 is allowed.
+    """
     if isinstance(model, ModelShape) and model.qk_norm_whole:
         return [1]
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
@@ -175,7 +179,10 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Return the share of a step in which one of ``stages`` pipeline ranks is idle (arXiv 2104.04473, 2.2)."""
+    """Return the share of a step in which a pipeline rank is idle. ``stages`` is the number of pipeline ranks.
+
+    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
+    """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
@@ -185,7 +192,10 @@ def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_bat
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Return why the smallest batch of a run gives ranks fewer than pp micro-batches and what to change, or None."""
+    """Return a message if the smallest batch of a run gives a rank fewer than pp micro-batches, otherwise None.
+
+    The message says what to change. ``smallest_tokens`` is the size of the smallest batch in tokens.
+    """
     count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None

@@ -1,7 +1,7 @@
 """Models as tables of matrix products, from which the planner computes FLOPs, memory and time.
 
-A :class:`Blueprint` is made from a :class:`ModelShape`, or from the architecture of a published run, which leaven may
-not be able to build.
+A :class:`Blueprint` is made from a :class:`ModelShape`, or from the architecture of a published run. leaven cannot
+build all published architectures.
 """
 
 from collections import Counter
@@ -35,12 +35,12 @@ class Matmul:
 
     @property
     def size(self) -> int:
-        """The number of weights, of all experts together."""
+        """The number of weights, in all experts together."""
         return self.stored * self.k * self.n
 
     @property
     def flops(self) -> int:
-        """The FLOPs per token in a forward pass, of all experts that a token uses."""
+        """The FLOPs of a forward pass per token. Only experts that the token uses are counted."""
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
@@ -83,27 +83,25 @@ class BlockTable:
     # Norms over the width, by their names in :attr:`leaven.recipe.shape.ModelShape.block_norms`.
     norms: tuple[str, ...] = ("attention", "mlp")
 
-    # Numbers of parameters:
-
     @cached_property
     def vectors(self) -> int:
-        """Gains and biases that every tensor-parallel rank stores in full."""
+        """The number of gains and biases that every tensor-parallel rank stores in full."""
         # The bias of a row-parallel product is added after the sum over ranks.
         return self.gains + sum(row.n for row in self.matmuls if row.bias and row.split == "row")
 
     @cached_property
     def split_vectors(self) -> int:
-        """Gains and biases that tensor-parallel ranks split."""
+        """The number of gains and biases that are split over tensor-parallel ranks."""
         return self.split_gains + sum(row.n for row in self.matmuls if row.bias and row.split == "column")
 
     @cached_property
     def matrices(self) -> int:
-        """All matrices, also those of routed experts."""
+        """The number of weights in all matrices, including those of routed experts."""
         return sum(row.size for row in self.matmuls)
 
     @cached_property
     def experts(self) -> int:
-        """Matrices of routed experts."""
+        """The number of weights in the matrices of routed experts."""
         return sum(row.size for row in self.matmuls if row.routed)
 
     @cached_property
@@ -112,17 +110,17 @@ class BlockTable:
 
     @cached_property
     def active(self) -> int:
-        """Parameters that one token uses."""
+        """The number of parameters that one token uses."""
         return self.params - sum((row.stored - row.passed) * row.k * row.n for row in self.matmuls)
 
     @cached_property
     def whole(self) -> int:
-        """Parameters that every tensor-parallel rank stores in full, without routed experts."""
+        """The number of parameters outside routed experts that every tensor-parallel rank stores in full."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property
     def cut(self) -> int:
-        """Parameters that tensor-parallel ranks split, without routed experts."""
+        """The number of parameters outside routed experts that are split over tensor-parallel ranks."""
         return self.params - self.experts - self.whole
 
 
@@ -206,7 +204,7 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the matrix products of an MLP, or of ``stored`` experts, of which a token uses ``passed``."""
+    """Return the matrix products of an MLP, or of ``stored`` experts. A token uses ``passed`` of the experts."""
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
@@ -215,9 +213,12 @@ def mlp_rows(
 
 
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
-    """Return the matrix products of a mixture of experts; ``shared`` experts are one wider MLP.
+    """Return the matrix products of a mixture of experts.
 
-    ``experts`` is (routed experts in a layer, routed experts that a token uses).
+    Args:
+        width: width of one expert.
+        experts: number of routed experts in a layer, and number of routed experts that a token uses.
+        shared: number of shared experts, which are one MLP of width ``shared`` x ``width``.
     """
     stored, passed = experts
     return [

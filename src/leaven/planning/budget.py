@@ -69,13 +69,14 @@ def _seconds(time: re.Match[str]) -> float:
 
 
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
-    """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``, by each scaling law and ratio in
-    `OVER_TRAINED`.
+    """Return the model sizes and numbers of tokens that fit a budget such as ``64xH100 x 14d``.
 
-    With ``mfu``, the speed is this share of the GPUs' dense peak, and no layout is planned.
+    There is a row for each scaling law, and for each number of tokens per parameter in `OVER_TRAINED`. If nothing can
+    be planned for one of these, it is listed in ``refused`` with the reason. With ``mfu``, the speed is this share of
+    the GPUs' dense peak, and no layout is planned.
 
     Raises:
-        InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
+        InputError: if the text is not a budget, if ``mfu`` is not between 0 and 1, or if no model fits.
     """
     cluster, seconds = parse_budget(text)
     if mfu is not None and not 0 < mfu < 1:
@@ -166,7 +167,10 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the model size of a law, whose ``size`` gives the best number of parameters for training FLOPs."""
+        """Return the model size that a law gives for the budget.
+
+        ``size`` is the law: it returns the best number of parameters for a number of training FLOPs.
+        """
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
@@ -194,8 +198,13 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model with ``params`` parameters, or that of a planned model within 5% of
-        this size. Raise InputError if leaven cannot plan this number of parameters or tokens."""
+        """Return the training speed of a model with ``params`` parameters on ``tokens`` tokens.
+
+        If a model within 5% of this size was planned before, return the speed of that model.
+
+        Raises:
+            InputError: if leaven cannot plan this number of parameters or tokens, or if no layout fits.
+        """
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

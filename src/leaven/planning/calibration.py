@@ -1,7 +1,7 @@
 """Record the measured step time and memory of runs in the calibration history, and use them to correct later plans.
 
-The history is two files in leaven's cache folder (``LEAVEN_CACHE``): the current file, and an older, full file. Each
-line is one record. If the current file cannot be written, the record is dropped and the run is not affected.
+The history is two files in leaven's cache folder (``LEAVEN_CACHE``): the current file, and the previous one, which is
+full. Each line is one record. If the current file cannot be written, the record is dropped, and the run continues.
 """
 
 import math
@@ -61,7 +61,7 @@ class CalibrationRecord(BaseModel):
     ns_steps: int = 0  # Newton-Schulz iterations of Muon in a step; 0: without Muon
     averages: bool = False  # whether the run kept an average of its weights
     predicted: StepCost | None  # None for an accelerator that is not in the table
-    measured: StepCost | None
+    measured: StepCost | None  # None if no step was measured
     steps: int = Field(ge=0)  # number of measured steps
     torch: str  # version of torch
     leaven: str  # version of leaven
@@ -121,15 +121,23 @@ def calibration(
     compute: str,
     step_seconds: float,
 ) -> CalibrationRow | None:
-    """Return factors that correct the planned time and memory of a model in a layout, or None without usable records.
+    """Return factors that correct the planned time and memory of a model, or None without usable records.
 
-    A factor is the weighted median of measured / predicted over past runs on the same accelerator (on a CPU, the same
-    processor) in the same dtype. Predictions are computed again with the current planner. The weight of a run is 1 /
-    (1 + log2(ratio of the parameters) + d), where d is the number of :func:`_features` that differ.
+    A factor is the weighted median of measured / predicted over past runs. Predictions are computed again with the
+    current planner. The weight of a run is 1 / (1 + log2(r) + d). Here r is the ratio of the numbers of parameters of
+    the run and the model (the larger / the smaller), and d is the number of :func:`_features` that differ.
 
-    The newest 100 runs of a size within a factor of 16 are used: in much smaller models, kernel launches dominate. If
-    there are runs within a factor of 4 with the same features, only these are used. ``step_seconds`` is the
-    uncorrected time of a step, copied to the result.
+    Runs are selected in three steps:
+
+    1. Runs in the same dtype on the same accelerator (on a CPU: the same processor), with r up to 16. In much smaller
+       models, kernel launches dominate.
+    2. Of these, only the runs with r up to 4 and the same features, if there are any.
+    3. Of these, the newest 100.
+
+    Args:
+        params: number of parameters of the planned model.
+        layout: layout of the plan.
+        step_seconds: uncorrected time of a step, which is copied to the result.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
@@ -190,7 +198,7 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _features(layout: Layout) -> set[str]:
-    """Return the layout's features that affect the planner's error."""
+    """Return the layout's features that affect the planner's error, such as ``{"tp", "recompute"}``."""
     degrees = {key for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     other = {"zero": layout.zero == 3, "recompute": layout.recompute == "full", "compile": layout.compile}
     return degrees | {key for key, there in other.items() if there}

@@ -17,7 +17,8 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    Between nodes, a group uses one NIC for each of its ranks in a node, up to the bandwidth of a link in the node.
+    If a group spans several nodes, it uses one NIC for each of its ranks in a node. Together, these NICs count at
+    most as much as the link inside the node.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
@@ -31,7 +32,7 @@ def _in_a_node(ranks: int, stride: int, accelerator: Accelerator) -> int:
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather of ``size`` bytes, split into ``messages`` messages."""
+    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes in total, in ``messages`` messages."""
     if ranks == 1:
         return 0.0
     nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))
@@ -76,10 +77,10 @@ def send_once(
     experts: tuple[int, int],
     network_share: float = LINK_SHARE,
 ) -> float:
-    """Return the seconds in which a rank sends its tokens to their experts, without sending a token twice to a rank.
+    """Return the seconds in which a rank sends its tokens to the ranks with their experts.
 
-    A token crosses the network once for each other node with any of the token's experts. Links and network send at
-    the same time, so the longer time counts.
+    A token is sent to a rank only once, even if several of the token's experts are there. It crosses the network once
+    for each other node with any of its experts. Links and network send at the same time, so the longer time counts.
 
     Args:
         size: bytes of the rank's tokens.
@@ -108,8 +109,8 @@ def send_once(
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
     """Return the seconds in which a rank sends ``size`` bytes to other ranks, at a ``share`` of the bandwidth.
 
-    The bytes go over the network if ``span``, the number of neighbouring ranks that include sender and receivers, is
-    above the size of a node.
+    ``span`` is the number of consecutive ranks among which sender and receivers are. If it is above the size of a
+    node, the bytes go over the network.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

@@ -13,7 +13,10 @@ _PUE = 1.0
 
 
 def cluster_cost(cluster: Cluster, seconds: float, price: Price | None = None) -> CostRow:
-    """Return the cost of the whole cluster for ``seconds`` seconds; money only with a ``price`` of one GPU-hour."""
+    """Return the cost of the whole cluster for ``seconds`` seconds.
+
+    ``price`` is that of one GPU-hour. Without it, ``money`` of the result is None.
+    """
     gpu_hours, power = seconds / 3_600 * cluster.gpus, cluster.accelerator.power_w
     return CostRow(
         days=seconds / 86_400,

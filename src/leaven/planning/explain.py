@@ -40,11 +40,11 @@ def part_name(part: str, ep: int = 1) -> str:
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If none with these values fits, the one that needs the least memory is compared. If there is none, ``line`` of the
-    result says why.
+    If no layout with these values fits into memory, the one that needs the least memory is compared. If no layout has
+    these values, ``line`` of the result says why.
 
     Raises:
-        InputError: if ``asked`` is empty, or :func:`parse_keys` raises it.
+        InputError: if ``asked`` is empty, or if a key or a value in it is wrong.
     """
     fixed = parse_keys(asked)
     if not fixed:
@@ -87,7 +87,10 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about requested values that the search never tries or leaven cannot train, or ""."""
+    """Return a note about values in ``fixed`` that the layout search never tries, or that leaven cannot train with.
+
+    Without such values, the note is "".
+    """
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -112,10 +115,11 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 
 
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
-    """Return at most four lines that say why neighbours of the chosen layout were not chosen, the least slow first.
+    """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour has the next lower or higher tp, pp or zero, or another recompute. In ``pp 2 (with zero 1)``, zero had
-    to change too.
+    A neighbour has the next lower or higher tp, pp or zero, or another recompute. ``pp 2 (with zero 1)`` says that
+    with pp 2, zero had to change, too. The fastest neighbour comes first, and neighbours that need too much memory
+    come last. Neighbours that are at most 3% slower have no line.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -137,7 +141,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the nearest lower and nearest higher number in ``values``. For text, return all values but ``own``."""
+    """Return the numbers in ``values`` next below and next above ``own``. For text, return all values but ``own``."""
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -145,8 +149,10 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``. Left out are ``key``, dp,
-    compile, and keys that have no effect in ``layout``."""
+    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``.
+
+    Left out are ``key``, dp, compile, and keys that have no effect in ``layout``.
+    """
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -223,8 +229,10 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether a layout with one stage per pipeline rank fits into memory, which leaven can train if
-    ``job.by_leaven``."""
+    """Return whether any layout with one stage per pipeline rank fits into memory.
+
+    If ``job.by_leaven``, only layouts that leaven can train are tried.
+    """
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:
@@ -246,7 +254,10 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below the job's on which a layout fits, if any of the 64 largest does."""
+    """Return the largest number of GPUs, below that of the job, on which a layout fits.
+
+    Only the 64 largest possible numbers are tried. If no layout fits on any of them, return None.
+    """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -262,7 +273,10 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or ""."""
+    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``.
+
+    If no layout fits, return "".
+    """
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

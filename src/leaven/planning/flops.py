@@ -51,9 +51,9 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
     """Return the FLOPs of training on one token, with full attention and with recomputation.
 
-    ``full`` adds the forward pass of all blocks (Narayanan 2021, equation 3). ``selective`` adds the scores and
-    weighted sums of attention: 4 s h FLOPs per layer and token, for sequence length s and width h. (The formula of
-    Korthikanti 2022, arXiv 2205.05198, adds 12 s h.)
+    Full recomputation repeats the forward pass of all blocks (Narayanan 2021, equation 3). Selective recomputation
+    repeats the scores and weighted sums of attention: 4 s h FLOPs per layer and token, for sequence length s and
+    width h. (The formula of Korthikanti 2022, arXiv 2205.05198, adds 12 s h.)
     """
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}
@@ -61,8 +61,12 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 
 
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
-    """Return the utilisations of a run: ``mfu``, ``mfu_causal`` (with causal attention) and ``hfu`` (hardware FLOPs
-    utilisation: with full attention and recomputation)."""
+    """Return three FLOPs utilisations of a run by name.
+
+    - ``mfu``: the argument, model FLOPs utilisation with full attention.
+    - ``mfu_causal``: with causal attention.
+    - ``hfu``: hardware FLOPs utilisation, with full attention and with recomputation.
+    """
     full = flops_per_token(model)
     return {
         "mfu": mfu,

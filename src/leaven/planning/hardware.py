@@ -61,7 +61,8 @@ class Cluster:
 def parse_cluster(text: str) -> Cluster:
     """Parse a cluster: ``384xA100-80GB``, ``48x8xA100-80GB`` (nodes x GPUs per node), or ``cpu``.
 
-    Without a node size, 12 GPUs in nodes of 8 become two nodes of 6, and 13 GPUs become nodes of 8 and 5.
+    Without a node size, GPUs are spread evenly over nodes if possible. With up to 8 GPUs per node, 12 GPUs become two
+    nodes of 6, but 13 GPUs become nodes of 8 and 5.
 
     Raises:
         InputError: if the text has none of these forms, has too many GPUs, or the accelerator is unknown.
@@ -85,8 +86,10 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` from node / 2 to node, or ``node`` if there is none or one node is
-    enough."""
+    """Return the largest divisor of ``gpus`` from node / 2 to node: 6 for 12 GPUs and nodes of 8.
+
+    If there is none, or if all GPUs fit into one node, return ``node``.
+    """
     divisors = (each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0)
     return node if gpus <= node else next(divisors, node)
 
@@ -94,7 +97,7 @@ def _even_nodes(gpus: int, node: int) -> int:
 def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
 
-    If several accelerators fit, the first in the table is meant: SXM before PCIe, and larger memory first.
+    If several accelerators fit, the first in the table is returned: SXM before PCIe, and larger memory first.
 
     Raises:
         InputError: if no accelerator has this name.
@@ -115,7 +118,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``, if it is known."""
+    """Return the accelerator that a driver calls ``name``, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
         return None
@@ -136,9 +139,10 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``wanted`` name the accelerator with the words ``own``; ``RTX4090`` names RTX 4090.
+    """Return whether the words ``wanted`` name the accelerator with the words ``own``.
 
-    Names of SXM boards may lack the word SXM, so a wanted SXM only excludes PCIe and NVL boards.
+    ``RTX4090`` also names an RTX 4090. Names of SXM boards may lack the word SXM, so SXM in ``wanted`` only excludes
+    PCIe and NVL boards.
     """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
@@ -146,7 +150,7 @@ def _is_called(own: list[str], wanted: list[str]) -> bool:
 
 
 def trainable_here(recipe: Recipe) -> bool:
-    """Estimate whether this machine can train the recipe within 30 days. GPUs are assumed to be H100-80GB."""
+    """Estimate whether this machine can train the recipe within 30 days. Any GPUs are assumed to be H100-80GB."""
     gpus = gpus_here()
     if recipe.layout.ranks > max(gpus, 1):
         return False
@@ -158,9 +162,10 @@ def trainable_here(recipe: Recipe) -> bool:
 
 
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
-    """Estimate how many GPUs of this kind can store a model and train it within a month: a power of two.
+    """Estimate how many GPUs of the kind ``gpu`` can store a model and train it within 30 days: a power of two.
 
-    Unless memory needs more, there are at most as many GPUs as sequences in a batch, so training may take longer.
+    The number is at most that of the sequences in a batch, except if the memory of more GPUs is needed. So training
+    may take longer than 30 days.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

@@ -1,7 +1,7 @@
 """Search for the fastest layout that the model, the batch and the memory allow.
 
-Every layout of :func:`layouts` is tried. Memory is computed before time: if a micro-batch does not fit, its multiples
-are skipped, because they need more memory.
+Every layout of :func:`layouts` is tried. Memory is computed before time. If a micro-batch size does not fit into
+memory, its multiples are skipped, because they need more.
 """
 
 import math
@@ -69,10 +69,10 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each micro-batch size that the batch allows, the smallest first.
 
-        Sizes with which the smallest batch of the run cannot fill the pipeline are left out.
+        Left out are sizes with which the smallest batch of the run gives a rank fewer than pp micro-batches.
 
         Raises:
-            InputError: if the batch cannot be split evenly over the ranks, or no size fills the pipeline.
+            InputError: if the batch cannot be split evenly over the ranks, or if all sizes are left out.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -135,18 +135,18 @@ class Exploration:
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # candidates that fit into memory, the best first
-    # For each layout, the candidate with the smallest micro-batch that does not fit; the least memory first.
+    # For each layout with candidates that do not fit, the one with the smallest micro-batch; the least memory first.
     too_large: tuple[LayoutCandidate, ...]
-    refusal: InputError | None  # the error of the first layout that the batch does not allow, if any
+    refusal: InputError | None  # the error of the first layout that the batch does not allow; None: all are allowed
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """The layouts in ``too_large`` that might be chosen if they fitted into memory."""
+        """The candidates in ``too_large``; with ``job.by_leaven``, only those that leaven can train."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The candidates in ``fitting`` that may be chosen: with ``job.by_leaven``, those that leaven can train."""
+        """The candidates in ``fitting``; with ``job.by_leaven``, only those that leaven can train."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
@@ -170,8 +170,11 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """With ``job.by_leaven``: the fastest layout that fits but that leaven cannot train, if it is more than 2%
-        faster than all ``choices``."""
+        """The fastest layout that fits but that leaven cannot train, or None.
+
+        The result is None if this layout would be at most 2% faster than the best of ``choices``. Without
+        ``job.by_leaven``, it is always None.
+        """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -237,7 +240,7 @@ def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
-    """Return whether tensor-parallel groups of ``tp`` ranks divide the GPUs, and none spans two nodes."""
+    """Return whether the GPUs can be divided into groups of ``tp`` such that no group spans two nodes."""
     return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
 
 

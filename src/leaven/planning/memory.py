@@ -177,7 +177,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return the number of parameters of a rank in the largest FSDP unit, and in the largest two adjacent units."""
+    """Return how many parameters of a rank are in its largest FSDP unit, and in its two largest adjacent units."""
     t, ep = layout.tp, layout.ep
     whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)
     if code.units != 2:
@@ -229,8 +229,10 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the first rank, the last, and of ranks with the same blocks the earliest, which has the most
-    micro-batches in flight."""
+    """Return the pipeline ranks that may need the most memory: the first, the last, and one for each set of blocks.
+
+    Of ranks with the same blocks, this is the earliest, because it has the most micro-batches in flight.
+    """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
 
@@ -240,8 +242,9 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has the activations
-    outside the blocks, those kept after sending, and those that exist only during a backward pass.
+    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has activations
+    outside the blocks, outputs that are kept after they were sent to the next stage, and activations that exist only
+    during a backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

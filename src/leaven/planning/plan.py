@@ -41,7 +41,11 @@ ACCURACY_OF_EXPERTS = (
 
 @cache
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
-    """Return the rows of published runs on an accelerator such as H100-SXM-80GB, or on a board like H100-PCIe."""
+    """Return the step times of published runs on an accelerator such as H100-SXM-80GB.
+
+    Runs on other boards of this name, such as H100-PCIe, are included. If ``experts``, only mixtures of experts are
+    returned, otherwise only other models.
+    """
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
     return [row for row in found if (row.accelerator, row.experts) == (accelerator.partition("-")[0], experts)]
@@ -49,14 +53,17 @@ def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plan of a run on a cluster. Its properties are computed when they are first read."""
+    """The plan of a run on a cluster. Each property is computed when it is first read."""
 
     job: Job
     tokens: int  # tokens of the whole run
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``."""
+        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``.
+
+        Without such runs in ``records``, the plan is returned unchanged.
+        """
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -74,10 +81,10 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its micro-batch size: ``layout``, or the fastest that fits into memory.
+        """The planned layout with its micro-batch size: ``layout``, or by default the fastest that fits into memory.
 
         Raises:
-            InputError: if ``layout`` is impossible, or None and nothing fits.
+            InputError: if ``layout`` is impossible, or if ``layout`` is None and nothing fits.
         """
         if self.layout is None:
             if not self.exploration.layouts:
@@ -138,7 +145,13 @@ class ClusterPlan:
         return tuple(found)
 
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
-        """Return the document of ``leaven plan``, without commands to run next. ``asked``: text of ``--explain``."""
+        """Return the document of ``leaven plan``, without the commands to run next.
+
+        Args:
+            asked: the text of ``--explain``.
+            price: price of one GPU-hour.
+            share: passed to :func:`plan_ramp`.
+        """
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
         stages = [stage_memory(model, how, rank, code) for rank in range(how.layout.pp)]
@@ -187,9 +200,10 @@ class ClusterPlan:
 def plan_recipe(
     recipe: Recipe, gpus: str, layout: str | None = None, moments: Moments | None = None, code: str | None = None
 ) -> ClusterPlan:
-    """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in one such as ``tp=8,pp=12``.
+    """Plan a recipe on a cluster such as ``64xH100-80GB``.
 
     Args:
+        layout: text such as ``tp=8,pp=12``; None: the fastest layout that fits.
         moments: the optimizer whose states are counted; None: the recipe's.
         code: name of the training code; None: leaven's own.
 
@@ -217,8 +231,9 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
 
-    The count is that of the layout's ranks, if there are several. Otherwise, with n = :func:`estimated_gpus`, it is
-    the first of n, 2n, 4n, ... 128n on which the recipe fits, or n.
+    If the recipe's layout has several ranks, the count is their number. Otherwise it is the first of n, 2n, 4n, ...,
+    128n on which the recipe fits, where n comes from :func:`estimated_gpus`. If the recipe fits on none of them, the
+    count is n.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"
@@ -228,9 +243,10 @@ def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
 
 
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
-    """Return the plan of a run over ``tokens`` tokens, in ``layout`` or, by default, in the fastest layout that fits.
+    """Return the plan of a run over ``tokens`` tokens.
 
-    A given ``layout``, such as ``tp=8,pp=12,mbs=2``, is planned even if it needs too much memory.
+    ``layout`` is text such as ``tp=8,pp=12,mbs=2``, which is planned even if it needs too much memory. By default,
+    the fastest layout that fits is planned.
 
     Raises:
         InputError: if the layout or the batch is impossible, or if ``layout`` is None and nothing fits into memory.

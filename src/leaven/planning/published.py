@@ -26,8 +26,13 @@ class LayerWidths(NamedTuple):
 def plan_run(
     id: str, gpus: str, layout: str | None = None, moments: Moments = "adam", code: str | None = None
 ) -> ClusterPlan:
-    """Plan a published run of any architecture by its id, as ``code`` would train it; None: Megatron-LM with flash
-    attention. The vocabulary is padded to a multiple of 128.
+    """Plan a published run. The vocabulary is padded to a multiple of 128.
+
+    Args:
+        id: id of the run, whose architecture may be one that leaven cannot build.
+        layout: text such as ``tp=8,pp=12``; None: the fastest layout that fits.
+        moments: the optimizer whose states are counted.
+        code: name of the training code; None: Megatron-LM with flash attention.
 
     Raises:
         InputError: if there is no such run, cluster or training code, if too little is published to plan the run, or
@@ -56,11 +61,13 @@ class KnownCluster(NamedTuple):
 
 
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
-    """Return the cluster on which a recipe is probably trained, or None if there is no hint of it.
+    """Return the cluster on which a recipe is probably trained, or None if it is not known.
 
-    A hint is the cluster that ``leaven new --gpus`` was given, or a published run with the same n_layers, d_model and
-    d_ff, and with the same tokens within 1%. The recipe's layout must have a rank for each GPU of the cluster. With a
-    published run, it may also have a single rank.
+    It is one of these, the first that applies:
+
+    1. The cluster that ``leaven new --gpus`` was given, if the recipe's layout has a rank for each of its GPUs.
+    2. The cluster of a published run with the same n_layers, d_model and d_ff, and with the same number of tokens
+       within 1%, if the recipe's layout has a rank for each GPU or a single rank.
     """
     # A recipe has no key for a cluster. ``leaven new --gpus`` writes it only into the reason for the layout, as the
     # message "reason" of [cluster] in catalogue/messages.toml.
@@ -94,7 +101,9 @@ def _sequences(batch_tokens: int, seq_len: int) -> int:
 
 
 def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
-    """Return a published architecture as a blueprint, with layers without experts first, and no sliding windows.
+    """Return a published architecture as a blueprint.
+
+    Layers without experts come first. All layers have full attention, without sliding windows.
 
     Raises:
         InputError: if a part of the shape is not published.

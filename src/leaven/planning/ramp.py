@@ -33,7 +33,8 @@ SHARE = 0.7
 # Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
 _MOST_INCREMENTS = 64
-# Measurements that a fit skips at the start, because a running average of few values is noisy, and those it needs.
+# Number of measurements that a fit skips at the start, because a running average of few values is noisy, and number
+# of further measurements that it needs.
 SETTLING, FEWEST = 10, 10
 
 
@@ -84,7 +85,7 @@ class RampThroughput:
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
         """Return the cost of a batch ramp over the first ``over_tokens`` tokens.
 
-        ``sizes`` has pairs (first token, batch in tokens). ``increment`` is in tokens; None if increments differ.
+        ``sizes`` has pairs (first token, batch in tokens). ``increment`` is in tokens, or None if increments differ.
         """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
@@ -104,8 +105,8 @@ class RampThroughput:
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
     """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
-    The first batch must also fill the pipeline. As in Megatron, all increments are equal. ``full`` is the arrangement
-    at the full batch.
+    The first batch must also give each rank at least pp micro-batches. As in Megatron, all increments are equal.
+    ``full`` is the arrangement at the full batch.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -142,10 +143,10 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment, in sequences, with which at most 64 equal increments reach ``sequences``.
+    """Return the smallest increment, in sequences, that divides ``sequences`` into at most 64 equal parts.
 
-    The increment is a multiple of dp x ``micro_batch`` if this divides ``sequences`` into 8 or more parts, otherwise
-    of dp.
+    The increment is a multiple of dp x ``micro_batch``, if this product divides ``sequences`` into 8 or more parts.
+    Otherwise it is a multiple of dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -153,8 +154,11 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start`` and, for each of 1, 1/2, 1/4, ... of the full batch, the smallest of ``starts`` that is at
-    least as large. The result is sorted by size."""
+    """Return some of the points ``starts``, sorted by size.
+
+    These are ``start``, and for each of the full batch, half of it, a quarter and so on, the smallest point that is
+    at least as large.
+    """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -186,7 +190,9 @@ class NoiseFit(NoiseFitRow):
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """Return a power law fitted to pairs of (tokens, noise scale) after the first 10, or a constant if noise falls.
+    """Fit a power law to pairs of (tokens, noise scale), without the first 10 pairs.
+
+    If the noise scale falls with the tokens, the result is a constant.
 
     Raises:
         InputError: if there are fewer than 20 pairs.
@@ -214,8 +220,9 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    The batches are the full batch, half of it, a quarter and so on, down to one sequence. Each begins as soon as it
-    is at most ``multiple`` x the noise scale, and one sequence at the start of the run.
+    The possible batches are the full batch, half of it, a quarter and so on, down to one sequence. Each begins as
+    soon as it is at most ``multiple`` x the noise scale. The run starts with the largest batch that is allowed at
+    token 0, or with one sequence if none is.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len
@@ -238,7 +245,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     else:
         why = (
             f"each stage begins where its batch is {allowed}: {steps:,} steps instead of {full_steps:,}, "
-            f"and about {1 + multiple:g} times the fewest tokens that reach a loss"
+            f"and about {1 + multiple:g} times the minimum number of tokens for the same loss"
         )
         listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
         settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]

@@ -51,7 +51,11 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return how many of a rank's forward passes wait at most at once for their backward or ``weight`` pass."""
+        """Return the largest number of forward passes whose activations a rank keeps at the same time.
+
+        Activations are kept until the end of the backward pass. If the backward pass is split, this is the end of the
+        ``weight`` pass.
+        """
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -60,11 +64,11 @@ class Timeline:
 
 
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
-    """Return the passes of a rank in order; ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
+    """Return the passes of a rank in order. ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
-    A rank begins with forward passes only: all of them in GPipe, otherwise ``ahead`` of them. Then forward and
-    backward passes alternate. On rank r, a zero-bubble schedule delays each ``weight`` pass by r ``input`` passes, so
-    that all ranks end together.
+    In GPipe, all forward passes come before the backward passes. In other schedules, a rank begins with some forward
+    passes (earlier ranks with more of them), and then forward and backward passes alternate. On rank r, a zero-bubble
+    schedule delays each ``weight`` pass by r ``input`` passes, so that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
@@ -105,8 +109,8 @@ def simulate(
 
     Args:
         forward, backward: time of one pass through each stage, in any unit.
-        weight: part of ``backward`` that computes the gradients of weights; by default as long as ``forward``. In the
-            first stage, all of ``backward`` counts, as in torch, because nothing needs gradients of tokens.
+        weight: part of ``backward`` that computes the gradients of weights; by default as long as ``forward``. For
+            the first stage, all of ``backward`` is used instead, because nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
@@ -131,9 +135,10 @@ def simulate(
 
 
 def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
-    """Return the passes of a step in seconds, including uneven stages, logits on the last stage, and transfers.
+    """Return the passes of a step with their times in seconds.
 
-    The gradient exchange and the optimizer are left out, unlike in :func:`timing.step_time`.
+    Uneven stages, the logits on the last stage, and transfers between stages are included. Unlike in
+    :func:`timing.step_time`, the gradient exchange and the optimizer are not.
     """
     layout = how.layout
     block = block_time(model, how, cluster, code)

@@ -38,7 +38,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
         return max(loads), sum(stage**2 for stage in loads)
 
     def split(first: int, last: int) -> tuple[int, ...] | None:
-        """Return the number of blocks of every stage, with ``first`` and ``last`` at the ends, if possible."""
+        """Return the number of blocks of every stage, with ``first`` and ``last`` at the ends; None if impossible."""
         rest = n_layers - first - last
         if rest < middle or (not middle and rest):
             return None
@@ -51,8 +51,10 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage by the rule ``work``. ``weights`` has the FLOPs / 2 of each block,
-    and ``unembedding`` those of the unembedding."""
+    """Return the number of blocks of each stage by the rule ``work``.
+
+    ``weights`` and ``unembedding`` are FLOPs / 2: of each block, and of the unembedding.
+    """
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for left, weight in zip(reversed(range(len(weights))), weights, strict=True):
@@ -107,7 +109,10 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 
 
 def sharers(layout: Layout) -> tuple[int, int]:
-    """Return over how many ranks ZeRO shards a parameter, and a parameter of an expert: ranks with this expert."""
+    """Return over how many ranks ZeRO shards a parameter outside routed experts, and a parameter of a routed expert.
+
+    A parameter of an expert is sharded only over the ranks that have this expert.
+    """
     ranks = layout.dp * layout.cp // layout.dp_replicate
     return ranks, max(1, ranks // layout.ep)
 
@@ -115,8 +120,9 @@ def sharers(layout: Layout) -> tuple[int, int]:
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    Interleaved 1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; a pass goes through one of v stages, so it
-    counts as 1/v micro-batch. Zero-bubble delays the gradients of weights.
+    With v stages per rank, a pass goes through one of them, so it counts as 1/v micro-batch (interleaved 1F1B,
+    Narayanan et al. 2021, arXiv 2104.04473, section 2.2). In a zero-bubble schedule, every rank keeps up to pp
+    micro-batches, because the gradients of weights are delayed.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

@@ -26,8 +26,8 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-# A value is called "outside" in the text if it is beyond the published range by more than the first factor, and in a
-# :class:`ComparedRow` by more than the second. Published values are rounded, and chosen by hand.
+# A value is called "outside" if it is beyond the published range by more than a factor: `_ROUNDING` in the text,
+# `FAR` in a :class:`ComparedRow`. Published values are rounded, and chosen by hand.
 _ROUNDING, FAR = 1.05, 1.25
 
 
@@ -136,7 +136,10 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the planned GPU-hours of all tuning trials, if known and at least 1, to the reasons for the proxy."""
+    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if they are at least 1.
+
+    If the proxy cannot be planned, nothing is added.
+    """
     tuning = started.tuning
     assert tuning.proxy
     try:

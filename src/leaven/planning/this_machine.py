@@ -72,12 +72,12 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     most = len(here) // each
     if (workers or 1) > most:
         count = f"{len(here)} GPU{'s' if len(here) > 1 else ''} here, and every worker needs {each} of its own"
-        change = "give the number of workers" if workers is None and each == 1 else "change devices"
+        change = "give the number of workers" if workers is None and each == 1 else "lower or remove the key devices"
         hint = f"give --workers {most} or fewer" if most else f"{change}, or name the GPUs in {VISIBLE}"
         raise InputError(f"--workers {workers or 'auto'}: {count if here else 'no GPU here'}; {hint}")
     return tuple(",".join(here[first : first + each]) for first in range(0, (workers or most) * each, each))
 
 
 def gpus_here() -> int:
-    """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
+    """Return the number of NVIDIA GPUs of this machine. They are counted by device files, without importing torch."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

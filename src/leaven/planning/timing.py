@@ -99,7 +99,7 @@ def _block_time(  # noqa: PLR0917 (a cache)
 
 
 def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
-    """Return the seconds that recomputation adds to a block's backward pass; ``once``: those of its forward pass."""
+    """Return the seconds that recomputation adds to a block's backward pass; ``once``: seconds of a forward pass."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")
@@ -131,7 +131,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds in one pass to send tokens to their experts on other ranks, and the outputs back."""
+    """Return the seconds of one pass in which tokens are sent to experts on other ranks, and the outputs back."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
     if not experts or ranks == 1:
@@ -226,9 +226,8 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
-    The ranks of a pipeline stage take turns at its matrices: a rank receives a whole matrix, applies the
-    Newton-Schulz iterations, and sends the result in 16 bits. On a matrix of m rows and n >= m columns, an iteration
-    has three products.
+    The ranks of a pipeline stage divide its matrices among them. A rank receives a whole matrix, applies the
+    Newton-Schulz iterations, and sends the result in 16 bits. An iteration has three matrix products.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
     copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part
@@ -236,7 +235,7 @@ def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, cod
         number, seconds, elements = 0.0, 0.0, 0.0
         for block, count in rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance):
             for row in block.matmuls:
-                m, n = sorted((row.k, row.n))
+                m, n = sorted((row.k, row.n))  # an iteration works on m rows and n >= m columns
                 products = sum(
                     matmul_seconds(mnk, accelerator, dtype=code.products) for mnk in ((m, m, n), (m, m, m), (m, n, m))
                 )

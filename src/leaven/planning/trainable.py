@@ -14,8 +14,10 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes, or cannot measure
-    its gradient noise scale."""
+    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes.
+
+    Also raise it if the recipe measures the gradient noise scale, and this is not possible.
+    """
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
@@ -33,7 +35,10 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with dp, dp_replicate and ep changed to fit ``processes``, or unchanged if no dp fits."""
+    """Return the recipe with dp changed to fit ``processes``, and dp_replicate and ep to fit dp.
+
+    If no dp fits, return the recipe unchanged.
+    """
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:
@@ -68,15 +73,18 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the gradient noise scale cannot be measured, by comparing the gradients of the first micro-batch
-    with those of the whole batch. Return None if it can, or need not."""
+    """Return why the gradient noise scale cannot be measured; None if it can, or if the recipe does not measure it.
+
+    The measurement compares the gradients of the first micro-batch with those of the whole batch.
+    """
     if recipe.stability.noise_scale_every_tokens is None:
         return None
     layout = recipe.layout
     off = "remove this setting to train without measuring it"
     if layout.pp > 1:
         return (
-            f"needs the gradients of the first micro-batch alone, and a pipeline (pp = {layout.pp}) has none; {off}"
+            "needs the gradients of the first micro-batch alone, which a pipeline "
+            f"(pp = {layout.pp}) does not keep; {off}"
         )
     if layout.ranks > 1 and (layout.zero < 2 or layout.dp_replicate > 1):
         return (
@@ -89,8 +97,8 @@ def _noise_refusal(recipe: Recipe) -> str | None:
         return f"needs at least two micro-batches per step, and a rank has one sequence; use a larger batch, or {off}"
     if size != "auto" and size >= each:
         return (
-            f"needs at least two micro-batches per step, and a rank's {each} sequences fit into one of {size}; "
-            f"use --set batch.micro_batch={each // 2}, or {off}"
+            f"needs at least two micro-batches per step, and a rank's {each} sequences fit into one micro-batch of "
+            f"{size}; use --set batch.micro_batch={each // 2}, or {off}"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Training codes: programs, such as Megatron-LM or leaven, which decide how tensors are stored, copied and exchanged.
+"""Training codes: how programs such as Megatron-LM and leaven store, copy and exchange tensors.
 
 Their values are in training_codes.toml.
 """
@@ -104,7 +104,7 @@ class TrainingCode:
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
-        """Return the training code without the memory outside tensors, which training and dry runs do not measure."""
+        """Return the training code without memory outside tensors; training and dry runs measure only tensors."""
         return replace(self, fixed_gib=0.0, slack=0.0)
 
     def with_moments(self, moments: Moments) -> "TrainingCode":
@@ -119,12 +119,15 @@ class TrainingCode:
         )
 
     def with_muon(self, ns_steps: int) -> "TrainingCode":
-        """Return the training code with leaven's Muon; 0: without Muon."""
+        """Return the training code with leaven's Muon. With ``ns_steps`` 0, return it unchanged."""
         return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield (name, training code) for each table of a TOML file; ``like`` names the earlier table that it changes."""
+    """Yield (name, training code) for each table of a TOML file.
+
+    A table with the key ``like`` has the values of the earlier table of that name, except for those that it changes.
+    """
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
@@ -166,9 +169,10 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return a row for each kind of state (weights, gradients, moments, ...) that has bytes, before sharding.
+    """Return a row for each kind of state (weights, gradients, moments, ...) that the training code stores.
 
-    Of ``params`` parameters, ``matrices`` are in matrices of blocks, for which Muon stores less.
+    Bytes are counted before sharding. ``matrices`` of the ``params`` parameters are in matrices of blocks, for which
+    Muon stores less.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

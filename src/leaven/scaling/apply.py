@@ -12,22 +12,23 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors on the values of one tensor; all are exactly 1.0 at the base."""
+    """The factors on the hyperparameters of one tensor; all are exactly 1.0 at the base."""
 
     init_std: float
     lr: float
     eps: float
     weight_decay: float
-    forward: float  # factor on the output of the tensor; 1 except for an unembedding, tied or not
+    forward: float  # factor on the output of the tensor; 1 except for the unembedding and tied embeddings
     residual: float  # factor on a branch before it is added to the residual stream
     attention: float  # factor on the scale of the attention logits, which is usually 1 / sqrt(d_head)
     half_life: float  # factor on the half-life of Adam's moments in steps
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
-        """Return Adam's beta at this scale, for the ``multiplier`` of a module: ``base ** (multiplier / half_life)``.
+        """Return Adam's beta at this scale: ``base ** (multiplier / half_life)``.
 
-        The papers multiply ``1 - beta`` by ``multiplier / half_life``, which is the same to first order but may
-        leave (0, 1). Runs at batch ratios of 1/4 to 8 had the same loss with both formulas.
+        ``multiplier`` is that of the tensor's module. The papers multiply ``1 - beta`` by ``multiplier / half_life``,
+        which is the same to first order but may give a beta outside (0, 1). Runs at batch ratios of 1/4 to 8 had the
+        same loss with both formulas.
         """
         return float(base ** (multiplier / self.half_life))
 
@@ -60,8 +61,9 @@ def tensor_ratios(
     """Return the ratios (target scale / base scale) of one tensor.
 
     Args:
-        shape, base_shape: of target and base. A matrix is (fan out, fan in), as in ``nn.Linear``; matrices of experts
-            are (experts, fan out, fan in); embeddings and unembedding are (vocabulary or positions, width).
+        shape, base_shape: the tensor's shapes in target and base. A matrix is (fan out, fan in), as in ``nn.Linear``;
+            matrices of experts are (experts, fan out, fan in); embeddings and unembedding are (vocabulary or
+            positions, width).
         at: the ratios of the run.
         head: ratio of the head dimensions.
 

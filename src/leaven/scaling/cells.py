@@ -8,8 +8,11 @@ for each ratio::
     M  matching: Muon's factor on a step, which depends on the shape of the matrix (`Muon.matching`)
 
 ``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. An exponent is a sum of
-numbers and symbols. The symbols are ``alpha`` (``scaling.alpha``), ``t`` (``scaling.token_exponent``) and ``w`` (1 -
-alpha with ``scaling.scale_decay_with_depth``, else 0).
+numbers and symbols::
+
+    alpha  ``scaling.alpha``
+    t      ``scaling.token_exponent``
+    w      1 - alpha if ``scaling.scale_decay_with_depth`` is true, otherwise 0
 """
 
 import re
@@ -40,7 +43,10 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios (target / base) of a tensor and its run. Vocabulary, positions and experts have the ratio 1."""
+    """The ratios (target / base) of a tensor and of its run.
+
+    The vocabulary, the number of positions and the number of experts always have the ratio 1.
+    """
 
     fan_in: float = 1.0
     fan_out: float = 1.0

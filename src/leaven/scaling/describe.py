@@ -21,13 +21,17 @@ class ModuleStart:
     """The initial standard deviation of a module's matrices, in all blocks or in one block."""
 
     module: str
-    layers: str  # indices of the blocks, such as "0-11" or "3"; "" outside the blocks
+    layers: str  # indices of the blocks, such as "0-11" or "3"; "" for a module outside the blocks
     std: float  # std in this recipe, with the scaling rule and all multipliers applied
     published: dict[str, float]  # std that each published init would give, by the name of the init
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices: one entry, or two (first and last block) if blocks differ."""
+    """Return the initial std of each module's matrices.
+
+    A module has one entry if its std and the published ones are the same in all blocks. Otherwise it has two entries,
+    for the first and the last block.
+    """
     by_module: dict[str, list[ModuleStart]] = {}
     depth = recipe.model.n_layers
     for row in table.rows:
@@ -46,7 +50,10 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits, nearest first; ``octaves``: mean of abs(log2(own std / published std))."""
+    """Return the published inits, those nearest to this recipe's init first.
+
+    ``octaves`` is the distance: the mean of abs(log2(std / published std)) over ``found``.
+    """
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]

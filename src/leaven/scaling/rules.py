@@ -15,8 +15,8 @@ A table has a row for each role of a tensor, such as embedding, hidden weight (i
 - **Norms on a branch's output.** The papers only have norms before branches. With a norm on the output y of a branch,
   the block adds m g norm(y) to the residual stream, where m is the branch's multiplier and g is the norm's gain.
 
-  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one,
-    because what a block adds to the stream, and the change of this sum in a step, scale as without the norm.
+  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one:
+    what a block adds to the stream, and how much a step changes it, scale as without the norm.
   - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
     the gradient of the stream, which is proportional to 1 / width, so the gradient of g falls as width^-1 L^-alpha. A
     step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha x lr, so the cell of
@@ -29,8 +29,8 @@ A table has a row for each role of a tensor, such as embedding, hidden weight (i
     tests/scaling/test_invariance.py.)
   - Decay of these matrices raises the ratio step / weight, which is (2 lr decay)^(1/2) in equilibrium
     (Kosson et al. 2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay constant. The argument for decay ~
-    I^(1/2), that the ratio of a branch's output to its input must not change with the width (Fan et al. 2025, arXiv
-    2510.15262), does not apply if a norm follows, because then g sets this ratio.
+    I^(1/2) is that the ratio of a branch's output to its input must not change with the width (Fan et al. 2025, arXiv
+    2510.15262). It does not apply if a norm follows, because then g sets this ratio.
   - Without a norm before the branch, its matrices read the stream itself, whose size does not depend on the width.
     With more depth, this size falls to that of the embedding, because the sum of the branches falls.
 
@@ -99,7 +99,7 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True, eq=False)  # hash by identity, because the fields have no hash
 class Rule:
-    """A scaling rule: one cell (factor) for each quantity and role, and cells that all roles share."""
+    """A scaling rule: one cell (a factor) for each quantity and role, and cells that all roles share."""
 
     name: str
     source: str
@@ -118,7 +118,7 @@ class Rule:
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """Return the cells that all roles share and the cells for Muon, by printed name."""
+        """The cells that all roles share and the cells for Muon, by the name that is printed."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}

@@ -1,8 +1,8 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
 Each value is the product of the hyperparameter, the factor of the scaling rule, the multiplier of the module and the
-multiplier for the depth of the block; for betas, see :meth:`leaven.scaling.apply.Factors.beta`. No other file of
-leaven computes these values.
+multiplier for the depth of the block. Betas are an exception: see :meth:`leaven.scaling.apply.Factors.beta`. No other
+file of leaven computes these values.
 """
 
 import math
@@ -31,15 +31,15 @@ class ParameterRow(Parameter):
     init_mean: float  # initial values are normal with this mean
     init_std: float
     lr: float  # at the peak of the schedule
-    # For a matrix that Muon updates: the factor ``Muon.matching`` on its steps. beta1 is then the momentum, and beta2
-    # and eps are 0. For a parameter that Adam updates: 0.
+    # 0 for a parameter that Adam updates. For a matrix that Muon updates: the factor ``Muon.matching`` on its steps.
+    # For such a matrix, beta1 is the momentum, and beta2 and eps are 0.
     match: float = 0.0
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
-    # Factor on the output in the forward pass: 1 except for the last matrices of branches and an unembedding, tied
-    # or not. If a norm follows the last matrix of a branch, the factor is applied after the norm.
+    # Factor on the output in the forward pass. It is 1 except for the last matrices of branches, the unembedding, and
+    # tied embeddings. If a norm follows the last matrix of a branch, the factor is applied after the norm.
     multiplier: float
     ratios: TensorRatios = field(compare=False)  # ratios to the base, from which the rule computed the values
 
@@ -115,11 +115,12 @@ def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return how a batch ramp, or batch stages, change the hyperparameters at step ``step`` (counted from 0).
+    """Return how a batch ramp or batch stages change the hyperparameters at step ``step`` (counted from 0).
 
     Returns:
-        The factors of the scaling rule for batch of this step / full batch, which are 1 with ``batch.rule`` "fixed".
-        The half-life of Adam's moments in steps, divided by that at the previous step.
+        - The factors of the scaling rule for the ratio (batch of this step) / (full batch). With ``batch.rule``
+          "fixed", all are 1.
+        - The half-life of Adam's moments in steps, divided by the half-life at the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -138,7 +139,10 @@ def parameter_row(
 ) -> ParameterRow:
     """Return the row of one parameter of any model.
 
-    ``at`` has the parameter's ratios to the base, except ``match``, which is computed here.
+    Args:
+        at: the parameter's ratios to the base. If Muon updates the parameter, the field ``match`` is computed here.
+        base: the hyperparameters at the base.
+        n_layers, gated: number of layers of the model, and whether its MLPs are gated.
     """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
@@ -186,8 +190,10 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, with ``param_names`` but without ``params``: one for equal rows of a
-    module."""
+    """Return parameter groups for an optimizer, with ``param_names`` but without ``params``.
+
+    Rows of a module with the same values are one group.
+    """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         by_muon = {"momentum": row.beta1, "match": row.match}
@@ -202,11 +208,11 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     """Return factors on the weights and biases that replace the multipliers of the forward pass, by parameter name.
 
-    Factors of 1 are left out. Where each multiplier is folded:
+    Factors of 1 are left out. The multipliers are folded into these weights:
 
-    - of a branch: into the norm on its output. Without such a norm, into the last matrix of the branch.
-    - of the attention logits, relative to 1 / sqrt(d_head): into the query norm. Without it, into the query matrix.
-    - of the logits: into the unembedding. If the embeddings are tied, into the final norm.
+    - Multiplier of a branch: the norm on the branch's output. Without this norm, the last matrix of the branch.
+    - Attention scale x sqrt(d_head): the query norm. Without this norm, the query matrix.
+    - Multiplier of the logits: the unembedding. With tied embeddings, the final norm.
     """
     rows = table.multipliers
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}

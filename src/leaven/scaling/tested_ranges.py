@@ -21,7 +21,7 @@ from leaven.scaling.transfer import searched_paths
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
 )
-"""For each rule: the lowest and the highest tested ratio on each axis, and the source."""
+"""For each rule: the lowest and the highest tested ratio to the base on each axis, and the source."""
 # Warn if the tokens per parameter change by more than this factor. At this factor, the best weight decay is about
 # twice or half as large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
@@ -58,21 +58,21 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return the warning, if any, that the transfer from ``before`` to ``after`` dropped the batch ramp."""
+    """Return a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return the warning, if any, that ``leaven transfer --like`` finds no searched values in ``tuned``."""
+    """Return a warning if no reason in ``tuned`` names a study, so that its searched values are not known."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
 def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
     """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
 
-    ``source``: the sizes of the model that gave the hyperparameters. Missing sizes are not compared.
+    ``source`` has the sizes of the model from which the hyperparameters come. Sizes that it lacks are not compared.
     """
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
@@ -80,7 +80,10 @@ def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return the warning that ``value`` is beyond ``limit``, with the text ``message`` (default: ``about``)."""
+    """Return the warning that ``value`` is beyond ``limit``.
+
+    ``message`` is the key of the text in messages.toml, by default ``about``. ``facts`` are inserted into the text.
+    """
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
@@ -89,8 +92,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about ratios to the base that are outside the tested range.
 
-    The tests of the batch changed the number of steps, not of tokens. So a batch ratio is fine if the number of steps
-    stays within the range of these tests.
+    The tests of the batch size changed the number of steps, and kept the number of tokens. So a batch ratio is fine
+    if the number of steps stays within the range of these tests.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -103,7 +106,7 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about Muon far from the base in batch or tokens, under a rule that scales with batch and tokens."""
+    """Warn if Muon is used far from the base in batch or tokens, under a rule that scales with batch and tokens."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -112,8 +115,10 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on branch outputs under the rule complete-d-p, for which the best lr was measured to change
-    with the width and, if alpha is 1, with the depth."""
+    """Warn about norms on the outputs of branches under the rule complete-d-p, far above the base.
+
+    For such models, the best lr was measured to change with the width and, if alpha is 1, with the depth.
+    """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():
@@ -158,8 +163,8 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if Adam's eps is too large compared with sqrt(v) of a block's matrix, where v is the second moment.
 
-    The estimate of sqrt(v) spreads the limit of the global gradient norm (1 if there is none) evenly over all
-    parameters. Real gradients in blocks are smaller.
+    sqrt(v) is estimated: the gradient is assumed to have the clipping limit as its global norm (1 without such a
+    limit), and the same size for all parameters. Real gradients in blocks are smaller.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -184,7 +189,7 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
     The rules increase the decay with the width, which is right for AdamW. Relative to the gradient, an L2 term then
-    grows as width^1.5 (measured, widths 64 to 512), which no coordinate check shows (microsoft/mup, PR 73).
+    grows as width^1.5 (measured, widths 64 to 512). No coordinate check shows this (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -196,7 +201,10 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about large initial logits, and about a matrix in a block with an initial std far above the usual one."""
+    """Warn if the initial logits are large, or if a matrix inside the blocks has an init std far above the usual one.
+
+    The warning names the matrix with the largest product of init std and multiplier.
+    """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     # RMS of the logits: the final norm gives activations of RMS 1.
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

@@ -1,8 +1,9 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as they are written for the base. The warm-up, a batch ramp and stages, and intervals such as
-``evaluation.every_tokens`` keep their share of the run. The smaller batches of a ramp or of stages keep their share
-of the full batch. Transfer directly from the base, because each transfer rounds to whole sequences.
+The hyperparameters stay as they are written for the base. The warm-up, a batch ramp, batch stages, and intervals such
+as ``evaluation.every_tokens`` keep their share of the run. The smaller batches of a ramp or of stages keep their
+share of the full batch. Each transfer rounds to whole sequences, so transfer from the base, not from a transferred
+recipe.
 """
 
 import re
@@ -21,7 +22,7 @@ from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
-# In the reason that ``leaven tune`` writes for a value. A user may write a note before it.
+# Part of the reason that ``leaven tune`` writes for a value. A user may have written a note before it.
 _STUDY = re.compile(r"\bstudy [\w.\-]+, trial [0-9]")
 # Intervals in tokens that keep their share of the run.
 _INTERVALS = (
@@ -58,7 +59,7 @@ _FREE_FIELDS = {
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a model that a tuned recipe and its target must share."""
+    """Return the fields of the model that must be the same in a tuned recipe and its target, with their values."""
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
@@ -79,11 +80,12 @@ def transfer(
 ) -> Recipe:
     """Return the recipe at another scale, with the same base.
 
-    A size that is not given keeps its value, except d_ff and the numbers of heads, which grow in proportion to the
-    width. ``start`` (initial weights) is kept only if the shape of the model stays the same.
+    A size that is not given keeps its value. Exceptions are sizes that grow with the width, such as d_ff and the
+    number of heads: see :meth:`leaven.recipe.shape.ModelShape.scaled`. ``start`` (initial weights) is kept only if
+    the shape of the model stays the same.
 
     Raises:
-        InputError: if a size is impossible, or does not fit the others, or if the run has too few steps.
+        InputError: if a size is impossible or does not fit the other sizes, or if the run has too few steps.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
     for option, (largest, reason) in _LARGEST.items():
@@ -149,7 +151,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     - All other searched values are copied.
 
     Raises:
-        InputError: if the two models differ in a field outside `_FREE_FIELDS`, or if the run has too few steps.
+        InputError: if the two models differ in a field outside `_FREE_FIELDS`, if the run has too few steps, or if
+            the resulting recipe is invalid.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -175,7 +178,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         "data.tokens": longer,
         "batch.tokens": target.batch.tokens / _start_batch(tuned, target),
     }
-    # A count of the target that equals the transferred count stays, with the target's reason.
+    # If a count of the target equals the transferred count, the target's reason for it is kept.
     kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
     searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
     for path in searched:
@@ -197,8 +200,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    If ``tuned`` and its base have different numbers of tokens, the batch is a guess: with it, ``tuned`` has as many
-    steps as ``target``, like a proxy of ``leaven new``.
+    If ``tuned`` and its base have different numbers of tokens, the batch is a guess: the batch with which ``tuned``
+    has as many steps as ``target``, as a proxy of ``leaven new`` has.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -207,13 +210,17 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """Return the paths of the values that ``leaven tune`` chose: their reasons have "study NAME, trial N"."""
+    """Return the paths of the values whose reasons say that ``leaven tune`` chose them: "study NAME, trial N"."""
     return {path for path, why in recipe.why.items() if _STUDY.search(why)}
 
 
 def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
-    """Return the changed recipe. Raise InputError if it is invalid, or if a beta of Adam would be near 0, because the
-    run has far fewer steps than its base."""
+    """Return the changed recipe.
+
+    Raises:
+        InputError: if the recipe is invalid, or if the run has so few steps compared with its base that a beta of
+            Adam would be near 0.
+    """
     try:
         moved = recipe.replace(changes)
     except ValidationError as error:
@@ -225,7 +232,7 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
                 steps = moved.data.tokens / moved.batch.tokens
                 base_steps = moved.base.tokens / moved.base.batch_tokens
                 raise InputError(
-                    f"the run has too few steps for Adam: {steps:,.0f}, and its base {base_steps:,.0f}, so the "
+                    f"the run has too few steps for Adam: {steps:,.0f} (its base: {base_steps:,.0f}), so the "
                     f"rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
                     "give more --tokens or a smaller --batch-tokens"
                 )
@@ -233,7 +240,7 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the table ``[scaling.base]`` that keeps the base of ``recipe`` when the model becomes ``target``."""
+    """Return the table ``[scaling.base]`` with which ``target`` has the same base as ``recipe``."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -246,7 +253,11 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """Return the table ``[batch]`` for a batch of ``tokens`` tokens. ``longer``: new run length / old run length."""
+    """Return the table ``[batch]`` for a batch of ``tokens`` tokens.
+
+    A ramp or stages are scaled with the batch and with ``longer`` = (new run length) / (old run length). A ramp that
+    would have no smaller first batch is dropped.
+    """
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
     moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch, "stages_rule": batch.stages_rule}
@@ -275,7 +286,10 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reasons for the hyperparameters, the base and the values that the transfer changed, by path."""
+    """Return the reasons for the hyperparameters, for the base, and for the values that the transfer changed.
+
+    The keys are paths such as ``batch.tokens``.
+    """
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,
