@@ -693,11 +693,18 @@ def ctrl_c(step: Step) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def handler() -> Iterator[Any]:
+    """Python's handler of Ctrl-C, also where the tests run in the background, which ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_in_python_saves_the_run_first(
-    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: Any
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    handler = signal.getsignal(signal.SIGINT)
     told = pytest.warns(UserWarning, match=r"run: stopped at 1,\d+ tokens, saved; the same call resumes the run")
     with told, pytest.raises(KeyboardInterrupt):
         train(recipe, tokens, run.path, on_step=ctrl_c)

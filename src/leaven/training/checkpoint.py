@@ -365,7 +365,7 @@ def _reason(error: Exception) -> str:
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     with storage.open_file(path) as file:
-        digest = file_digest(file, lambda: blake2b(digest_size=16))  # type: ignore[arg-type]
+        digest = file_digest(file, lambda: blake2b(digest_size=16))
         return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
 
 

@@ -136,7 +136,7 @@ def _best(curve: VerdictCurve, title: str, level: float | None, limit: float | N
     With ``limit``, two red lines are that many octaves (factors of 2) above and below the grey line.
     """
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []
-    known = [value for value in (*curve.low, *curve.high, *limits) if value is not None]
+    known = [value for value in (*curve.low, *curve.y, *curve.high, *limits) if value is not None]
     x = charts.measured_axis(curve.x, numbers.value)
     y = charts.log_axis(min(known) / 1.5, max(known) * 1.5, numbers.value)
     marks = [charts.mark_line("y", end, BAD) for end in limits]
