@@ -44,7 +44,7 @@ LIMIT_SECONDS = 60.0
 passes began."""
 
 WORTH = 0.02
-"""The smallest micro-batch is chosen that is at most this share slower than the fastest. A smaller difference is
+"""The choice is the smallest micro-batch that is at most this share slower than the fastest. A smaller difference is
 noise, and a smaller micro-batch saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
