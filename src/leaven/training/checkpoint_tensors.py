@@ -113,8 +113,8 @@ class Tensors(Mapping[str, Tensor]):
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
         """Raise ValueError with the name of a tensor if one of its blocks is in none of ``files``, or if its blocks
-        do not form the whole tensor. In the files ``headers``, also compare the dtype and shape of each block with
-        the list of blocks."""
+        do not form the whole tensor. In the files ``headers``, also check that each block has the dtype and shape
+        that the list of blocks states."""
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
@@ -159,7 +159,8 @@ class Tensors(Mapping[str, Tensor]):
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the block of ``shape`` at ``offset`` of a tensor, without reading the rest."""
+        """Return the block of a tensor that begins at ``offset`` and has the shape ``shape``. Nothing else is
+        read."""
         saved, wanted = self._saved[name], _spans(offset, shape)
         assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
         assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))

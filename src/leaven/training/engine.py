@@ -173,6 +173,10 @@ class Training:
 
         Call these functions in the order of the steps. The device applies a step only if its loss and gradient norm
         are finite and below :attr:`limits`.
+
+        Raises:
+            TextUnreadable: if the batch cannot be read.
+            StopRequested: as in :meth:`check_stop`.
         """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
@@ -299,8 +303,8 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return windows (sequences, seq_len + 1) as a micro-batch on the device. The first ``count`` count in the
-        loss."""
+        """Return ``windows``, (sequences, seq_len + 1), as a micro-batch on the device. Only the first ``count``
+        sequences count in the loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)

@@ -46,7 +46,8 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run folder is new or empty, or has a run of this recipe with all its files."""
+    """Raise InputError unless a run folder is new or empty, or has all files of a run of this recipe. Layout and
+    micro-batch may differ."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -142,8 +143,8 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether events.jsonl and the newest checkpoint have different values for the n-th rewind of the run, for
-    any n. A rewind that only one of them has is no difference: the checkpoint may be older, or events may be lost."""
+    """Return whether events.jsonl and the newest checkpoint list different rewinds. If one list only continues the
+    other list, they do not differ: the checkpoint may be older, or events may be lost."""
     saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
         if event["event"] in RETURNS:
@@ -256,8 +257,8 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that a resume must keep. The name of a single source is left out, because its
-    text may be moved."""
+    """Return the values of a recipe that must be the same when a run resumes. The name of a single source is left
+    out, because its text may be moved."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -384,9 +385,12 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens, or None if the checkpoint that was read, at ``found``
-    tokens, is not older. ``saved`` is the result of :func:`newest_saved`: call it before you read the checkpoint,
-    because the run may save another one meanwhile."""
+    """Return the name of the checkpoint at ``saved`` tokens if it is newer than the checkpoint that was read, at
+    ``found`` tokens. Otherwise, return None.
+
+    ``saved`` is the result of :func:`newest_saved`. Call it before you read a checkpoint, because the run may save
+    another one meanwhile.
+    """
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 

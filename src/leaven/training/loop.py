@@ -47,7 +47,8 @@ class Callback:
         """Called before each step. The result of the previous step may not have been read yet."""
 
     def after_step(self, step: Any) -> None:
-        """Called with the result of each step. A recipe's result is a :class:`leaven.training.metrics.Step`."""
+        """Called with the result of each step. When a recipe is trained, this is a
+        :class:`leaven.training.metrics.Step`, otherwise a :class:`StepResult`."""
 
     def on_due(self) -> None:
         """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. ``after_step`` has

@@ -20,8 +20,8 @@ stores. It applies the function to the whole matrices, and yields this process's
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``. Its shape is (out,
-    in) or, for one matrix of each expert, (experts, out, in). Computes in the dtype of ``matrix``."""
+    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``. ``matrix`` is
+    (out, in) or, for one matrix of each expert, (experts, out, in). Computes in the dtype of ``matrix``."""
     a, b, c = COEFFICIENTS
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix

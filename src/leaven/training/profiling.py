@@ -202,7 +202,7 @@ def measure(
 
     A model that is too large or too slow is measured at two smaller depths. Time and memory are linear in the number
     of layers, and are extrapolated. ``gpus`` is the cluster of the plan, such as "8xH100". Raise InputError if this
-    machine does not have its type of accelerator, or if not even two layers fit into memory.
+    machine does not have that type of accelerator, or if not even two layers fit into memory.
     """
     device = default_device()
     _require_accelerator(device, gpus)

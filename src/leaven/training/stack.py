@@ -203,8 +203,8 @@ class TrialStack:
         self.progress = Progress()  # tokens of one recipe; seconds do not include the time to fill the buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
-        """Train the recipes. Return the validation loss of each recipe in nats per token, which is not finite if its
-        training diverged."""
+        """Train the recipes to their end, also if they diverge. Return the validation loss of each recipe in nats per
+        token."""
         self.begin(recipes)
         self.advance(len(self.schedule))
         return self.evaluate(recipes[0])[: len(recipes)]
@@ -380,7 +380,7 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each trial in nats per token, over ``recipe.evaluation.tokens`` tokens.
+        """Return the validation losses (K,) in nats per token, over ``recipe.evaluation.tokens`` tokens.
         Batches have B sequences and parameters require gradients, as in training, so that the compiled pass fits."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)

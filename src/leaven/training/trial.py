@@ -108,8 +108,8 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe's text. Raise InputError if ``inputs`` is not None and differs from their
-    :func:`fingerprint_of`."""
+    """Return the tokens of a recipe's text. ``inputs`` is the expected :func:`fingerprint_of` the text and the start
+    weights. Raise InputError if they have another one, unless ``inputs`` is None."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
