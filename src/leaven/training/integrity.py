@@ -75,7 +75,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
         or_back = ", or --rewind-to to change the recipe from a checkpoint on" if possible else ""
-        moved = all(path == "data.source" and isinstance(now, str) for path, _, now in changes)  # several may not be
+        moved = all(path == "data.source" and isinstance(now, str) for path, _, now in changes)  # one source
         if_moved = f", or write the new place in {run.recipe_file} if the text was only moved" if moved else ""
         raise InputError(
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
@@ -124,7 +124,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
     if _has_other_rewinds(run):
         yield (
             f"{run.events_file} and {run.checkpoints} belong to different copies of a run, with different rewinds; "
-            "restore the files of one of them"
+            "restore both from one copy"
         )
     try:
         there = tokenizer_digest(run)

@@ -38,7 +38,7 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
         raise ValueError("the parameter table lists a parameter twice")
     if parameters.keys() != names:
         raise ValueError(
-            f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}, which only one has"
+            f"only the model or only the parameter table has: {', '.join(sorted(parameters.keys() ^ names))}"
         )
     groups = optimizer_groups(rows)
     for group in groups:

@@ -252,16 +252,16 @@ class RunFolder:
             other = Path(os.fsdecode(path))
             if self._is_owner(other, int(inode)):
                 return
-            whose = f"the checkpoints of the run in {other}, which may have changed since"
+            whose = f"the checkpoints of the run in {other}, which may have been moved"
         except (OSError, ValueError) as error:
             if not (rewinds and self.checkpoints.is_symlink() and isinstance(error, FileNotFoundError)):
                 return
             whose = f"checkpoints without {OWNER}, the file that names their run"
         folder = self.checkpoints.resolve()
         raise InputError(
-            f"{self.checkpoints} is a link to {whose}; if no other run uses them, type: "
-            f"echo > {shlex.quote(str(folder / OWNER))}; if this run is a copy, replace the link by a copy of them: "
-            f"cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
+            f"{self.checkpoints} is a link to {whose}; if no other run uses these checkpoints, type: "
+            f"echo > {shlex.quote(str(folder / OWNER))}; if this run is a copy, replace the link by a copy of the "
+            f"checkpoints: cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
         )
 
     def _is_owner(self, owner: Path, inode: int) -> bool:
