@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -911,7 +911,7 @@ def test_a_link_to_checkpoints_of_an_unknown_run_is_not_rewound(
         RunFolder(run.path.rename(tmp_path / "moved")).require_own_checkpoints()
     (elsewhere / ".run").unlink()
     before = files(elsewhere)
-    with refused("is a link to checkpoints without .run, the file that names their run; if no other run uses them"):
+    with refused("is a link to checkpoints without .run, the file that names their run; if no other run uses"):
         train(lower, tokens, copy, rewind=ManualRewind(6_144))
     assert files(elsewhere) == before
     (elsewhere / ".run").write_text("\n")

@@ -1,4 +1,4 @@
-"""Keeps an average of a run's weights in addition to the weights (:class:`leaven.recipe.recipe.Average`)."""
+"""Averages the weights of a run over its steps (:class:`leaven.recipe.recipe.Average`)."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ AVERAGE = "average"  # the average of a parameter is the tensor ``average.NAME``
 
 
 class WeightAverage:
-    """The average of the weights. Each process averages the blocks that it updates, so nothing is gathered."""
+    """The average of the weights. Each process averages only the weights that it updates, without communication."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model

@@ -1,5 +1,5 @@
 """Measures the speed of training steps for several micro-batches and global batches. Suggests a micro-batch, and the
-first batch of a batch ramp."""
+global batch with which a batch ramp starts."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -49,13 +49,13 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps with each global batch and each micro-batch that is at most as large and
-    fits into memory. Return the speeds, with the best micro-batch and the start of a batch ramp.
+    """Measure the speed of training steps for all pairs of a global batch and a micro-batch, except pairs whose
+    micro-batch is larger than the global batch or does not fit into memory. Return the speeds, and the suggestions of
+    :func:`choose`.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.
-        limit_seconds: once this time is over and a pair of global batch and micro-batch is measured, no further pair
-            is measured.
+        limit_seconds: after this time no further pair is measured, except the first.
         share: the suggested ramp starts at the smallest batch that reaches this fraction of the highest speed.
         on_row: called with (pairs done, all pairs), before each pair and at the end.
         stop: polled before each pair. No further pair is measured once it returns True.
@@ -98,9 +98,9 @@ def bench(
 
 
 def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoice | None:
-    """Return the fastest micro-batch at the largest batch, and the start of a ramp: the smallest batch with at least
-    ``share`` of the highest speed. Return None if there are no rows. ``rows`` must be in ascending order of the
-    global batch."""
+    """Return two suggestions: the fastest micro-batch at the largest global batch, and the global batch with which a
+    ramp starts. That is the smallest one with at least ``share`` of the highest speed. Return None if there are no
+    rows. ``rows`` must be in ascending order of the global batch."""
     fastest: dict[int, BenchSpeed] = {}  # by global batch
     for row in rows:
         if row.global_batch not in fastest or row.tokens_per_second > fastest[row.global_batch].tokens_per_second:

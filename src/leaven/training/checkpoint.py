@@ -2,8 +2,9 @@
 
 It is written to a temporary folder, synced, and renamed. Each process writes its parts of the tensors: a file for the
 model and a file for the optimizer. The first process checks that the parts form whole tensors, and writes
-``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and an earlier,
-undamaged one is used. Any number of processes can read a checkpoint.
+``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and an earlier
+one that is undamaged is used. The number of processes that read a checkpoint may differ from the number that wrote
+it.
 """
 
 import json
@@ -55,10 +56,11 @@ if TYPE_CHECKING:
 
 
 FORMAT, FORMAT_OF_MANY = 2, 3
-"""The format number in ``state.json``, for one process and for several. The second lists the parts of each tensor."""
+"""The number of the format in ``state.json``: 2 if one process wrote the checkpoint, 3 if several did. In format 3,
+``state.json`` also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 *_ADAM, _MUON = MOMENTS
-TEXT = "text"  # key of the fingerprint of the text in the state of a run's checkpoint
+TEXT = "text"  # key of the fingerprint of the run's text in the state of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def write_checkpoint(
 
     All processes of ``exchange`` must call this, from any thread, and get the same result. Before it writes, each
     process calls ``require``, which raises OSError if the folder is not the right one. When the checkpoint is
-    complete, the first process calls ``tidy``, for example to remove older ones; then the other processes return.
+    complete, the first process calls ``tidy``, for example to remove older checkpoints. Only then do the processes
+    return.
 
     Raises:
         NotSaved: if a process cannot write, rank 1 or higher does not answer, or the parts do not form whole tensors.
@@ -140,8 +143,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return the files' digests, the positions of the blocks, and the
-    names of the tensors that another process must save (``of_others``)."""
+    """Write this process's share of the tensors. Return a JSON object with the digests of the files, the positions of
+    the blocks, and the names of the tensors that another process must save (``of_others``)."""
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -166,10 +169,10 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
 
 
 def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[Any]) -> None:
-    """Check the files of all processes, write ``state.json``, and rename the folder into place.
+    """Check the files of all processes, write ``state.json``, and rename the folder to its final name.
 
     Raises:
-        OSError: if a process failed.
+        OSError: if a process has failed, or its files are not in the folder.
         ValueError: if the parts do not form whole tensors.
     """
     errors = [
@@ -220,9 +223,10 @@ def read_checkpoint(
     group: ProcessGroup = SINGLE_PROCESS,
     recipe: Recipe | None = None,
 ) -> tuple[Checkpoint | None, list[Path]]:
-    """Return the newest undamaged checkpoint, or None, and the paths of the damaged checkpoints that are newer.
+    """Return (checkpoint, damaged): the newest undamaged checkpoint that no rewind has undone, or None, and the paths
+    of the damaged checkpoints that are newer.
 
-    Each process of ``group`` verifies a share of the files. All get the same result.
+    Each process of ``group`` verifies a share of the files. All processes get the same result.
 
     Args:
         rewinds: the run's rewinds, the same on all processes. A checkpoint that one of them has undone is ignored.
@@ -259,8 +263,9 @@ def read_checkpoint(
 
 
 def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait until ``differs`` returns False on every process, because a network disk may show new files late. Raise
-    InputError on all processes after `SEEN_AFTER` seconds. With a single process, do nothing."""
+    """Wait until ``differs`` returns False on every process: a network disk may show new files late. Raise InputError
+    on all processes if it still returns True on one of them after `SEEN_AFTER` seconds. With a single process, do
+    nothing. ``path`` is named in the message."""
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):
@@ -281,7 +286,8 @@ def _differs(checkpoint: Path, wanted: str) -> bool:
 
 
 def _seen(checkpoint: Path) -> str:
-    """Return a text that is equal in two processes if they see the same files, of the same sizes."""
+    """Return a text that describes the files of a checkpoint and their sizes. It is equal on two processes if both
+    see the same."""
     try:
         files = storage.read(checkpoint / "state.json")
         names = sorted((storage.json_object(files) or {})["files"])
@@ -327,8 +333,8 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
-    """Raise ValueError unless ``model`` has exactly the parameters of a recipe, and ``optimizer`` the moments of all
-    of them or of none, and the averages of all or of none."""
+    """Raise ValueError unless ``model`` has exactly the parameters of a recipe. ``optimizer`` must have moments for
+    all these parameters or for none, and averages for all or for none."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -370,7 +376,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 UNREADABLE = "unreadable"
-SEEN_AFTER = 60  # seconds; NFS may show a new file so late (acdirmax)
+SEEN_AFTER = 60  # seconds after which NFS shows a new file at the latest (its option acdirmax)
 GIVE_UP = 5.0  # seconds for which `CheckpointManager.close` waits for processes that may be gone
 
 
@@ -412,13 +418,17 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint. Up to ``good_tokens`` tokens, the run shows no anomaly."""
+        """Start writing a copy of the checkpoint. ``good_tokens`` is the number of tokens up to which the run shows
+        no anomaly."""
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, once; None if there is none, or it is not done and ``wait`` is False.
-        With ``wait``, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer."""
+        """Return the result of the last save. Return None if there was no save, if an earlier call has returned its
+        result, or if it is unfinished and ``wait`` is False.
+
+        With ``wait``, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer.
+        """
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -430,11 +440,13 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens``: rename the ``damaged`` checkpoints, and
-        remove unfinished ones and later ones that one of the run's ``rewinds`` has undone.
+        """Prepare the folder for a run that continues from ``after_tokens``. Rename the ``damaged`` checkpoints.
+        Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that one of the run's ``rewinds`` has
+        undone.
 
         Call :meth:`outcome` first. The processes wait for each other, so that none reads or writes a checkpoint
-        meanwhile. Raise InputError on all processes if there is any other checkpoint after ``after_tokens``.
+        meanwhile. Raise InputError on all processes if a checkpoint after ``after_tokens`` is neither damaged nor
+        undone.
         """
         self._group.barrier()
         new: Path | None = None
@@ -483,15 +495,16 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
     - the newest ``keep``;
     - the last one at or before ``good_tokens``;
-    - unless ``keep_every_tokens`` is None, the first in each interval of that many tokens, except the first interval.
+    - if ``keep_every_tokens`` is given, the first one in each interval of so many tokens, except the first interval.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     return sorted(stay.union(kept_for_good(due, keep_every_tokens)))
 
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
-    """Return the first of the ascending token counts in each interval of ``every_tokens``, except in the interval
-    that begins at 0. Return [] if ``every_tokens`` is None."""
+    """Return the lowest of the ascending token counts in each interval of ``every_tokens`` tokens, except in the
+    interval that begins at 0. With intervals of 2 tokens, 0, 2, 3 and 5 become 2 and 5. Return [] if ``every_tokens``
+    is None."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]
@@ -548,15 +561,16 @@ class Checkpoints(Callback):
         self._saved_step = training.progress.step
 
     def save_last(self) -> str | None:
-        """Save the current state, unless it is saved already. Return the error, if any."""
+        """Save the current state, unless it is saved already, and wait until it is written. Return why it could not
+        be written, or None."""
         self.log_outcome(wait=True)  # afterwards all processes have the same saved step
         if self.training.progress.step != self._saved_step:
             self.save()
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, if it is not logged yet. Return its error, or None. Without ``wait``, an
-        unfinished save is logged by a later call."""
+        """Log the result of the last save, if it is not logged yet. With ``wait``, wait for it. Without, an
+        unfinished save is logged by a later call. Return the error of the save that was logged, or None."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

@@ -50,9 +50,9 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Return the whole tensors by name, each with the places of all its blocks. An element of ``parts`` has the
-    blocks that one process has written. Raise ValueError if an element is missing, stored twice or outside its
-    tensor, or if two blocks name different dtypes or shapes of their whole tensor."""
+    """Return the whole tensors by name, each with the places of all its blocks. ``parts`` has one mapping for each
+    process, with the blocks that it has written. Raise ValueError if the blocks of a tensor overlap, leave a gap or
+    exceed its shape, or if they disagree about its dtype or shape."""
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
         for name, saved in part.items():
@@ -112,9 +112,9 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Check that the blocks of every tensor are in ``files`` and form the whole tensor. Blocks in one of the
-        files ``headers`` must also have the dtype and shape that the list of blocks states. Raise ValueError if a
-        check fails; the message names the tensor."""
+        """Raise ValueError with the name of a tensor if one of its blocks is in none of ``files``, or if its blocks
+        do not form the whole tensor. In the files ``headers``, also check that each block has the dtype and shape
+        that the list of blocks states."""
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
@@ -159,7 +159,8 @@ class Tensors(Mapping[str, Tensor]):
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the block of ``shape`` at ``offset`` of a tensor, without reading the rest."""
+        """Return the block of a tensor that begins at ``offset`` and has the shape ``shape``. Nothing else is
+        read."""
         saved, wanted = self._saved[name], _spans(offset, shape)
         assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
         assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))
@@ -191,7 +192,8 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return the block of a saved tensor that this process stores (``piece``). A scalar tensor is returned whole."""
+    """Return the part of a saved tensor that this process stores, which ``piece`` describes. A scalar is returned
+    whole."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

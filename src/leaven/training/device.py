@@ -35,7 +35,7 @@ T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
 TIMES_FP32 = "times_fp32.json"  # file in the cache folder with the results of `times_fp32`
-EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than this many times its time in fp32
+EMULATED = 1.25  # a dtype counts as emulated if a matmul takes more than so many times as long as in fp32
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
 _CGROUP = Path("/sys/fs/cgroup")
@@ -112,7 +112,8 @@ def require_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a CUDA device from its driver, or else the processor model (on mps with "GPU" added)."""
+    """Return the name of a CUDA device from its driver. For a CPU, return the processor model; for mps, the processor
+    model with "GPU" added."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()} GPU" if device.type == "mps" else processor()
@@ -124,8 +125,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device: of its data sheet or, without one, the higher of the measured speeds in
-    ``compute`` and in fp32, because a device may only emulate ``compute``."""
+    """Return the peak speed of a device from its data sheet. If none is known, measure the speed in ``compute`` and
+    in fp32, and return the higher speed, because a device may only emulate ``compute``."""
     known = known_peak(device, compute)
     if known is not None:
         return known
@@ -181,7 +182,7 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds of a matmul of fixed size, the fastest of five, which shows a slow device."""
+    """Return the seconds of the fastest of five matmuls of a fixed size. Comparing them shows a slow device."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -219,7 +220,8 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use so far, in bytes: of the accelerator, or of the whole process if it uses a CPU."""
+    """Return the peak memory use since :func:`reset_peak_memory`, in bytes: of the accelerator, or of the whole
+    process if ``device`` is a CPU. On mps, return the memory that the allocator has taken."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes
@@ -233,7 +235,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Return the memory in use now, in bytes: of the accelerator, or of the whole process if it uses a CPU."""
+    """Return the memory in use now, in bytes: of the accelerator, or of the whole process if ``device`` is a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":
@@ -254,7 +256,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a run can still allocate on this device. On a CPU, limits of a container count, too."""
+    """Return the bytes that a run can still allocate on this device. On a CPU, the memory limit of a container is
+    taken into account."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -280,7 +283,7 @@ def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """Return hardware and software versions, but nothing that identifies this machine."""
+    """Return the hardware and the versions of software, but nothing that identifies this machine."""
     return {
         "processor": processor(),
         "cores": cores(),
@@ -293,7 +296,8 @@ def machine() -> dict[str, Any]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB (old versions: 32 MiB).
+    """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB (32 MiB in old versions
+    of glibc). With other C libraries, do nothing.
 
     By default, glibc returns large blocks to the system, which must clear their pages again in every step. On a CPU,
     this takes 5 to 37% of a step (docs/log.md). Keeping larger blocks would fragment memory.

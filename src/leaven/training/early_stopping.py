@@ -1,9 +1,10 @@
 """Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
-trial with a high learning rate starts behind and may still win. So a trial may be behind by the amount by which the
-baseline's own loss still falls, but at least :data:`LEAST` standard deviations of the loss between seeds. The
-constants were chosen on the curves of one set of trials and tested on another (benchmarks/early_stopping.py).
+trial with a high learning rate starts behind and may still win. So its loss may be higher than the baseline's by one
+of two amounts, whichever is larger: by how much the baseline's loss still falls until its end, or :data:`LEAST`
+standard deviations of the loss between seeds. The constants were chosen on the curves of one set of trials and tested
+on another set (benchmarks/early_stopping.py).
 """
 
 import math
@@ -20,8 +21,8 @@ from leaven.training.outcome import Baseline, Curve, curve_of
 POINTS = 32  # intervals of a run, of equal token counts, each with at most one point of the loss curve
 
 LEARNT = 0.01
-"""Every run that has not diverged ends at least this many nats below a uniform guess, log(vocabulary size). Learning
-the token frequencies alone gains tenths of a nat."""
+"""The loss of a run that has not diverged ends at least this many nats below the loss of a uniform guess,
+log(vocabulary size). Learning the token frequencies alone gains tenths of a nat."""
 
 
 def divergence_limit(vocab_size: int) -> float:
@@ -33,11 +34,11 @@ def divergence_limit(vocab_size: int) -> float:
 class DivergenceMonitor(Callback):
     """Ends a run when it has diverged. There are three criteria:
 
-    - The loss of a step is not finite. With ``at_once``, the same holds for the gradient.
+    - The loss of a step is not finite or, with ``at_once``, its gradient is not finite.
     - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
       about 1/32 of the run, because a single batch of unusual text may be above the limit.
-    - A point of the curve was above that limit, and the running mean at the end of the run is above the loss of a
-      uniform guess minus :data:`LEARNT` nats. The softmax of such a run is saturated.
+    - A point of the curve was above :func:`divergence_limit`, and the running mean at the end of the run is above
+      log(vocabulary size) - :data:`LEARNT`. The softmax of such a run is saturated.
     """
 
     vocab_size: int
@@ -100,13 +101,16 @@ class Pruning(Callback):
 
 SMOOTH = 4  # curves are compared by their mean over this many points
 FIRST = 0.25  # no trial is pruned before this share of the run is done
-MARGIN = 1.0  # a trial may be behind by this share of the amount by which the baseline's loss still falls
+MARGIN = 1.0  # a trial may be behind by this many times the amount by which the baseline's loss still falls
 LEAST = 8.0  # a trial may be behind by this many standard deviations of the loss between seeds
-CATCHES_UP = 1.5  # if the gap is this many times what the baseline's loss still falls, half of it is closed
+CATCHES_UP = 1.5
+"""If a trial is behind by this many times the amount by which the baseline's loss still falls, it is expected to
+close half of its gap."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial with this curve so far is too far behind the baseline, by the constants of this file."""
+    """Return whether a trial with this curve so far is too far behind the baseline (see the module's docstring).
+    Return False before :data:`FIRST` of the run and at its end."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
@@ -114,20 +118,22 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Estimate the validation loss that a pruned trial would have reached. The larger its gap to the baseline, the
-    smaller the part of the gap that it closes."""
+    """Estimate the validation loss that a pruned trial would have reached at its end. A trial with a larger gap to
+    the baseline is expected to close a smaller share of its gap."""
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return how far a trial is behind the baseline at its last points, in nats per token."""
+    """Return the loss of a trial minus that of the baseline, in nats per token: the mean over the last :data:`SMOOTH`
+    points of ``curve``."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how much the baseline's loss still falls after the token count where ``curve`` ends, in nats."""
+    """Return by how many nats the baseline's loss falls between the token count at which ``curve`` ends and the end
+    of the baseline."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 
@@ -137,6 +143,6 @@ def comparable(baseline: Baseline, tokens: int) -> bool:
 
 
 def _mean(curve: Curve, at: Curve) -> float:
-    """Return the mean of a curve at the token counts of the curve ``at``, interpolated."""
+    """Return the mean loss of ``curve``, interpolated at the token counts of ``at``."""
     tokens, losses = zip(*curve, strict=True)
     return float(np.interp([there for there, _ in at], tokens, losses).mean())

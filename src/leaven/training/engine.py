@@ -136,7 +136,7 @@ class Training:
 
     @property
     def next_batch_tokens(self) -> int:
-        """The number of tokens in the next step."""
+        """The number of tokens in the batch of the next step."""
         return self.recipe.batches.batch_at(self.progress.tokens)
 
     @property
@@ -156,13 +156,13 @@ class Training:
             raise StopRequested
 
     def abandon_step(self) -> None:
-        """Undo a step or an evaluation that StopRequested has interrupted."""
+        """Undo a step or an evaluation that an exception has interrupted."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
     def step(self) -> Step:
-        """Take one optimizer step and wait for it. Raise Diverged if the step has diverged and ``on_spike`` is not
-        ``off``. The parameters are then unchanged."""
+        """Take one optimizer step, wait for it, and return its metrics. Raise Diverged if the step has diverged,
+        unless ``on_spike`` is ``off``. A step that has diverged does not change the parameters."""
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
             raise Diverged(f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}")
@@ -173,6 +173,10 @@ class Training:
 
         Call these functions in the order of the steps. The device applies a step only if its loss and gradient norm
         are finite and below :attr:`limits`.
+
+        Raises:
+            TextUnreadable: if the batch cannot be read.
+            StopRequested: as in :meth:`check_stop`.
         """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
@@ -217,8 +221,8 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Return the mean loss of a batch, a scalar, and add its gradient times ``scale`` to the parameters'
-        ``grad``. ``noise`` measures the gradient of the first micro-batch."""
+        """Return the mean loss of a batch, a scalar. Add its gradient, times ``scale`` if given, to the parameters'
+        ``grad``. If ``noise`` is given, it measures the gradient after the first micro-batch."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
@@ -257,7 +261,7 @@ class Training:
         return float(loss) / batch.targets
 
     def validation_targets(self) -> NDArray[np.int64]:
-        """Return the target tokens over which the validation loss is computed, (targets,)."""
+        """Return the target tokens that count in the validation loss, (targets,)."""
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
@@ -273,8 +277,9 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences over all processes. Of ``windows`` (of seq_len + 1 tokens each),
-        the first ``count`` are this process's; the others fill micro-batches."""
+        """Return a batch of ``sequences`` sequences over all processes. The first ``count`` of ``windows``, (windows,
+        seq_len + 1), are the sequences of this process. If ``count`` is 0, there is one window, which only fills
+        micro-batches."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -282,15 +287,15 @@ class Training:
         return TrainingBatch(tokens, targets, self._micro_batches(windows, count, sequences))
 
     def _own_sequences(self, sequences: int) -> tuple[int, int]:
-        """Return which of ``sequences`` this process reads: (first, number). For example, four processes share ten
-        sequences as (0, 3), (3, 3), (6, 3) and (9, 1)."""
+        """Return which of the ``sequences`` sequences of a batch this process reads: (first, number). For example,
+        four data-parallel ranks share ten sequences as (0, 3), (3, 3), (6, 3) and (9, 1)."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. All processes have the same number of the same size, so
-        some are filled with copies that do not count in the loss."""
+        """Yield the first ``count`` windows as micro-batches. All processes need the same number of micro-batches of
+        the same size. So they are filled up with copies of the first window, which do not count in the loss."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -298,8 +303,8 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return windows (sequences, seq_len + 1) as a micro-batch on the device. The first ``count`` count in the
-        loss."""
+        """Return ``windows``, (sequences, seq_len + 1), as a micro-batch on the device. Only the first ``count``
+        sequences count in the loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -309,7 +314,8 @@ class Training:
 
     def split(self, sequences: int) -> tuple[int, int]:
         """Return (sequences in a micro-batch, micro-batches in each process) for a batch of ``sequences`` sequences.
-        A compiled model keeps its size if possible, because compiling for another one costs more than padding."""
+        A compiled model keeps its micro-batch if possible, because compiling for another size costs more than
+        padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))

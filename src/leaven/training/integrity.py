@@ -46,7 +46,8 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run folder is new or empty, or has a run of this recipe with all its files."""
+    """Raise InputError unless a run folder is new or empty, or has all files of a run of this recipe. Layout and
+    micro-batch may differ."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -74,7 +75,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
     if changes := changes_of(begun, recipe):
         possible = all(changeable(path) for path, _, _ in changes)
         or_back = ", or --rewind-to to change the recipe from a checkpoint on" if possible else ""
-        moved = all(path == "data.source" and isinstance(now, str) for path, _, now in changes)  # several may not be
+        moved = all(path == "data.source" and isinstance(now, str) for path, _, now in changes)  # one source
         if_moved = f", or write the new place in {run.recipe_file} if the text was only moved" if moved else ""
         raise InputError(
             f"run folder {run.path} holds a run of another recipe: {describe_changes(changes)}; "
@@ -100,7 +101,7 @@ def faults(run: RunFolder) -> Iterator[str]:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError with the first sentence of :func:`foreign_files`, if there is one."""
+    """Raise InputError with the first sentence that :func:`foreign_files` yields for these arguments, if any."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
@@ -108,8 +109,8 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
     """Yield sentences about files that belong to another run, were changed after the checkpoint, or are unreadable.
 
-    ``state`` is that of the callbacks in the checkpoint. With ``to_use``, the run is not trained further, so values
-    of the recipe on which no weight depends may differ.
+    ``state`` is the state of the callbacks in the checkpoint. ``to_use`` says that the run is not trained further:
+    values of the recipe that do not affect the weights may then differ.
     """
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
@@ -123,7 +124,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
     if _has_other_rewinds(run):
         yield (
             f"{run.events_file} and {run.checkpoints} belong to different copies of a run, with different rewinds; "
-            "restore the files of one of them"
+            "restore both from one copy"
         )
     try:
         there = tokenizer_digest(run)
@@ -142,8 +143,8 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether a rewind in events.jsonl differs from that with the same number in the newest checkpoint. One of
-    both may have more rewinds: the checkpoint is older, or events are lost."""
+    """Return whether events.jsonl and the newest checkpoint list different rewinds. If one list only continues the
+    other list, they do not differ: the checkpoint may be older, or events may be lost."""
     saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
         if event["event"] in RETURNS:
@@ -155,7 +156,8 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence about changes of recipe.toml after a checkpoint that do not affect the weights, or None."""
+    """Return a sentence about the values in recipe.toml that were changed after a checkpoint and do not affect the
+    weights, or None if there are none. ``state`` comes from the checkpoint."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -181,12 +183,12 @@ def _identities(run: RunFolder, state: Mapping[str, Any]) -> Iterator[tuple[Path
 
 
 def identity_of(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return the identifier of a run, or None if no file has one. ``state`` comes from a checkpoint."""
+    """Return the random identifier of a run, or None if no file has one. ``state`` comes from a checkpoint."""
     return next((identity for _, identity in _identities(run, state)), None)
 
 
 def newest_state(run: RunFolder) -> dict[str, Any]:
-    """Return the state of the callbacks in :func:`newest_document`, or {}."""
+    """Return the state of the callbacks in the newest undamaged checkpoint, or {} without one."""
     state = newest_document(run).get("state")
     return state if isinstance(state, dict) else {}
 
@@ -211,7 +213,8 @@ def _canonical(tokenizer: bytes) -> bytes:
 
 
 def require_tokenizer(run: RunFolder, path: Path) -> None:
-    """Raise InputError if the folder has another tokenizer.json than ``path``, which made the token ids."""
+    """Raise InputError if the run folder has a tokenizer.json that differs from the file at ``path``, which made the
+    token ids."""
     from tokenizers import Tokenizer
 
     with suppress(FileNotFoundError):
@@ -233,10 +236,11 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return how recipe.toml differs from the recipe of the run, or [] if no recipe of the run can be read.
+    """Return the differences between the recipe with which the run was trained and recipe.toml.
 
-    The recipe of the run is that of the checkpoint or, if the event is newer, of the last event that changed the
-    recipe. A value from before the event is no change: a kill may have come before recipe.toml was written.
+    The recipe with which the run was trained is in the checkpoint, and in the last event that changed the recipe.
+    The newer of the two counts. Return [] if neither can be read. A value in recipe.toml from before that event is no
+    difference: the process may have been killed before it wrote recipe.toml.
     """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
@@ -253,8 +257,8 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that a resume must keep. The name of a single source is left out, because its
-    text may be moved."""
+    """Return the values of a recipe that must be the same when a run resumes. The name of a single source is left
+    out, because its text may be moved."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -264,8 +268,8 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was started on a text with another ``fingerprint``. If no event has one, ``saved``
-    counts, the fingerprint in a checkpoint."""
+    """Raise InputError if the run was started on a text with another ``fingerprint``. ``saved`` is the fingerprint in
+    a checkpoint, which is compared if no event has a fingerprint."""
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
@@ -305,8 +309,9 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 
 def is_other_text(file: Path, *keys: str) -> bool:
-    """Return whether a file begins with other text than a line of leaven, which is a JSON object whose first key is
-    in ``keys``. Return False for a missing or empty file. Zeros, which a power cut may leave, are ignored."""
+    """Return whether a file was not written by leaven. The files of leaven begin with a JSON object whose first key
+    is one of ``keys``. Return False for a missing or empty file. Zero bytes, which a power cut may leave, are
+    ignored."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -315,8 +320,9 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return plan.json or a TensorBoard file that shows that the run has trained, or None. If the run has ``begun``
-    (has events), plan.json must have measured steps, because the first plan is written before the first step."""
+    """Return the path of plan.json or of a TensorBoard file if this file shows that the run has trained, or None.
+    ``begun`` says whether the run has events. If so, plan.json must have measured steps, because the first plan is
+    written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -337,7 +343,8 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the tokens of the last checkpoint that the run has saved, resumed from or returned to, or None."""
+    """Return the token count of the checkpoint that the run has last saved, resumed from or returned to, as its
+    events say. Return None if no event names a checkpoint."""
     saved = (_saved_tokens(event) for event in reversed(run.events()))
     return next((tokens for tokens in saved if tokens is not None), None)
 
@@ -362,9 +369,10 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence about the checkpoints, if ``read_checkpoint`` can use none, or None if the disk has none.
+    """Return a sentence that says why no checkpoint can be used, or None if there are no checkpoints.
 
-    ``damaged`` is the result and ``tokens`` the argument of ``read_checkpoint``. A rewind has undone all others.
+    Call this after ``read_checkpoint`` has found no checkpoint. ``tokens`` is its argument, and ``damaged`` the list
+    that it returned. Checkpoints that are not damaged were then undone by a rewind.
     """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
@@ -377,8 +385,12 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the newest saved checkpoint (at ``saved`` tokens) if an older one, at ``found`` tokens, was
-    read, or None. Call :func:`newest_saved` before reading, because the run may be saving another."""
+    """Return the name of the checkpoint at ``saved`` tokens if it is newer than the checkpoint that was read, at
+    ``found`` tokens. Otherwise, return None.
+
+    ``saved`` is the result of :func:`newest_saved`. Call it before you read a checkpoint, because the run may save
+    another one meanwhile.
+    """
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -399,7 +411,8 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
 
 
 def events_before_torchrun(run: RunFolder) -> int:
-    """Return how many events a run had at the first call since torchrun was started, or -1 without torchrun."""
+    """Return how many events a run had when this function was first called since torchrun was started. Return -1
+    without torchrun."""
     mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
     if mark is None:
         return -1
@@ -414,7 +427,8 @@ def events_before_torchrun(run: RunFolder) -> int:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of a file in a log folder that torchrun keeps when it restarts its processes, or None."""
+    """Return the path of a file in the log folder of torchrun, which stays when torchrun restarts its processes.
+    Return None without torchrun."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
@@ -423,7 +437,7 @@ def _torchrun_mark() -> Path | None:
 
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Return the files that do not match the ``finish`` event or cannot be read, each with a sentence about this."""
+    """Return the files that do not match the ``finish`` event or cannot be read: {file name: what has changed}."""
     metrics = lines_digest(finish.get("metrics"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):
@@ -449,7 +463,8 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
-    """Return what has changed in events.jsonl since the ``finish`` event or the state of a checkpoint, or None."""
+    """Return what has changed in events.jsonl since ``since`` was written, or None. ``since`` is the ``finish``
+    event, or the state of the callbacks in a checkpoint."""
     if not is_sealed(since):
         return "its finish event has been changed"
     lines, written = run.lines_of(run.events_file), lines_digest(since.get(EVENTS))

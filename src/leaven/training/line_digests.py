@@ -1,5 +1,5 @@
-"""Orders the lines of metrics.jsonl by their steps, and compares them and those of events.jsonl with their digests in
-a checkpoint or in the finish event."""
+"""Orders the lines of metrics.jsonl by step. Compares the lines of metrics.jsonl and events.jsonl with the digests
+that a checkpoint or the finish event stores."""
 
 import math
 import operator
@@ -18,15 +18,15 @@ MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """The number and digest of lines of metrics.jsonl or events.jsonl, as a checkpoint or the finish event stores
-    them."""
+    """The number and the digest of the lines of metrics.jsonl or events.jsonl, stored in a checkpoint or the finish
+    event."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
 
 
 def lines_digest(document: Any) -> LinesDigest | None:
-    """Return the digest in a JSON document, or None if it has none."""
+    """Read a digest from JSON, such as {"lines": 5, "blake2b": "..."}. Return None if a value is missing."""
     try:
         return LinesDigest(operator.index(document["lines"]), document["blake2b"])
     except (TypeError, KeyError):
@@ -34,14 +34,15 @@ def lines_digest(document: Any) -> LinesDigest | None:
 
 
 def digest(lines: Iterable[bytes]) -> "blake2b":
-    """Return a hash object of some lines. Its ``update`` method adds more."""
+    """Return a hash object of some lines. Its ``update`` method adds further lines."""
     return blake2b(b"".join(lines), digest_size=16)
 
 
 def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
     """Return the lines of metrics.jsonl in order of steps, and the numbers of damaged lines.
 
-    Of a repeated step, only the last line counts. A line whose step does not fit between its neighbours is damaged.
+    If a step was repeated, only its last line counts. Lines without a step are left out. A line whose step does not
+    fit between its neighbours is damaged.
     """
     with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
     steps = [line["step"] for _, line in with_step]
@@ -58,10 +59,10 @@ def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[in
 
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
-    """Return how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong with them, such as
-    "steps 3 to 5 are missing", or None.
+    """Return (count, fault): how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong
+    with them, such as "steps 3 to 5 are missing", or None.
 
-    ``written`` is the digest of these lines when they were written. Without it, only missing steps are found.
+    ``written`` is the digest of these lines when they were written. Without it, changed values are not found.
     """
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
@@ -75,8 +76,8 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
 
 
 def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
-    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are". Only the
-    first ``MOST_RANGES`` ranges are named. Of the others, the text has the number of steps."""
+    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are". After
+    ``MOST_RANGES`` ranges, the remaining steps are only counted, such as "steps 1, 3, 5 and 7 others are"."""
     sizes = [last - first + 1 for first, last in ranges]
     parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
     if len(ranges) > MOST_RANGES:

@@ -55,12 +55,12 @@ class LoadedRun:
     tokenizer: "Tokenizer"
     tokens: int  # number of tokens trained up to the checkpoint
     skipped: Mapping[str, str]  # names of newer checkpoints, and what each is: "damaged" or "missing"
-    # Sentences about changed events, and changed values of recipe.toml on which no weight depends; None without any.
+    # Sentences about changes of events.jsonl, and of values in recipe.toml that do not affect the weights, or None.
     changed: str | None = None
-    events: Sequence[Mapping[str, Any]] = ()  # none if their losses may be wrong, or those of another branch
+    events: Sequence[Mapping[str, Any]] = ()  # events of the run; empty if events.jsonl was changed or lacks a rewind
     averaged: bool = False  # whether ``weights`` are the averaged weights
-    # The biases with which the routers choose experts, (layers, experts); None unless experts are balanced by biases.
-    # These are the biases of the last step, even if ``weights`` are averages.
+    # The biases with which the routers choose experts after the last step, (layers, experts), also if ``weights`` are
+    # averages. None unless experts are balanced by biases.
     router_bias_LE: Tensor | None = None
 
     @cached_property
@@ -84,10 +84,12 @@ class LoadedRun:
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Return a run's model and tokenizer from its newest undamaged checkpoint, or from that at ``tokens`` tokens.
+    """Return a run's model and tokenizer from its newest undamaged checkpoint, or from the checkpoint at ``tokens``
+    trained tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
-    time, vocabulary). Warnings name newer checkpoints that are damaged or missing, and changed values of recipe.toml.
+    time, vocabulary). Warnings tell of newer checkpoints that are damaged or missing, and of changes in events.jsonl
+    or recipe.toml.
 
     Raises:
         InputError: if the folder has no run, tokenizer or undamaged checkpoint, if it has files of another run, or if
@@ -118,8 +120,8 @@ class _Averages(Mapping[str, Tensor]):
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
-    """Return a run with the weights of a checkpoint, or with their averages if ``averaged``. ``tokens`` is as in
-    :func:`load`.
+    """Return a run with the weights of the checkpoint that :func:`load` would use for these arguments. If
+    ``averaged``, return it with the averages of the weights in this checkpoint.
 
     Raises:
         InputError: as in :func:`load`, or if the checkpoint has no averaged weights.
@@ -197,8 +199,8 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> SampleRow:
-    """Generate a text that continues the prompt, which is the beginning of a document. ``seed`` and ``number``
-    together determine the random numbers, so a sample does not depend on other samples.
+    """Generate a text that continues ``prompt``. The prompt is taken as the beginning of a document. ``seed`` and
+    ``number`` together determine the random numbers, so a sample does not depend on other samples.
 
     ``on_text`` is called with each new piece of text. Only the last piece may end in the middle of a character.
     """
@@ -229,7 +231,8 @@ def sample(
 
 
 def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: str | None = None) -> Architecture:
-    """Write the model, the tokenizer and the model card of a run into a new folder. Return the model's architecture.
+    """Write the model, the tokenizer and the model card of a run into a new folder: completely, or not at all. Return
+    the model's architecture.
 
     Args:
         folder: must be new or empty.
@@ -237,8 +240,8 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         licence: the licence of the training data, for the model card.
 
     Raises:
-        InputError: if no Hugging Face architecture can represent the model, or if the folder is not empty or cannot
-            be written. Nothing is then written.
+        InputError: if no Hugging Face architecture can represent the model, if the folder is not empty or cannot be
+            written, or if a weight is not finite.
     """
     shape = run.recipe.model
     architecture = holding(shape)

@@ -1,4 +1,4 @@
-"""Balances the load of experts by biases, and measures the load."""
+"""Measures how many tokens each expert gets, and balances these loads by biases of the routers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ BIASES = "router.bias"  # name of the biases in a checkpoint
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert in a step. With ``balance`` "bias" or "both", also adapts the routers' biases.
+    """Measures the load of each expert in a step: the number of tokens that are sent to it, over all processes. If
+    the recipe's ``balance`` is "bias" or "both", it also adapts the biases of the routers.
 
-    After an applied step, the bias of an expert rises by ``bias_step`` if its load is below the mean of its layer,
-    and falls if its load is above (Wang et al. 2024, arXiv 2408.15664). Loads cover the whole batch, over all
-    processes.
+    The bias of an expert rises by ``bias_step`` if its load is below the mean of its layer, and falls by this amount
+    if its load is above (Wang et al. 2024, arXiv 2408.15664). Skipped steps do not change the biases.
     """
 
     model: ShardedModel
-    bias_step: float  # 0 without biases
-    bias_LE: Tensor  # by layer of the model and expert; the rows of layers without experts stay 0
+    bias_step: float  # change of a bias in a step; 0 if the biases are not used
+    bias_LE: Tensor  # the biases, (layers, experts); rows of layers without experts stay 0
 
     @classmethod
     def build(cls, shape: ModelShape, model: ShardedModel) -> "LoadBalance | None":
@@ -40,11 +40,12 @@ class LoadBalance:
         return balance
 
     def measure(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loads of the experts, (layers, experts), the balance loss, and the highest load of an expert
-        divided by the mean load of its layer.
+        """Measure the loads in the last step. Return three values:
 
-        The balance loss is summed over the targets and averaged over the layers with experts, without its
-        coefficient. At an even load it equals the number of targets.
+        - the load of each expert, (layers, experts);
+        - the balance loss without its coefficient: the sum over the targets, averaged over the layers with experts.
+          If all loads are equal, it is the number of targets;
+        - the largest ratio of an expert's load to the mean load of its layer.
         """
         layers, experts = self.bias_LE.shape
         device = self.model.device
@@ -56,7 +57,7 @@ class LoadBalance:
         return load_LE, balance_L.sum() / with_experts.sum().clamp(min=1), highest
 
     def update(self, load_LE: Tensor, applied: Tensor) -> None:
-        """Move the biases towards an even load, if the step was applied."""
+        """Move the biases towards equal loads. If ``applied``, a boolean scalar, is false, do nothing."""
         if self.bias_step:
             wanted_LE = (load_LE.mean(1, keepdim=True) - load_LE).sign().to(self.bias_LE.dtype)
             self.bias_LE.add_(wanted_LE * applied, alpha=self.bias_step)  # in place: the routers have views of it

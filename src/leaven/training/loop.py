@@ -32,8 +32,8 @@ class Diverged(RuntimeError):
 
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
-    """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``, such as 100 in (90,
-    110]."""
+    """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``: ``passes(100, 90,
+    110)`` is True."""
     return after // every_tokens > before // every_tokens
 
 
@@ -41,17 +41,18 @@ class Callback:
     """The base class of callbacks. The loop calls them in the order of its list. To end the run, raise an
     exception."""
 
-    every_tokens: int | None = None  # number of tokens between two calls of :meth:`on_due`; None: no calls
+    every_tokens: int | None = None  # :meth:`on_due` is called at each multiple of this token count; None: never
 
     def before_step(self) -> None:
         """Called before each step. The result of the previous step may not have been read yet."""
 
     def after_step(self, step: Any) -> None:
-        """Called with the result of each step. A recipe's result is a :class:`leaven.training.metrics.Step`."""
+        """Called with the result of each step. When a recipe is trained, this is a
+        :class:`leaven.training.metrics.Step`, otherwise a :class:`StepResult`."""
 
     def on_due(self) -> None:
-        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. All results have been
-        read by then. Not called after the last step or after a rewind."""
+        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. ``after_step`` has
+        been called for all earlier steps. Not called after the last step, or if a callback has rewound the run."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
@@ -66,8 +67,8 @@ class Callback:
 
 
 class Loop:
-    """Trains until the end of the run, and calls the callbacks. With ``lookahead``, the next step is started before
-    the result of a step is read, so that the device does not wait for it."""
+    """Trains until the end of the run, and calls the callbacks. With ``lookahead``, each step is started before the
+    result of the previous step is read, so that the device does not wait for the host."""
 
     def __init__(
         self, training: "Training | PlainTraining", callbacks: Sequence[Callback], *, lookahead: bool = False
@@ -92,16 +93,16 @@ class Loop:
         return training.finished
 
     def _call_due(self, before: int, after: int) -> None:
-        """Call ``on_due`` of each callback that is due between these token counts. Before that, read the step that
-        was started last. If a callback then rewinds the run, do not call ``on_due``."""
+        """Call ``on_due`` of each callback that is due between these token counts. If any is due, first read the step
+        that was started last. If ``after_step`` of a callback then rewinds the run, call no ``on_due``."""
         due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
         if due and not self.read():
             for callback in due:
                 callback.on_due()
 
     def read(self) -> bool:
-        """Wait for the step that is not read yet, if any, and call ``after_step``. Return whether the run was
-        rewound."""
+        """Wait for the step whose result is not read yet, if any, and call ``after_step`` of all callbacks. Return
+        whether one of them has rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step(StepResult):
-    """The metrics of a step: a line of metrics.jsonl. The norms cover all parameters."""
+    """The metrics of a step, which become a line of metrics.jsonl. ``grad_norm`` and ``update_norm`` cover all
+    parameters."""
 
-    lr: float  # lr of the hidden weights (attention.out of the first block)
+    lr: float  # lr of one hidden weight: attention.out of the first block
     grad_norm: float  # norm of the gradient before clipping
     update_norm: float  # norm of the change of the parameters in this step
     tokens_per_second: float  # of all processes together
@@ -247,8 +248,8 @@ class StepLog(Callback):
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. With several processes, it then compares their
-    speed and memory use, which shows a slow process."""
+    """Computes the validation loss at a fixed interval in tokens. Afterwards, a run of several processes compares
+    their speed and memory use, and logs the slowest process."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training
@@ -298,8 +299,9 @@ class Validation(Callback):
 
 
 def writers(log_to: str | None) -> tuple[str, ...]:
-    """Return the names in the value of ``--log-to``; without the option, TensorBoard if it is installed. Raise
-    InputError if a name is unknown or its package is not installed."""
+    """Return the writers of curves that ``--log-to`` names, such as "tensorboard,wandb" or "none". If ``log_to`` is
+    None, return ("tensorboard",) if TensorBoard is installed, else (). Raise InputError if a name is unknown or its
+    package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
     names = [] if log_to == "none" else log_to.split(",")

@@ -40,11 +40,12 @@ the cache (measured: docs/log.md). An accelerator stays busy."""
 TIMED_STEPS = 1_000  # runs of fewer steps are not timed, because timing costs about eight steps
 ROUNDS = 3  # timed passes of a candidate, after one that is not counted
 LIMIT_SECONDS = 60.0
-"""A candidate is not timed if its passes would probably end later than this many seconds after the first began."""
+"""A candidate is not timed if its passes would probably end later than so many seconds after the first candidate's
+passes began."""
 
 WORTH = 0.02
-"""The smallest micro-batch whose speed is within this share of the highest is chosen. A smaller difference is noise,
-and a smaller micro-batch saves memory."""
+"""The choice is the smallest micro-batch that is at most this share slower than the fastest. A smaller difference is
+noise, and a smaller micro-batch saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
 """The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts. They include
@@ -52,8 +53,9 @@ copies and, with autocast, a residual stream and norms in fp32. Measured on a CP
 rounded up."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
-"""A micro-batch may need this share of the free memory by the planner's formula. On a CPU the system kills a process
-that takes too much, and mps shares the system's memory. CUDA only raises an error, so larger sizes are tried too."""
+"""By the planner's formula, a micro-batch may need at most this share of the free memory. On a CPU the system kills a
+process that takes too much, and mps shares the system's memory. CUDA only raises an error, so larger sizes are tried
+too."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Return how many sequences each pass has if a batch is split evenly into as few passes of at most
-    ``micro_batch`` sequences as possible. The last pass may have fewer.
+    """Split a batch of ``sequences`` sequences evenly into as few passes as possible, each of at most ``micro_batch``
+    sequences. Return the number of sequences in a pass. The last pass may have fewer.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -96,8 +98,8 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch with which each data-parallel rank has at least ``layout.pp`` micro-batches a
-    step, or twice as many if the noise scale is measured. If that is impossible, return 1."""
+    """Return the largest micro-batch that leaves each data-parallel rank enough micro-batches in a step:
+    ``layout.pp``, or twice as many if the noise scale is measured. If no micro-batch does, return 1."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
@@ -107,8 +109,8 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with the micro-batch of the run in place of "auto", if the run has started. Another one would
-    change the order of summation, and so the last bits of the loss."""
+    """Return the recipe. If its micro-batch is "auto" and the run has started, replace it by the run's micro-batch:
+    another micro-batch would change the order of summation, and so the last bits of the loss."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
@@ -201,7 +203,8 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return :func:`rule_of_thumb`, at most the last candidate, halved until it fits; None if nothing fits."""
+    """Start with the micro-batch of :func:`rule_of_thumb`, or with the largest candidate if that is smaller. Halve it
+    until a pass fits into memory. Return None if not even one sequence fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while time_passes(training, size) is None:
@@ -215,8 +218,8 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
 
 
 def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
-    """Time the candidates from small to large. Return the smallest that is about as fast as the fastest, or None if
-    none fits into memory."""
+    """Time the candidates from small to large. Return the smallest one that is about as fast as the fastest
+    (:data:`WORTH`). Return None if no candidate fits into memory."""
     began, recipe = time.perf_counter(), training.recipe
     sequences = recipe.batch.tokens // recipe.model.seq_len
     timings: list[Timing] = []
@@ -250,7 +253,8 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
 
 def time_passes(training: "Training", size: int) -> float | None:
     """Return the seconds of a forward and a backward pass over ``size`` sequences, or None if memory runs out. Memory
-    is allocated as in a real step. The state of the run does not change."""
+    is allocated as in a real step. The state of the run does not change. Raise StopRequested if the training was
+    asked to stop."""
     training.check_stop()
     device, seq_len = training.device, training.recipe.model.seq_len
     numbers = torch.from_numpy(training.stream.batch(training.progress.tokens // seq_len, size))
@@ -277,8 +281,8 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Return uninitialised memory for ``copies`` copies of the parameters on CUDA. On other devices, memory takes no
-    space until it is written to."""
+    """On CUDA, return uninitialised memory for ``copies`` copies of the parameters. On other devices, return None:
+    there, memory takes no space until it is written to."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

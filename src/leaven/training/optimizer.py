@@ -23,22 +23,22 @@ from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
 from leaven.training.muon import MuonWithAdamW
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""The names of the optimizer's state for a parameter: Adam's step count (a scalar) and moments, and Muon's momentum.
-Moments and momentum have the shape of the parameter."""
+"""The keys of the optimizer's state for a parameter: Adam's step count (a scalar) and two moments, and Muon's
+momentum. Moments and momentum have the shape of the parameter."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
-    """Return groups for ``torch.optim``, with the keys module, param_names, params, peak_lr, lr, betas, eps and
-    weight_decay. Groups of Muon have momentum and match in place of betas and eps. Raise ValueError if a parameter
-    does not have exactly one row in the parameter table, or a row has no parameter."""
+    """Return groups for ``torch.optim``. Groups of Adam have the keys module, param_names, params, peak_lr, lr,
+    betas, eps and weight_decay; groups of Muon have momentum and match in place of betas and eps. Raise ValueError
+    unless each parameter has exactly one row in the parameter table, and each row a parameter."""
     names = {row.name for row in rows}
     if len(names) != len(rows):
         raise ValueError("the parameter table lists a parameter twice")
     if parameters.keys() != names:
         raise ValueError(
-            f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}, which only one has"
+            f"only the model or only the parameter table has: {', '.join(sorted(parameters.keys() ^ names))}"
         )
     groups = optimizer_groups(rows)
     for group in groups:
@@ -63,7 +63,7 @@ class Optimizer:
         cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], tuned: Hyperparameters, **of_muon: Any
     ) -> "Optimizer":
         """Return the optimizer that ``tuned.optimizer`` names. ``adam`` adds weight decay to the gradient (L2).
-        ``of_muon`` are more arguments of :class:`MuonWithAdamW`."""
+        ``of_muon`` are further arguments of :class:`MuonWithAdamW`, which are ignored without Muon."""
         groups = parameter_groups(parameters, rows)
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
@@ -74,8 +74,8 @@ class Optimizer:
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
         """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients.
 
-        If ``skip``, a tensor on the device, is true, the parameters do not change. ``ramp`` converts lr, betas, eps
-        and weight decay from the full batch to the current batch.
+        ``skip`` is a boolean scalar on the device. If it is true, parameters, moments and step counts do not change.
+        ``ramp`` converts lr, betas, eps and weight decay from the full batch to the current batch.
         """
         for group in self.adam.param_groups:
             keys = ("weight_decay",) if "match" in group else ("betas", "eps", "weight_decay")
@@ -93,7 +93,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: new half-life of the moments in steps / old half-life."""
+        """Multiply Adam's step counts by ``factor``: the new half-life of the moments in steps, divided by the old
+        one."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor
@@ -103,7 +104,7 @@ class Optimizer:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return the optimizer's state by (kind, parameter name). The kinds are those of :data:`MOMENTS`."""
+        """Return the optimizer's state by (key, parameter name). The keys are those in :data:`MOMENTS`."""
         return {
             (kind, name): value
             for name, parameter in self._named()
@@ -122,14 +123,14 @@ class Optimizer:
 class Clipper:
     """Clips gradients in place, without waiting for the device.
 
-    Mode ``global`` limits the norm of all gradients, and ``per-module`` the norm of each module in each block. In
-    mode ``running``, the limit is a multiple of the running norm: the root of an exponential average of the squared,
-    clipped norms of earlier steps, with a bias correction as in Adam.
+    Mode ``per-module`` limits the norm of the gradients of each module in each block. The other modes limit the norm
+    of all gradients. In mode ``running``, the limit is a multiple of the running norm: the root of an exponential
+    average of the squared, clipped norms of earlier steps, with a bias correction as in Adam.
     """
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
     model: ShardedModel
-    # In mode ``per-module``: for each table row the number of its part (a module in a block), (rows,).
+    # In mode ``per-module``: a number for each row of the parameter table, equal within a module of a block, (rows,).
     parts: Tensor | None = None
     running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
     beta: float = 0.0  # beta of the exponential average of the running norm, at the full batch
@@ -175,8 +176,8 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm of the gradient, a scalar. It is infinite until the first nonzero gradient: nothing
-        is clipped."""
+        """Return the running norm of the gradient, a scalar. Until the first gradient that is not 0, it is infinite,
+        so that nothing is clipped."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -202,8 +203,8 @@ GROW_AFTER = 2_000  # the loss scale doubles after so many consecutive steps wit
 class LossScale:
     """The factor on the loss in the backward pass, so that small gradients do not vanish in fp16.
 
-    An overflow of the loss or the gradient halves the factor, but not below 1. :data:`GROW_AFTER` steps without
-    overflow double it. A power of two changes only the exponents of gradients.
+    An overflow of the loss or the gradient halves the factor, but not below 1. :data:`GROW_AFTER` consecutive steps
+    without overflow double it. The factor is a power of two, so it changes only the exponents of gradients.
     """
 
     value: Tensor  # a scalar on the device
@@ -230,8 +231,8 @@ class LossScale:
 
 
 KEEP = 0.95
-"""Each measurement multiplies the previous averages by this weight, so about the last twenty count. The error of a
-single measurement is as large as its value."""
+"""Weight of the previous average when a measurement is added. About the last twenty measurements count, because the
+error of a single one is as large as its value."""
 
 
 @dataclass
@@ -239,9 +240,9 @@ class NoiseScale:
     """Measures the gradient noise scale every ``every`` tokens, from two gradients of one step: after the first
     micro-batch, and after all micro-batches.
 
-    The estimates of the noise, tr(Sigma), and of the squared gradient norm, |G|^2,
-    (:mod:`leaven.catalogue.noise_scale`) are averaged separately and then divided. Both averages start at 0, but this
-    bias cancels in their ratio.
+    The noise scale is tr(Sigma) / |G|^2, the noise of the gradient divided by its squared norm
+    (:mod:`leaven.catalogue.noise_scale`). The estimates of tr(Sigma) and of |G|^2 are averaged separately over
+    measurements, and the averages are divided. Both averages start at 0, but this bias cancels in their ratio.
     """
 
     every: int  # tokens between measurements
@@ -262,7 +263,8 @@ class NoiseScale:
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
         """Add the measurement of a step. Return the noise scale in tokens, as :meth:`add` does. ``targets`` is the
-        number of targets of the batch that count in the loss, and ``grad_norm`` the norm of their mean gradient."""
+        number of targets of the batch that count in the loss. ``grad_norm`` is the norm of the mean gradient over
+        these targets."""
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
         return self.add(first, self.first_norm / (share * first), targets, grad_norm)

@@ -23,15 +23,15 @@ def this_process() -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial: its loss, its cost and its curve."""
+    """The result of a trial: its loss, its cost and its loss curve."""
 
     loss: float  # validation loss, nats per token; not finite if the trial diverged, an estimate if pruned
-    tokens: int = 0  # number of trained tokens; with several durations, including the cooldown of each
+    tokens: int = 0  # number of trained tokens; if several durations are trained, with the cooldown of each
     flops: float = 0.0  # model FLOPs of these tokens
     seconds: float = 0.0  # training time
     curve: Curve = ()  # (tokens, training loss) points; each loss is the mean since the previous point
     stopped: bool = False  # whether the trial was pruned: ended early because it could not reach the best trial
-    branches: Curve = ()  # (duration in tokens, validation loss at its end), if several durations are trained
+    branches: Curve = ()  # if several durations are trained, (duration in tokens, validation loss at its end) of each
     worker: str = ""  # host:pid of the process that trained the trial
 
     @classmethod

@@ -1,8 +1,8 @@
 """Defines rewinds, which take a run back to an earlier state: after a spike (:mod:`leaven.training.spikes`), or on
 request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import torch.
 
-The rewinds and the number of trained tokens determine the data to skip, the lr, and which checkpoints no longer
-count. So the run has the same result from any checkpoint before the target.
+The data to skip, the lr, and which checkpoints no longer count depend only on the list of rewinds and the number of
+trained tokens. So a run that is resumed from an older checkpoint than the target of a rewind has the same result.
 """
 
 import math
@@ -48,13 +48,13 @@ class Rewind:
     asked: Mapping[str, int] | None = None  # arguments of a manual rewind; None for an automatic one
 
     def document(self) -> dict[str, Any]:
-        """Return the values as events and checkpoints store them."""
+        """Return the JSON object that an event or a checkpoint stores."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Rewind":
-        """Return the rewind in an event or in the state of a checkpoint. Raise KeyError, TypeError or ValueError if a
-        value is missing or wrong."""
+        """Return the rewind that an event or a checkpoint stores in ``document``. Raise KeyError, TypeError or
+        ValueError if a value is missing or wrong."""
         counts = {field.name: document[field.name] for field in fields(cls) if field.name != "asked"}
         made = cls(**counts, asked=document.get("asked"))
         del counts["lr"]
@@ -64,9 +64,9 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order, from the newest checkpoint or from events.jsonl,
-    whichever has more. An event contains the rewinds before it, because lines of the file may be lost. Raise
-    InputError if the event of a rewind is damaged."""
+    """Return the automatic and manual rewinds of a run, in order. The newest checkpoint and events.jsonl both have a
+    list of them, and the longer list is returned. The event of a rewind also contains the earlier rewinds, because
+    lines of the file may be lost. Raise InputError if the event of a rewind is damaged."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
@@ -94,8 +94,8 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream after ``tokens`` trained tokens. Skipped tokens count: if tokens 50 to
-    60 are skipped, the position after 80 trained tokens is 90."""
+    """Return the position in the token stream after ``tokens`` trained tokens. Skipped tokens count: if the ten
+    tokens from 50 on are skipped, the position after 80 trained tokens is 90."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start
@@ -132,8 +132,8 @@ class ManualRewind:
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
-        must stay the same during a run."""
+        """Raise InputError if the folder has no run or no suitable checkpoint, if its files belong to different runs,
+        or if ``recipe`` changes a value that must stay the same during a run."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; give the folder of a run with --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -148,7 +148,7 @@ class ManualRewind:
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
         """Record this rewind in the run folder, and the new ``recipe`` if it differs from the recipe of the run. Do
-        nothing if another command has recorded both."""
+        nothing if another command has recorded the same meanwhile."""
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return

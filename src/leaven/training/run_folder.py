@@ -30,7 +30,7 @@ RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual 
 IDENTITY = "run"  # key of the run's identifier in events, metrics, plan.json and the state of a checkpoint
 DAMAGED_EVENTS = "restore the file from a copy, or start again with another --run"
 
-# The values that events must have, because a run that is resumed relies on them.
+# The values that events must have, because a resumed run reads them.
 _NUMBER = int, float
 _OF_RETURN: dict[str, tuple[type, ...]] = {
     "tokens": (int,),
@@ -194,10 +194,10 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of rewinds in the newest checkpoint minus the number in ``events``.
+        """Return the number of rewinds that the newest checkpoint knows, minus the number that ``events`` know.
 
-        The result is above 0 if events are lost, and below 0 between a rewind and the next checkpoint, or without an
-        undamaged checkpoint.
+        A result above 0 means that events are lost. A result below 0 means that no checkpoint was saved since the
+        last rewind, or that there is no undamaged checkpoint.
         """
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
@@ -243,30 +243,30 @@ class RunFolder:
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
         """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link.
 
-        If the checkpoints of a run are a link, a copy of the run by ``cp -r`` has the same link. A run that
-        ``rewinds``, which removes checkpoints, is also refused if its checkpoints are a link to a folder without the
-        file that names its run.
+        If the folder ``checkpoints`` is a link, a copy of the run by ``cp -r`` has the same link. ``rewinds`` says
+        that the run is to be rewound, which removes checkpoints. InputError is then also raised if the link leads to
+        a folder without the file ``OWNER``, which names the run of a folder of checkpoints.
         """
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             other = Path(os.fsdecode(path))
             if self._is_owner(other, int(inode)):
                 return
-            whose = f"the checkpoints of the run in {other}, which may have changed since"
+            whose = f"the checkpoints of the run in {other}, which may have been moved"
         except (OSError, ValueError) as error:
             if not (rewinds and self.checkpoints.is_symlink() and isinstance(error, FileNotFoundError)):
                 return
             whose = f"checkpoints without {OWNER}, the file that names their run"
         folder = self.checkpoints.resolve()
         raise InputError(
-            f"{self.checkpoints} is a link to {whose}; if no other run uses them, type: "
-            f"echo > {shlex.quote(str(folder / OWNER))}; if this run is a copy, replace the link by a copy of them: "
-            f"cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
+            f"{self.checkpoints} is a link to {whose}; if no other run uses these checkpoints, type: "
+            f"echo > {shlex.quote(str(folder / OWNER))}; if this run is a copy, replace the link by a copy of the "
+            f"checkpoints: cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
         )
 
     def _is_owner(self, owner: Path, inode: int) -> bool:
-        """Return whether this run uses its folder of checkpoints alone. The file in it names the run ``owner``, which
-        had this ``inode``, and may have been moved or removed since."""
+        """Return whether no other run uses this run's folder of checkpoints. The file ``OWNER`` in it has the path
+        ``owner`` and the ``inode`` of a run folder, which may have been moved or removed since."""
         linked, same = self.checkpoints.is_symlink(), _same(owner, self.path)
         if inode == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
             return not linked or same or not os.path.exists(owner) or _inode(owner) != inode
@@ -284,7 +284,8 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Call :meth:`LockedFolder.require`. If it raises an error, nothing is written into the folder any more."""
+        """Call :meth:`LockedFolder.require` if this process has locked the folder. If that raises InputError, nothing
+        is written into the folder any more."""
         try:
             if self._locked is not None:
                 self._locked.require()
@@ -302,16 +303,16 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer at ``path`` into the run folder if it has none. The cache may be cleared, and weights
-        are useless without their tokenizer."""
+        """Copy the tokenizer at ``path`` into the run folder if the folder has none. ``path`` may be in a
+        cache, which can be cleared, and weights are useless without their tokenizer."""
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
 
-        ``written`` is the :meth:`metrics_digest` at this step. Return a sentence that says how the remaining lines
-        differ from it, or None.
+        ``written`` is the :meth:`metrics_digest` that was saved at this step. Return a sentence that says how the
+        remaining lines differ from those lines, or None if they do not.
         """
         waiting = [line for path, line in self._waiting if path == self.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
@@ -344,19 +345,19 @@ class RunFolder:
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl in order of steps: of a repeated step, only the last line."""
+        """Return the lines of metrics.jsonl in order of steps. If a step was repeated, only its last line counts."""
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics`, and the numbers of damaged lines."""
+        """Return the same lines as :meth:`metrics`, with their line numbers and the numbers of damaged lines."""
         read = _read(self.metrics_file)
         lines, damaged = in_order(zip(read.numbers, read.documents, strict=True))
         damaged = sorted([*read.damaged, *damaged])
         return storage.JsonLines([line for _, line in lines], damaged, [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events in events.jsonl: its lines with a text under ``event``. Raise InputError if a value that
-        a resume needs is missing or has a wrong type."""
+        """Return the events in events.jsonl: the lines whose value of ``event`` is a text. Raise InputError if a
+        value that a resumed run needs is missing or has a wrong type."""
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):
@@ -377,7 +378,7 @@ class RunFolder:
         return next((event["text"] for event in self.read_events() if isinstance(event.get("text"), str)), None)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the lines of events.jsonl without checking their values."""
+        """Return the events in events.jsonl, as :meth:`events` does, without checking their values."""
         return _named_events(_read(self.events_file))
 
     def rollbacks(self) -> list[dict[str, Any]]:
@@ -387,7 +388,7 @@ class RunFolder:
 
     @property
     def begun(self) -> bool:
-        """Whether the run has a checkpoint or has finished, so that it does not start from [start] weights again."""
+        """Whether the run has a checkpoint or has finished. It then does not start from the weights of [start]."""
         return bool(checkpoints(self.checkpoints)) or self.finish() is not None
 
     def finish(self) -> dict[str, Any] | None:
@@ -436,7 +437,7 @@ class RunFolder:
         self.write_waiting()
 
     def write_waiting(self) -> None:
-        """Write the lines that are in memory, as far as this is possible."""
+        """Write the lines that are in memory. If a line cannot be written, keep it and the lines after it."""
         while self._waiting:
             path, line = self._waiting[0]
             try:
@@ -497,7 +498,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _parse_int(digits: str) -> int:
-    """Return an integer. Raise ValueError if it is too large for a float: a line with such a number is damaged."""
+    """Parse an integer. Raise ValueError if it has more than 300 digits: a line with such a number is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)
@@ -514,8 +515,8 @@ def _read(path: Path) -> storage.JsonLines:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences that keep a run of the recipe ``there`` from resuming with ``here``. Layout and
-    micro-batch may differ."""
+    """Return the differences between two recipes that keep a run of the recipe ``there`` from resuming with the
+    recipe ``here``. Differences in layout and micro-batch do not."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
@@ -534,7 +535,7 @@ def describe_changes(changes: list[Difference]) -> str:
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values of an event that changes the recipe of a run. ``recipe`` is the new recipe."""
+    """Return the values with which an event records changes of a run's recipe. ``recipe`` is the new recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 

@@ -1,7 +1,7 @@
 """Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights & Biases).
 
-All readers raise :class:`LogDamaged` if the file is damaged. Another program may be writing it, so an incomplete last
-record is left out, and the argument ``cut`` is called with a text that says so.
+All readers raise :class:`LogDamaged` if the file is damaged. An incomplete last record is no damage, because another
+program may be writing the file. Readers leave this record out, and call their argument ``cut`` with a message.
 """
 
 import json
@@ -35,7 +35,8 @@ def tensorboard_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file.
 
-    The value is None if the name is not ``tag``. For a tensor that is no scalar, it is a text with the shape.
+    Only values with the name ``tag`` are read; other values are None. For a tensor that is no scalar, the value is a
+    text with its shape, such as "a tensor of shape [2, 3]".
     """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
@@ -56,8 +57,9 @@ def tensorboard_rows(
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
     """Yield (position of the first byte, content) for each record of a TensorBoard event file.
 
-    A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and its
-    checksum in 4 bytes. If zeros follow, as a crash may leave them, a wrong record is incomplete, not damaged.
+    A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and the
+    checksum of the content in 4 bytes. If a checksum is wrong, and the record ends in zeros up to the end of the
+    file, as a crash may leave them, the record is incomplete. Otherwise, it is damaged.
     """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
@@ -84,8 +86,8 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
 
 
 def _scalar(value: "Summary.Value") -> Any:
-    """Return the number in a value, or a text with the shape of a tensor that is no scalar. Raise ValueError if the
-    tensor is invalid."""
+    """Return the number in a value. For a tensor that is no scalar, return a text with its shape. Raise ValueError if
+    the tensor is invalid."""
     from tensorboard.util.tensor_util import make_ndarray
 
     if value.WhichOneof("value") == "simple_value":
@@ -170,8 +172,8 @@ def log_records(
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, content) for each field of a protobuf message, or raise ValueError
-    (https://protobuf.dev/programming-guides/encoding)."""
+    """Yield (field number, content) for each field of a protobuf message
+    (https://protobuf.dev/programming-guides/encoding). Raise ValueError if the message is invalid."""
     at = 0
 
     def varint() -> int:

@@ -2,7 +2,7 @@
 
 At each step, the detector does the following for each of the three quantities:
 
-1. The usual level of the quantity is its median over the last :data:`LEVEL` steps.
+1. The usual level of the quantity is its median over the last :data:`LEVEL` steps that were not suspicious (see 4).
 2. The distance of the new value from this level is divided by a robust standard deviation: 1.4826 times the median of
    the last :data:`WINDOW` absolute distances, but at least a floor.
 3. The resulting number of deviations, limited to :data:`CAP`, minus :data:`ALLOWANCE`, is added to a sum that never
@@ -11,8 +11,9 @@ At each step, the detector does the following for each of the three quantities:
    steps since then are suspicious; they do not change the usual level.
 
 Three steps with a large deviation are an anomaly, and so are a dozen steps with a small one. A single batch of
-unusual text is not. The logarithms of the norms are used, and the update norm is divided by the lr first. It is
-monitored because in a 32B run it doubled before loss and gradient changed (marin-community/marin#1368).
+unusual text is not. The logarithms of the norms are used. Before that, the update norm is divided by the lr. The
+update norm is monitored because in a 32B run it doubled before loss and gradient changed
+(marin-community/marin#1368).
 
 A value that is not finite is an anomaly at once, unless steps are skipped (:class:`SpikeDetector`). Other anomalies
 are detected only after 2 x :data:`LEVEL` steps, which establish the usual level. Rate of false alarms: docs/log.md.
@@ -42,7 +43,7 @@ LIMIT = 24.0
 OUTSTANDING = 6.0
 """``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many deviations above its median,
 as in OLMo-core's SkipStep optimizers."""
-PATIENCE = 20  # with ``on_spike = "skip"``, so many skipped steps in a row are an anomaly
+PATIENCE = 20  # with ``on_spike = "skip"``, this many skipped steps in a row are an anomaly
 # The smallest standard deviations: 0.05 nats, and for the logarithms of the norms 0.25 and 0.1. A floor is harmless
 # where the true deviations are smaller, as with large batches.
 FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
@@ -173,7 +174,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits for a step. The metrics of the step before it, which may be unread, do not count."""
+        """Return the limits for step number ``step``. They do not depend on the step before it, because the metrics
+        of that step may not be read yet."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,8 +192,8 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because of its loss or gradient. A skip that only an fp16 loss scale caused
-    does not count."""
+    """Return whether a step was skipped because of its loss or gradient. Return False for a step that was skipped
+    only because the fp16 loss scale was too large."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
 
 
@@ -201,9 +203,10 @@ def rollback(
     """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
     The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
-    steps, and the same amount after them. If the anomaly comes again, the bad data may extend further on both sides:
-    each attempt skips four times as much data after the suspicious steps as the attempt before, and about as much
-    before them. A rewind does not go back beyond ``oldest_tokens``, the oldest checkpoint.
+    steps, and the same amount of data after them. If the anomaly comes again, the bad data may extend further on both
+    sides. So each attempt skips four times as much data after the suspicious steps as the attempt before it. Further
+    attempts also skip about as much data before the suspicious steps. A rewind does not go back further than
+    ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -227,12 +230,13 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found. It does
-    not depend on the disk, which may have damaged and unscheduled checkpoints."""
+    """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found. It is
+    computed, not read from the disk, which may have damaged and unscheduled checkpoints."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
         """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` has
-        those that existed right after the previous rewind. Up to ``good_tokens``, the run showed no anomaly."""
+        the token counts of those that existed right after the previous rewind. ``good_tokens`` is the number of
+        tokens up to which the run showed no anomaly."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -272,7 +276,7 @@ class SpikeGuard(Callback):
 
     @property
     def good_tokens(self) -> int:
-        """The number of tokens trained before the first suspicious step, or so far if there is none."""
+        """The number of tokens trained before the first suspicious step, or until now if no step is suspicious."""
         since = self.detector.since if self.detector else None
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 

@@ -1,8 +1,8 @@
 """A stack of trials: trains many recipes of one shape at once, as one batched model on one device.
 
-Parameters, moments and samples have a leading dimension K with one entry for each recipe, so models that are too
-small to fill a GPU fill it together. On CUDA, a step is one CUDA graph. The recipes have the same shape, batch and
-number of tokens. They may differ in hyperparameters, schedule and seed.
+Parameters, moments and samples have a leading dimension K with one entry for each recipe. So models that are too
+small to occupy a GPU alone occupy it together. On CUDA, a step is one CUDA graph. The recipes have the same shape,
+batch and number of tokens. They may differ in hyperparameters, schedule and seed.
 
 A stack is a second trainer besides the engine, because 48 small models on a GPU were 36 times as fast as with eight
 processes (docs/log.md). On a CPU it is not faster. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
@@ -36,10 +36,10 @@ from leaven.training.micro_batch import needed_memory
 from leaven.training.outcome import Outcome, this_process
 from leaven.training.trial import TrialCheckpoint, checkpoint_folder, same_tokens
 
-VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")  # columns of the parameter table that an update reads
+VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")  # columns of the parameter table that a step reads
 WARM = 3  # warm-up steps before a CUDA graph is captured
 MOST = 64  # the largest number of trials in a stack: the largest that was measured
-MEMORY = 0.5  # the largest share of the free memory for a stack, as estimated by the planner's formula
+MEMORY = 0.5  # a stack may need at most this share of the free memory, by the planner's formula
 # The only values of these settings that a stack can train.
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "model.norm": ("rmsnorm",),
@@ -58,12 +58,12 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "data.documents": ("packed",),
     "start.folder": (None,),
     "precision.compute": ("fp32", "bf16"),
-    "stability.on_spike": ("rollback", "skip", "stop"),  # with "off", a trial skips steps that are not finite
+    "stability.on_spike": ("rollback", "skip", "stop"),  # not "off": it skips steps whose loss is not finite
 }
 
 
 def refusal(recipe: Recipe) -> str | None:
-    """Return the first setting of a recipe that a stack cannot train, such as ``model.bias = True``, or None."""
+    """Return the first setting of a recipe that a stack cannot train, such as "model.bias = True", or None."""
     found = {path: attrgetter(path)(recipe) for path in SETTINGS}
     refused = {path: value for path, value in found.items() if value not in SETTINGS[path]}
     said = (path if isinstance(value, Part) else f"{path} = {value}" for path, value in refused.items())
@@ -97,10 +97,10 @@ def train_stack(
     Args:
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
             in the same order, and the same size.
-        inputs: the fingerprint that the text and the start weights must have (``fingerprint_of``). None: any.
+        inputs: the fingerprint that the text must have (``fingerprint_of``). None: any.
 
     Raises:
-        InputError: if the text or the start weights have another fingerprint.
+        InputError: if the text has another fingerprint, or the checkpoint was not written by these trials.
     """
     first = recipes[0]
     tokens = same_tokens(first, inputs)
@@ -162,8 +162,8 @@ def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
 
 
 class TrialStack:
-    """The buffers and the training step for ``size`` recipes with the shape and batch of ``like``. On a CUDA device,
-    the step is compiled."""
+    """The buffers and the training step for ``size`` recipes with the shape, batch and dtype of ``like``. On a CUDA
+    device, the step is compiled."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)
@@ -200,10 +200,11 @@ class TrialStack:
         if self.device.type == "cuda":
             self.losses, self.update = torch.compile(self._losses), torch.compile(self._update)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.progress = Progress()  # tokens of one recipe; seconds without filling the buffers
+        self.progress = Progress()  # tokens of one recipe; seconds do not include the time to fill the buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
-        """Train the recipes, and return the validation loss of each in nats per token, not finite if it diverged."""
+        """Train the recipes to their end, also if they diverge. Return the validation loss of each recipe in nats per
+        token."""
         self.begin(recipes)
         self.advance(len(self.schedule))
         return self.evaluate(recipes[0])[: len(recipes)]
@@ -234,7 +235,7 @@ class TrialStack:
         return self.progress.step == len(self.schedule)
 
     def losses_from(self, step: int) -> list[list[float]]:
-        """Return the training losses (steps, K) from ``step``, counted from 0, to the last step taken."""
+        """Return the training losses (steps, K) of the steps from ``step``, counted from 0, to the last one taken."""
         found: list[list[float]] = self.record[step : self.progress.step].tolist()
         return found
 
@@ -337,7 +338,8 @@ class TrialStack:
         self.flat.copy_(kept - each(rate / correction1) * self.first / root)
 
     def _losses(self, p: Mapping[str, Tensor], windows: Tensor) -> Tensor:
-        """Return the mean loss of each recipe (K,), with the parameters ``p``, over windows (K, B, T + 1)."""
+        """Return the mean loss of each recipe over its windows, (K,). ``p`` has the parameters by name, and
+        ``windows`` is (K, B, T + 1)."""
         shape, inputs, targets = self.shape, windows[..., :-1], windows[..., 1:]
         k, b, t = inputs.shape
 
@@ -378,8 +380,8 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation loss of each trial in nats per token, over ``recipe.evaluation.tokens``. Batches have
-        B sequences and parameters require gradients, because the pass is compiled for this."""
+        """Return the validation losses (K,) in nats per token, over ``recipe.evaluation.tokens`` tokens.
+        Batches have B sequences and parameters require gradients, as in training, so that the compiled pass fits."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

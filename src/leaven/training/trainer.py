@@ -10,12 +10,12 @@ What ``leaven train recipe.toml`` does, in order. To follow a run, open the four
    (:class:`~leaven.training.engine.Training`) and chooses the micro-batch (``micro_batch.py``). Then it locks the
    folder and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that
    it can always roll back.
-4. **loop.py** starts a step, and reads its result only after it has started the next one, so that the device does
+4. **loop.py** starts a step, and reads its result only after it has started the next step, so that the device does
    not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
    checkpoints, spike guard.
 5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
-   The device skips the update if the loss or the gradient norm is not finite, or with ``on_spike = "skip"`` above
-   the limits of the spike guard.
+   The device skips the update if the loss or the gradient norm is not finite. With ``on_spike = "skip"``, the
+   device also skips it if the loss or the gradient norm is above a limit that the spike guard has set.
 6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time. In a run of several
    processes, it also exchanges their gradients. Model and loss: ``model/transformer.py`` and ``model/loss.py``.
 7. ``optimizer.py`` clips the gradients and updates the parameters. The lr of a parameter comes from the parameter
@@ -136,21 +136,23 @@ def train(
     time in a process: dropout uses torch's global random generator, and seeds it at every step.
 
     Ctrl-C and the stop button of a notebook save the state: a warning says so, and KeyboardInterrupt is raised. A
-    second Ctrl-C does not wait. Calls outside the main thread, and SIGTERM, need ``stop``.
+    second Ctrl-C raises KeyboardInterrupt at once. In other threads than the main thread, Ctrl-C is not handled. To
+    save the state there, or at a SIGTERM, pass ``stop``.
 
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event during the call; most are also lines of events.jsonl.
         stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
-            A single process also polls it within a step, which is then dropped. If a disk is full or away at the
-            end, the run waits for it until ``stop`` returns True.
+            A single process also polls it within a step, and then drops this step. If the last state cannot be
+            written because a disk is full or away, the run waits for the disk until ``stop`` returns True.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
-        InputError: if the recipe cannot be trained, or the folder is unwritable, in use or has another recipe.
+        InputError: if the recipe cannot be trained, or if the folder cannot be written, is in use, or has a run of
+            another recipe or text.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
@@ -167,8 +169,9 @@ def train(
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed.
 
-    What the handler of the first Ctrl-C raises is raised after the block, because an exception within a step would
-    leave half a step. A second Ctrl-C, at least `AGAIN_AFTER` seconds later, raises at once.
+    The first Ctrl-C does not interrupt the block, because that would leave half a step. The exception that its
+    handler raises, such as KeyboardInterrupt, is raised after the block. A second Ctrl-C, at least `AGAIN_AFTER`
+    seconds later, raises it at once. Outside the main thread, Ctrl-C is not handled.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -253,9 +256,11 @@ def _train(  # noqa: PLR0917
 def _require_one_recipe(
     recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
 ) -> None:
-    """Raise InputError on all processes unless they were given the same, and see the same events of the run.
+    """Raise InputError on all processes unless they have the same arguments and version of leaven, and see the same
+    events of the run.
 
-    Paths may differ, except those of two or more sources, which decide the order of the samples.
+    Paths in the recipe may differ. But if there are two or more sources, their names must be equal, because they
+    decide the order of the samples.
     """
     if group is SINGLE_PROCESS:
         return
@@ -330,9 +335,9 @@ class RunTrainer:
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self, **about: Any) -> None:
-        """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log this
-        as an event with the values ``about``. Raise InputError if there are checkpoints but none can be used, if the
-        text has changed, or if files of the run do not belong together."""
+        """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log a
+        ``resume`` or ``start`` event, which also contains ``about``. Raise InputError if there are checkpoints but
+        none can be used, if the text has changed, or if files in the folder belong to different runs."""
         saved = newest_saved(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
@@ -364,11 +369,11 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> TrainDocument:
-        """Train until the run is done or stopped, and return its result.
+        """Train until the run is done or ``stop()`` returns True, and return the result of the run.
 
         Raises:
-            InputError: if the text cannot be read, or all checkpoints for a rollback are damaged. Also if the run is
-                done, but its last checkpoint or finish event cannot be written.
+            InputError: if the text cannot be read, if all checkpoints for a rollback are damaged, or if the run is
+                done but its last checkpoint or finish event cannot be written.
             Diverged: if the run diverges.
         """
         try:
@@ -408,12 +413,12 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """Save the last checkpoint again while a disk is full, away or may not be written. ``error`` is the error of
-        the first attempt, or None.
+        """If the last checkpoint could not be saved because a disk is full, away or may not be written, save it again
+        until this succeeds or ``stop()`` returns True. ``error`` is the error of the first attempt, or None.
 
         The pauses between attempts get longer. Return the error of the last attempt, or None.
         """
-        pauses = left = 1  # short pauses until the next attempt, in all and left; ``stop`` is polled after each
+        pauses = left = 1  # number of short pauses before the next attempt, and how many are left
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell_if(str(error), "waits")
         while waits and not stop():
@@ -432,8 +437,9 @@ class RunTrainer:
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Restore the newest checkpoint at or before the rewind's target, and record an event with ``values``. Raise
-        InputError if all these checkpoints are damaged, and Diverged if there are none."""
+        """Restore the newest undamaged checkpoint at or before the target of ``rewind``. Log a ``rollback`` event,
+        which also contains ``values``. Raise InputError if all these checkpoints are damaged, and Diverged if there
+        are none."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None and self.damaged:  # the user may be able to repair one
@@ -451,7 +457,7 @@ class RunTrainer:
         self._on_event("rollback", values | {"damaged_checkpoints": names})
 
     def fail(self, values: dict[str, Any]) -> NoReturn:
-        """Log why the run failed, and raise Diverged."""
+        """Log a ``stop`` event with ``values``, and raise Diverged with the message ``values["why"]``."""
         self.event("stop", **values)
         self._tell_if(self.run.unwritten, "lines_lost")
         raise Diverged(values["why"])
@@ -470,12 +476,14 @@ class RunTrainer:
         return {"step": self.training.progress.step, "tokens": self.training.tokens}
 
     def _tell_if(self, why: str | None, event: str) -> None:
-        """Pass an event that is not logged to ``on_event``, if there is a reason for it."""
+        """Pass an event to ``on_event`` with the reason ``why``, without writing it to the run folder. If ``why`` is
+        None, do nothing."""
         if why is not None:
             self._on_event(event, self._at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone, or None, and set ``damaged``."""
+        """Return the newest undamaged checkpoint that none of ``rewinds`` has undone, or None. Also set
+        :attr:`damaged`. Raise InputError if files in the folder belong to different runs."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)
@@ -514,7 +522,8 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Lock and rewind the run folder in the first process. Raise Settled on all processes if this fails."""
+    """Rewind the run folder in the first process, and lock it until the end of the block. If this fails, raise
+    Settled on all processes."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -549,7 +558,7 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return the run folder, the recipe, and the rewind, or None if no rewind is left to do.
+    """Return (run folder, recipe, rewind). The returned rewind is None if none was given, or if it was done already.
 
     If ``micro_batch`` of the recipe is "auto" and the run has begun, the returned recipe has the run's micro-batch.
     Raise InputError if the folder cannot be used to train this recipe after this rewind.

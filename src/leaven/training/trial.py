@@ -63,12 +63,13 @@ def train_trial(
         baseline: the best trial so far, with the same schedule. A baseline of another duration is ignored. Without a
             baseline, the trial is not pruned.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
-            bit. The caller removes it once the outcome is saved.
+            bit. The caller removes the folder once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
-        inputs: the expected :func:`fingerprint_of` the text and the start weights, if known.
+        inputs: the expected :func:`fingerprint_of` the text and the start weights. None: any.
 
     Raises:
-        InputError: if the recipe or the durations cannot be trained, or the text or the start weights have changed.
+        InputError: if the recipe or the durations cannot be trained, if the text or the start weights have another
+            fingerprint than ``inputs``, or if the checkpoint was not written by this trial.
     """
     tokens = same_tokens(recipe, inputs)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
@@ -107,7 +108,8 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe. Raise InputError if :func:`fingerprint_of` is not ``inputs`` (None: any)."""
+    """Return the tokens of a recipe's text. ``inputs`` is the expected :func:`fingerprint_of` the text and the start
+    weights. Raise InputError if they have another one, unless ``inputs`` is None."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -118,7 +120,7 @@ def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
 
 
 def fingerprint_of(recipe: Recipe, tokens: TokenSet) -> str:
-    """Return a hash of a trial's text and tokenizer, and of its start weights if it has any."""
+    """Return a fingerprint of a trial's text and tokenizer, and of its start weights if it has any."""
     start = recipe.start.folder
     return tokens.fingerprint if start is None else f"{tokens.fingerprint} {weights_fingerprint(start)}"
 
@@ -131,8 +133,8 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each of the ``durations`` (numbers of tokens), shortest first. Raise
-    InputError if a duration cannot be trained, or if the durations cannot share one run."""
+    """Return one copy of the recipe for each different duration in ``durations`` (numbers of tokens), the shortest
+    first. Raise InputError if a duration cannot be trained, or if the durations cannot share one run."""
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
@@ -171,8 +173,8 @@ def cooldown_start(recipe: Recipe) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the trunk, the run with the longest duration, reaches its
-    start. The trunk then continues from a copy of its state."""
+    """Trains the cooldown of each shorter duration when the run with the longest duration (the trunk) reaches the
+    start of this cooldown. Afterwards, the trunk continues from a copy of its state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -212,8 +214,9 @@ class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, a warning says so, and
     the trial continues.
 
-    A checkpoint contains the name of its ``folder``, from :func:`checkpoint_folder`. A checkpoint with another name
-    belongs to another trial and is not read, nor is one with other parameters than those of ``recipe``, if given.
+    ``folder`` comes from :func:`checkpoint_folder`, and a checkpoint contains its name. A checkpoint is ignored if it
+    contains another name, because it belongs to another trial. If ``recipe`` is given, a checkpoint is also ignored
+    if it has other parameters than this recipe.
     """
 
     def __init__(
@@ -229,8 +232,8 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one; warn of others. Raise InputError if a value in
-        the checkpoint has a type or size that this trial does not write."""
+        """Continue from the checkpoint of this trial, if there is one. Warn about checkpoints that are ignored. Raise
+        InputError if a value in the checkpoint has a type or size that this trial does not write."""
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
         if found is not None and found.state.get(TRIAL) != self._folder.name:
@@ -280,8 +283,8 @@ def initialise_worker(device: str | None = None) -> None:
 
 
 class WorkerPool:
-    """A pool of worker processes. Their ``CUDA_VISIBLE_DEVICES`` is ``device`` or, without it, that of this process.
-    If a worker dies, the next :meth:`submit` starts new workers. The end of the ``with`` block kills all workers."""
+    """A pool of worker processes. If ``device`` is given, it is the ``CUDA_VISIBLE_DEVICES`` of the workers. If a
+    worker dies, the next :meth:`submit` starts new workers. The end of the ``with`` block kills all workers."""
 
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device
