@@ -229,7 +229,7 @@ def _choose_safeguards(draft: StarterDraft, at: RunSize, base: StarterBase) -> N
     often = max(every, round(held_out / MOST_EVALUATED))
     draft.decide("stability.checkpoint_every_tokens", every)
     draft.decide("evaluation.every_tokens", often, share=often / tokens)
-    draft.decide("evaluation.tokens", held_out, share=held_out / often)
+    draft.decide("evaluation.tokens", held_out, percent=100 * held_out / often)
     uncertain = [
         sentence("uncertain", about, facts | {"proxy": base.tuning.proxy is not None})
         for about, facts in sorted(draft.uncertain.items(), key=lambda item: -item[1]["spread"])
