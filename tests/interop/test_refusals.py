@@ -170,7 +170,7 @@ SWAPPED = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
         ({"hyperparameters": {"lrr": 0.1}}, "lrr: no such key; did you mean lr"),
         ({"hyperparameters": {"lr": 0.1}, "initialise": True}, "init_std: missing"),
         ({"initialise": False}, "init_std is given, but initialise=False"),
-        ({"hyperparameters": MITCHELL, "initialise": True}, "and rule complete-d-p both scale the init"),
+        ({"hyperparameters": MITCHELL, "initialise": True}, "any width, and rule complete-d-p would scale it again"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.ou": {"lr": 2.0}}}}, "did you mean mlp.out"),
         ({"ratios": leaven.Ratios(width=4)}, "width is 4, but width of model / width of base is 2"),
         ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, but the groups are for AdamW"),

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "one size": (lambda runs: [run for run in runs if run["width"] == 64], "one size only, width 64;"),
     "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
-    "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row"),
+    "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row or run"),
     "lr 0": (changed(lr=0), "row 1: lr is 0; give a number from 1e-100 to 1e+100"),
     "a huge width": (
         changed(width="1" + "0" * 20),
@@ -268,7 +268,7 @@ def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:
 def test_curves_with_a_wrong_time_or_other_size_columns_are_refused(tmp_path: Path) -> None:
     for at in ("nan", "inf", -1):
         file = write(tmp_path / "a.csv", [{"step": at, "loss": 3.0}])
-        with pytest.raises(InputError, match=f"row 1: step is {at}; give a number of at least 0"):
+        with pytest.raises(InputError, match=f"row 1: step is {at}; give a finite number of at least 0"):
             curves_of(file)
     write(tmp_path / "a.csv", [{"width": 64, "step": 1, "loss": 3.0}])
     write(tmp_path / "b128.csv", [{"step": 1, "loss": 3.0}])
@@ -500,7 +500,7 @@ def test_an_integer_beyond_a_float_is_infinite(tmp_path: Path) -> None:
     large = [run | {"loss": 10**400} if run["width"] == 64 else run for run in rows({64: -6.0, 128: -6.0})]
     with pytest.raises(InputError, match="width 64 has 0 values of lr without a diverged run"):
         transfer_of_runs(write(tmp_path / "runs.jsonl", large))
-    with pytest.raises(InputError, match="row 1: step is inf; give a number of at least 0"):
+    with pytest.raises(InputError, match="row 1: step is inf; give a finite number of at least 0"):
         curves_of(write(tmp_path / "curve.jsonl", [{"step": 10**400, "loss": 3.0}]))
 
 

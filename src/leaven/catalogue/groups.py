@@ -1,4 +1,5 @@
-"""The tables in the file of a published run, such as ``[optim]``. Each states its source.
+"""The tables in the file of a published run, or of a run that leaven tuned, such as ``[optim]``. Each states its
+source, which also holds for the tables inside it.
 
 Unknown values are left out, never guessed.
 """

@@ -122,7 +122,8 @@ def nearest_runs(
 
     The list begins with one run of each lineage (a group of runs that inherited one learning rate). The other runs
     follow. In both parts, runs with the same norms and optimizer come first, and then the runs nearest in size and
-    length.
+    length. If no run is within --factor, only size and length decide the order. Runs of unknown length, or with a
+    learning rate that cannot be compared (such as that of muP), are not listed.
     """
     recipe = load_recipe(like, None) if like else None
     if recipe is not None:

@@ -171,8 +171,12 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
-    """Write the missing and damaged shards of a folder, and then its index. Return the damaged files, each with its
-    fault, such as "had a wrong checksum". The caller must hold the lock of the folder."""
+    """Write the missing and damaged shards of a folder, and then its index. If the finished shards do not fit the
+    text, write all shards again.
+
+    Return the missing, damaged and unfit files, each with its fault, such as "had a wrong checksum". The caller must
+    hold the lock of the folder.
+    """
     records: dict[int, ShardRecord] = {}
     known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
     texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard

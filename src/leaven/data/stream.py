@@ -64,8 +64,8 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of streams. For every n, the first n samples contain each stream's share of n, plus or minus at most
-    one sample."""
+    """A mixture of streams. For every n, samples 0 to n - 1 contain each stream's share of n, plus or minus at most
+    one sample. Samples in ``skip`` count here."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1

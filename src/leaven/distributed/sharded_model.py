@@ -328,9 +328,9 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Shard parameters, gradients and optimizer states over the data-parallel ranks, as the ZeRO stage requires
     (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    Parameters of attention, MLPs and experts are communicated in the compute dtype. All other parameters and all
-    gradients are communicated in fp32. Gradients are summed and never averaged, because the loss is divided by the
-    tokens of all ranks before the backward pass.
+    Parameters of attention, MLPs and experts, but not of routers, are communicated in the compute dtype. All other
+    parameters and all gradients are communicated in fp32. Gradients are summed and never averaged, because the loss
+    is divided by the tokens of all ranks before the backward pass.
     """
     assert group.mesh is not None
     mesh = replicas(group.mesh)

@@ -1,11 +1,13 @@
-"""Defines in a table how each module is split over tensor-parallel ranks.
+"""Defines in tables how each module is split over tensor-parallel ranks, except for routed experts
+(:mod:`leaven.distributed.expert_parallel`).
 
 This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
 arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by
-their inputs. The embedding and the unembedding are split by the vocabulary. Outside attention and MLP, every rank has
-a part of the sequence. Before attention and before the MLP, these parts are all-gathered; after them, the outputs are
-reduce-scattered. The backward pass has a reduce-scatter for each all-gather, and an all-gather for each
-reduce-scatter.
+their inputs. The embedding and the unembedding are split by the vocabulary.
+
+Between these modules, every rank has a part of the sequence. Before attention, before the MLP and before the
+unembedding, these parts are all-gathered. The outputs of the embedding, attention and MLP are reduce-scattered. The
+backward pass has a reduce-scatter for each all-gather, and an all-gather for each reduce-scatter.
 """
 
 from collections.abc import Mapping, Sequence

@@ -35,7 +35,8 @@ class NearRun(RunSummary, schema="near-run/1"):
 
 
 class PublishedRunDocument(Document, schema="published-run/1"):
-    """The result of ``leaven recipes show``: the known values of a published run in groups, with their sources."""
+    """The result of ``leaven recipes show``: the known values of a published run, or of a run tuned with leaven, in
+    groups with their sources."""
 
     model_config = ConfigDict(extra="allow")
 

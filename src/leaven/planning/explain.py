@@ -89,7 +89,8 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
     """Return a note about values in ``fixed`` that the layout search never tries, or that leaven cannot train with.
 
-    Without such values, the note is "".
+    Only these values have a note: tp above the size of a node, ZeRO above 1 with a pipeline, the zero-bubble
+    schedule, and, if ``job.by_leaven``, cp above 1. Without them, the note is "".
     """
     zero = fixed.get("zero", 0)
     left_out = {

@@ -67,12 +67,14 @@ class Job:
         return replace(self, batch=self.batch.model_copy(update={"micro_batch": micro_batch}))
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
-        """Return one arrangement of the layout for each micro-batch size that the batch allows, the smallest first.
+        """Return one arrangement of the layout for each possible micro-batch size, the smallest first.
 
-        Left out are sizes with which the smallest batch of the run gives a rank fewer than pp micro-batches.
+        If the job requires a micro-batch size, only this one is tried. Otherwise the sizes are the divisors of a
+        rank's share of the batch, up to 64 sequences and 65,536 tokens (1 sequence is always tried). A size is
+        possible if each rank gets at least pp micro-batches, even from the smallest batch of the run.
 
         Raises:
-            InputError: if the batch cannot be split evenly over the ranks, or if all sizes are left out.
+            InputError: if the batch cannot be split evenly over the ranks, or if no size is possible.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len

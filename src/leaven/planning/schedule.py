@@ -67,8 +67,10 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order. ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
     In GPipe, all forward passes come before the backward passes. In other schedules, a rank begins with some forward
-    passes (earlier ranks with more of them), and then forward and backward passes alternate. On rank r, a zero-bubble
-    schedule delays each ``weight`` pass by r ``input`` passes, so that all ranks end together.
+    passes (earlier ranks with more of them), and then forward and backward passes alternate. A zero-bubble schedule
+    splits each backward pass into an ``input`` and a ``weight`` pass (:class:`Pass`). Rank r computes a ``weight``
+    pass r ``input`` passes later than it could. With equal stages and at least as many micro-batches as ranks, all
+    ranks then end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

@@ -171,8 +171,8 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
     """Return a row for each kind of state (weights, gradients, moments, ...) that the training code stores.
 
-    Bytes are counted before sharding. ``matrices`` of the ``params`` parameters are in matrices of blocks, for which
-    Muon stores less.
+    ``params`` is the number of parameters, and ``matrices`` is how many of them are in matrices of blocks, for which
+    Muon stores less. Bytes are counted before sharding.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

@@ -196,18 +196,18 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
-    """Raise ValueError if a published init and a scaling rule would count the same change of the shape twice.
+    """Raise ValueError if a scaling rule would change the stds that a published init sets at any shape.
 
-    ``wider``: the base and the recipe's model differ in width. ``deeper``: they differ in depth. The depth is counted
-    twice if the rule multiplies branches by depth^-alpha and the init also lowers the std of their last matrices.
+    ``wider``: the base and the recipe's model differ in width. ``deeper``: they differ in depth. The depth matters if
+    the rule multiplies branches by depth^-alpha and the init also lowers the std of their last matrices.
     """
     if init == "rule" or rule == "standard":
         return
     instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
     if wider:
         raise ValueError(
-            f'init = "{init}" and rule {rule} both scale the init with the width, and base and model differ in '
-            f"width; {instead}"
+            f'init = "{init}" sets the std at any width, and rule {rule} would scale it again, because base and '
+            f"model differ in width; {instead}"
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(

@@ -22,7 +22,7 @@ def parse_quantity(text: str) -> int:
         raise InputError(f"{text[:20]!r}... is too long; give a number with fewer digits")
     power = max(int(exponent or 0), -200)
     if power > 30:
-        raise InputError(f"{text!r} is too large; give a number below 1e30")
+        raise InputError(f"{text!r} has an exponent above 30; give a smaller one")
     # Fractions are exact: float("0.58") * 1e9 would not be a whole number.
     value = Fraction(digits.replace("_", "").replace(",", "")) * Fraction(10) ** power * _SUFFIXES[suffix.upper()]
     if value.denominator != 1:

@@ -70,8 +70,8 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 
 def default_device() -> torch.device:
-    """Return the device that ``--device`` or LEAVEN_DEVICE names, or the best device of this machine. Raise
-    InputError if this machine or this build of torch lacks the device."""
+    """Return the device (cuda, mps or cpu) that ``--device`` or LEAVEN_DEVICE names, or the best device of this
+    machine. Raise InputError for any other name, or if this machine or this build of torch lacks the device."""
     there = [name for name in DEVICES if _lacking(name) is None]
     name = os.environ.get("LEAVEN_DEVICE") or there[0]
     if name not in DEVICES:

@@ -307,7 +307,7 @@ def writers(log_to: str | None) -> tuple[str, ...]:
     names = [] if log_to == "none" else log_to.split(",")
     for name in names:
         if name not in WRITERS:
-            raise InputError(f"--log-to {name}: unknown; choose from {', '.join(WRITERS)} or none")
+            raise InputError(f"--log-to {log_to}: give none, or some of {', '.join(WRITERS)}, separated by commas")
         if find_spec(name) is None:
             raise InputError(f"--log-to {name}: {name} is not installed; run: pip install {name}")
     return tuple(dict.fromkeys(names))

@@ -142,7 +142,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if state is None or state.pop(DIGEST, None) != digest_of(state):
         raise ValueError(f"{file} is damaged")
     if state.get("tokens") != tokens_of(checkpoint):
-        raise ValueError(f"{checkpoint} is a copy of another checkpoint")
+        raise ValueError(f"{checkpoint} contains another checkpoint: it was copied or renamed")
     return state
 
 
@@ -257,11 +257,17 @@ class RunFolder:
             if not (rewinds and self.checkpoints.is_symlink() and isinstance(error, FileNotFoundError)):
                 return
             whose = f"checkpoints without {OWNER}, the file that names their run"
-        folder = self.checkpoints.resolve()
+        folder, link = self.checkpoints.resolve(), shlex.quote(str(self.checkpoints))
+        unused = f"if no other run uses these checkpoints, type: echo > {shlex.quote(str(folder / OWNER))}"
+        if not self.checkpoints.is_symlink():
+            raise InputError(
+                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, first give the other run a folder of "
+                "its own in place of its link to this folder"
+            )
         raise InputError(
-            f"{self.checkpoints} is a link to {whose}; if no other run uses these checkpoints, type: "
-            f"echo > {shlex.quote(str(folder / OWNER))}; if this run is a copy, replace the link by a copy of the "
-            f"checkpoints: cp -r {shlex.quote(str(folder))}/. FOLDER; otherwise, replace the link by an empty folder"
+            f"{self.checkpoints} is a link to {whose}; {unused}; otherwise, give this run a folder of its own: if it "
+            f"is a copy of the other run, type: rm {link} && cp -r {shlex.quote(str(folder))} {link}; if not, type: "
+            f"rm {link} && mkdir {link}"
         )
 
     def _is_owner(self, owner: Path, inode: int) -> bool:

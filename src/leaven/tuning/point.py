@@ -55,9 +55,11 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of the recipe's values of all kinds that can be searched.
+    """Return the paths that a search space may name for this recipe: values of the whole recipe, multipliers of
+    modules, and points of depth profiles.
 
-    ``space.py`` refuses some of them, for example most values that are 0.
+    Values that are not set and multipliers without effect are left out. ``space.py`` refuses some of the other
+    values, for example most values that are 0.
     """
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal

@@ -53,7 +53,7 @@ class LoggedRow:
     def number(self, column: str) -> float:
         """Return the number in a column, which may be NaN or infinite. Raise InputError if there is none."""
         if not self.has(column):
-            raise InputError(f"{self.place} has no {column}; write a number, or remove the row")
+            raise InputError(f"{self.place} has no {column}; write a number, or remove the row or run")
         value = self.values[column]
         try:
             return float(str(value))  # float() of a large integer raises OverflowError, and that of its digits is inf
@@ -389,14 +389,14 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
     """Return the points of a run. If a resumed run repeats steps, their later rows replace the earlier ones.
 
-    Raise InputError if the rows seem to be those of two runs.
+    Raise InputError if the rows seem to be those of two runs, or if a row has no loss or no ``time`` of at least 0.
     """
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:
         at = row.number(time)
         if not 0 <= at < math.inf:
-            raise InputError(f"{row.place}: {time} is {at:g}; give a number of at least 0")
+            raise InputError(f"{row.place}: {time} is {at:g}; give a finite number of at least 0")
         if run and at <= next(reversed(run)) and (at not in run or at == next(iter(run))):
             break
         while run and at <= next(reversed(run)):

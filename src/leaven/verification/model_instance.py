@@ -80,7 +80,8 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
 
     For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label ``output``.
     The members of an ``nn.ModuleList`` are blocks. So are the members of an ``nn.Sequential`` that are all of one
-    type and have submodules.
+    type and have submodules. Neither a list inside a block nor the model itself counts as such a list:
+    ``layers.3.experts.0`` has the label ``layers.experts.0``.
     """
     lists: list[str] = []
     for path, module in model.named_modules():

@@ -109,7 +109,7 @@ class RecipeFamily:
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A training run of a recipe. ``text`` is the fingerprint that the tokens must have, if known."""
+    """A training run of a recipe. ``text`` is the expected fingerprint of the recipe's tokens; None: any tokens."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)

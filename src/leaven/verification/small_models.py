@@ -101,7 +101,7 @@ def _proportions(shape: ModelShape) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CheckStart:
-    """The initial values of the models of a short check."""
+    """Values of the models of a short check."""
 
     hidden: float  # standard deviation of hidden weights, times sqrt(width)
     residual: float  # multiplier of the residual branches
@@ -109,16 +109,17 @@ class CheckStart:
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
-    """Return the recipe with the initial values of ``start``, and with ``width`` and ``depth`` as its base.
+    """Return the recipe with the values of ``start``, and with ``width`` and ``depth`` as its base.
 
-    With these initial values, small models change with size as large models do:
+    ``start`` multiplies the lr of the embedding. With its values and these initial values, small models change with
+    size as large models do:
 
-    - The embedding starts at RMS 1. With a smaller RMS, the residual stream of a model with two layers would be
-      mostly the outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), so the gradients inside
-      blocks would have wrong exponents.
+    - The embedding and learned positions start at RMS 1. With a smaller RMS, the residual stream of a model with two
+      layers would be mostly the outputs of branches. If the rule multiplies branches by L^-alpha, where L is the
+      depth, their sum changes as L^(1/2 - alpha), so the gradients inside blocks would have wrong exponents.
     - The unembedding starts at RMS 1/width. With a larger RMS, the first gradient of the final norm's gain would fall
-      as 1/width^2 instead of 1/width, and the logits would change later. For tied embeddings, see
-      :meth:`SmallModels.table`.
+      as 1/width^2 instead of 1/width, and the logits would stay close to their initial values for more steps. For
+      tied embeddings, see :meth:`SmallModels.table`.
     - Routers start at RMS 1/width. With a larger RMS, their logits would fall towards 0 as the width grows, and the
       weights in the sum of the experts' outputs would depend on the width.
 

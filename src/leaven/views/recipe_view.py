@@ -103,7 +103,8 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the colour legend as (colour, factor): 1, and at most three factors below and three above."""
+    """Return the colour legend as (colour, factor): at most three factors below 1, then 1, then as many above. They
+    are powers of 2 within ``reach`` octaves of 1."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]

@@ -66,7 +66,8 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss that the chart of the search shows. Only outliers are outside."""
+    """Return the lowest and the highest loss that the chart of the search shows. Of the completed trials, only
+    outliers are above. Pruned trials may be above, and diverged trials are; all are drawn at the upper edge."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0

@@ -199,10 +199,12 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of a hyperparameter that gives the hidden weights about the value ``wanted``.
+        """Return the change of the hyperparameter ``quantity`` after which its median over the hidden weights is
+        about ``wanted``.
 
-        ``to`` rounds the new value to two digits: with ``math.ceil``, the weights get at least ``wanted``, with
-        ``math.floor`` at most ``wanted``. A beta is always rounded to the nearest value with three digits.
+        ``to`` rounds the new value to two digits: with ``math.ceil``, the median is at least ``wanted``, with
+        ``math.floor`` at most ``wanted``. A beta is rounded to the nearest value: below 0.9 to three digits, from
+        there on to three digits of 1 - beta. If the median is 0 now, the new value is ``wanted``.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

@@ -37,7 +37,7 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch
     ``at`` and ``batch`` are the size and the batch in tokens of the target.
 
     Raises:
-        InputError: if the request has both ``--proxy`` and ``--from``, or if no proxy has about the requested size.
+        InputError: if the request has both a size for ``--proxy`` and ``--from``, or if no proxy has about this size.
     """
     if at.reference:
         if request.proxy:

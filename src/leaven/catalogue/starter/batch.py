@@ -204,7 +204,8 @@ def _divisible(sequences: int, gpus: int) -> int:
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return a batch in sequences: the allowed size nearest to ``wanted`` tokens that has at most ``most`` tokens.
+    """Return a batch in sequences: of the allowed sizes with at most ``most`` tokens, the one nearest to ``wanted``
+    tokens by ratio.
 
     If ``gpus`` is a power of 2, sizes of 2^k and 3 x 2^k sequences are allowed. Otherwise, sizes of m x 2^k sequences
     are allowed, where m is the largest odd factor of ``gpus``. If all are above ``most``, return the smallest size.

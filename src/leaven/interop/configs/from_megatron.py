@@ -371,7 +371,7 @@ def _layout(given: Settings, ranks: int | None) -> None:
     if ((ranks or each) // each * cp) % ep:
         raise InputError(
             f"{given.origin}: --expert-model-parallel-size {ep} needs {each * ep // math.gcd(cp, ep)} processes or a "
-            "multiple of that; add --ranks N, the number of processes of the run"
+            "multiple of that; give this number of processes with --ranks N"
         )
     if ranks is None:
         draft.unknown.append("layout.dp: 1 is used; give the number of processes with --ranks N")
@@ -472,8 +472,9 @@ def _without_commands(text: str) -> str:
 class _Script:
     """The flags and variables of a shell script.
 
-    ``flags[flag][n]`` has the words after a flag in command number n. ``values`` has all values of each variable.
-    ``loose`` has the variables that stand where a flag may be.
+    ``flags[flag][n]`` has the words after the last occurrence of a flag in command number n. ``values`` has the
+    values of each variable. Arrays, and values that begin with a flag, are not in ``values``: their flags are in
+    ``flags``. ``loose`` has the variables that stand where a flag may be.
     """
 
     def __init__(self, text: str, origin: str) -> None:

@@ -63,8 +63,8 @@ def gone(owner: str) -> bool:
 class Leases:
     """A context manager that sends heartbeats of this command from a thread, and watches other commands' heartbeats.
 
-    ``clocks`` maps the id of each other command in the last call of `dead` to the last heartbeat of this command: the
-    Unix time in seconds by its own clock, or 0 if it has sent none.
+    ``clocks`` has the last heartbeat of each other command in the last call of `dead`, by the command's id: the Unix
+    time in seconds by the clock of the command that sent it, or 0 if it has sent none.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def check_request(
     known_trials(space.axes, method, Budget(trials, flops, hours, one), noise)
     if flops is not None and flops < one:
         raise InputError(
-            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least this number"
+            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give {1.01 * one:.3g} or more"
         )
     if from_study is not None:
         space = replace(space, earlier=earlier_trials(from_study, space)[0])
@@ -222,16 +222,19 @@ class TrialTrainer:
 
 
 class Study(BaseStudy):
-    """A study whose trials train ``recipe``. See :class:`BaseStudy` for the other arguments.
+    """A study whose trials train ``recipe``. See :class:`BaseStudy` for the arguments that are not listed here.
 
     Args:
+        space: the searched values of ``recipe``.
+        method: the name of the search method.
+        tokens: the tokens of the recipe's text.
         durations: run lengths in tokens. Each trial has a run of each length, and the trial's loss is that of its
             longest run. Without ``durations``, each trial is one run of ``data.tokens`` tokens.
         stack: number of trials that a worker trains at once as one batched model (``training/stack.py``).
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens, or if ``data.tokens`` is searched although no text
-            is repeated; see also :class:`BaseStudy`.
+        InputError: if the recipe or one of the durations cannot be trained on the tokens, if no value is left to
+            search, or if ``data.tokens`` is searched although no text is repeated; see also :class:`BaseStudy`.
     """
 
     space: Space

@@ -222,8 +222,8 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Let the trials whose last attempts have these ``numbers`` run again, as if no attempt had failed. Leave out
-        trials for which this was done before. Return how many trials run again."""
+        """Let some trials run again, as if no attempt had failed: those whose last attempt has its number in
+        ``numbers``, except trials for which this was done before. Return how many trials run again."""
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]

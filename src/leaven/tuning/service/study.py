@@ -514,7 +514,9 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
 
     def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
-        """Return the texts of the files that the command at the best point reads, by paths in the study's folder."""
+        """Return the files to write beside best.toml: their texts, by their paths in the study's folder. If trials
+        run a shell command, these are the files that the command reads, filled in for the best point. Otherwise there
+        are none."""
         return {}
 
     def _note_once(self, text: str) -> None:
