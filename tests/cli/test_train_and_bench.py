@@ -1,5 +1,8 @@
 import errno
 import json
+import os
+import pty
+import select
 import shlex
 import shutil
 import signal
@@ -54,6 +57,36 @@ def test_train_prints_one_document_and_a_line_every_so_many_steps(
     assert not (run / "tensorboard").exists()
     code, out, _ = leaven("train", tiny_file, "--run", run, *options)  # finished: prints its result again
     assert (code, "bits per byte" in out) == (0, True)
+
+
+@pytest.mark.slow  # other tests stop a run with SIGTERM, and a study by closing its terminal
+def test_a_closed_terminal_stops_a_run_and_saves_it(tiny_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    many = ("--set", "data.tokens=2_560_000", "--set", "stability.checkpoint_every_tokens=2_560_000")
+    words = [
+        "-m",
+        "leaven",
+        "train",
+        str(tiny_file),
+        "--run",
+        str(run),
+        "--log-every",
+        "1",
+        "--log-to",
+        "none",
+        *many,
+    ]
+    process, terminal = pty.fork()
+    if not process:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+        os.execv(sys.executable, [sys.executable, *words])
+    while not RunFolder(run).metrics():
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 2**16)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
+    assert RunFolder(run).events()[-1]["event"] == "stop"
+    assert len(checkpoints(RunFolder(run).checkpoints)) == 2  # at the start, and at the stop
 
 
 def test_a_second_ctrl_c_interrupts_at_once_but_a_second_sigterm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

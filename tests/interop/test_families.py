@@ -11,64 +11,94 @@ from leaven.recipe.shape import Role
 
 KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
 TUNED = KEPT | {"init_std": 0.1}
+MITCHELL = KEPT | {"init": "mitchell"}
 BRANCHES = {
     "llama": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
     "qwen3": ("model.layers", "self_attn.o_proj", "mlp.down_proj"),
     "gpt2": ("transformer.h", "attn.c_proj", "mlp.c_proj"),
     "gpt-neox": ("gpt_neox.layers", "attention.dense", "mlp.dense_4h_to_h"),
 }
-_LLAMA = {
-    "self_attn.q_proj": "attention.query", "self_attn.k_proj": "attention.key", "self_attn.v_proj": "attention.value",
-    "self_attn.o_proj": "attention.out", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.in",
-    "mlp.down_proj": "mlp.out", "input_layernorm": "norm.attention", "post_attention_layernorm": "norm.mlp",
-}  # fmt: skip
-# The module of each path in a block; in GPT-2 and NeoX each path has a bias, too
-BLOCKS = {
-    "llama": _LLAMA,
-    "qwen3": _LLAMA | {"self_attn.q_norm": "norm.query", "self_attn.k_norm": "norm.key"},
-    "gpt2": {
-        "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.out", "mlp.c_fc": "mlp.in",
-        "mlp.c_proj": "mlp.out", "ln_1": "norm.attention", "ln_2": "norm.mlp",
-    },
-    "gpt-neox": {
-        "attention.query_key_value": "attention.query_key_value", "attention.dense": "attention.out",
-        "mlp.dense_h_to_4h": "mlp.in", "mlp.dense_4h_to_h": "mlp.out", "input_layernorm": "norm.attention",
-        "post_attention_layernorm": "norm.mlp",
-    },
-}  # fmt: skip
-_LLAMA_ENDS = {
-    "model.embed_tokens.weight": ("embedding", "embedding"),
-    "model.norm.weight": ("final_norm", "norm.final"),
-    "lm_head.weight": ("unembedding", "unembedding"),
-}
-ENDS = {
-    "llama": _LLAMA_ENDS,
-    "qwen3": _LLAMA_ENDS,
-    "gpt2": {
-        "transformer.wte.weight": ("tied_embedding", "embedding"),
-        "transformer.wpe.weight": ("embedding", "positions"),
-        "transformer.ln_f.weight": ("final_norm", "norm.final"),
-        "transformer.ln_f.bias": ("final_bias", "biases"),
-    },
-    "gpt-neox": {
-        "gpt_neox.embed_in.weight": ("embedding", "embedding"),
-        "gpt_neox.final_layer_norm.weight": ("final_norm", "norm.final"),
-        "gpt_neox.final_layer_norm.bias": ("final_bias", "biases"),
-        "lm_head.weight": ("unembedding", "unembedding"),
-    },
+
+_LLAMA_BLOCK = """
+    self_attn.q_proj.weight          hidden_weight  attention.query
+    self_attn.k_proj.weight          hidden_weight  attention.key
+    self_attn.v_proj.weight          hidden_weight  attention.value
+    self_attn.o_proj.weight          hidden_weight  attention.out
+    mlp.gate_proj.weight             hidden_weight  mlp.gate
+    mlp.up_proj.weight               hidden_weight  mlp.in
+    mlp.down_proj.weight             hidden_weight  mlp.out
+    input_layernorm.weight           hidden_norm    norm.attention
+    post_attention_layernorm.weight  hidden_norm    norm.mlp
+"""
+_LLAMA_ENDS = """
+    model.embed_tokens.weight  embedding    embedding
+    model.norm.weight          final_norm   norm.final
+    lm_head.weight             unembedding  unembedding
+"""
+EXPECTED = {
+    "llama": (_LLAMA_BLOCK, _LLAMA_ENDS),
+    "qwen3": (
+        _LLAMA_BLOCK
+        + """
+    self_attn.q_norm.weight  qk_norm  norm.query
+    self_attn.k_norm.weight  qk_norm  norm.key
+""",
+        _LLAMA_ENDS,
+    ),
+    "gpt2": (
+        """
+    ln_1.weight         hidden_norm    norm.attention
+    ln_1.bias           hidden_bias    biases
+    attn.c_attn.weight  hidden_weight  attention.query_key_value
+    attn.c_attn.bias    hidden_bias    biases
+    attn.c_proj.weight  hidden_weight  attention.out
+    attn.c_proj.bias    hidden_bias    biases
+    ln_2.weight         hidden_norm    norm.mlp
+    ln_2.bias           hidden_bias    biases
+    mlp.c_fc.weight     hidden_weight  mlp.in
+    mlp.c_fc.bias       hidden_bias    biases
+    mlp.c_proj.weight   hidden_weight  mlp.out
+    mlp.c_proj.bias     hidden_bias    biases
+""",
+        """
+    transformer.wte.weight   tied_embedding  embedding
+    transformer.wpe.weight   embedding       positions
+    transformer.ln_f.weight  final_norm      norm.final
+    transformer.ln_f.bias    final_bias      biases
+""",
+    ),
+    "gpt-neox": (
+        """
+    input_layernorm.weight            hidden_norm    norm.attention
+    input_layernorm.bias              hidden_bias    biases
+    post_attention_layernorm.weight   hidden_norm    norm.mlp
+    post_attention_layernorm.bias     hidden_bias    biases
+    attention.query_key_value.weight  hidden_weight  attention.query_key_value
+    attention.query_key_value.bias    hidden_bias    biases
+    attention.dense.weight            hidden_weight  attention.out
+    attention.dense.bias              hidden_bias    biases
+    mlp.dense_h_to_4h.weight          hidden_weight  mlp.in
+    mlp.dense_h_to_4h.bias            hidden_bias    biases
+    mlp.dense_4h_to_h.weight          hidden_weight  mlp.out
+    mlp.dense_4h_to_h.bias            hidden_bias    biases
+""",
+        """
+    gpt_neox.embed_in.weight          embedding    embedding
+    gpt_neox.final_layer_norm.weight  final_norm   norm.final
+    gpt_neox.final_layer_norm.bias    final_bias   biases
+    lm_head.weight                    unembedding  unembedding
+""",
+    ),
 }
 
 
 def expected(family: str, depth: int) -> dict[str, tuple[str, str]]:
-    found = dict(ENDS[family])
-    for layer in range(depth):
-        for path, module in BLOCKS[family].items():
-            role = "hidden_norm" if module.startswith("norm.") else "hidden_weight"
-            place = f"{BRANCHES[family][0]}.{layer}.{path}"
-            found[f"{place}.weight"] = ("qk_norm" if path.endswith("k_norm") or "q_norm" in path else role, module)
-            if "gpt" in family:
-                found[f"{place}.bias"] = ("hidden_bias", "biases")
-    return found
+    block, ends = ([line.split() for line in text.split("\n") if line] for text in EXPECTED[family])
+    stack = BRANCHES[family][0]
+    named = {name: (role, module) for name, role, module in ends}
+    return named | {
+        f"{stack}.{layer}.{name}": (role, module) for layer in range(depth) for name, role, module in block
+    }
 
 
 @pytest.mark.parametrize("width", [64, 32], ids=["wider", "as wide"])
@@ -208,3 +238,31 @@ def test_blooms_embedding_norm_scales_like_the_embedding() -> None:
         assert row.lr == pytest.approx(0.01 / 2)  # sqrt(2 / 8); independent of depth
         assert row.eps == rows["word_embeddings.weight"].eps == pytest.approx(1e-8 * 2 / 2)
         assert row.weight_decay == 0
+
+
+def test_a_named_init_draws_the_stds_of_its_formula() -> None:
+    model = llama(64, 4)
+    leaven.parametrize(model, base=llama(32, 2), hyperparameters=MITCHELL, rule="standard", initialise=True)
+    values = dict(model.named_parameters())
+    d, d_ff = 64, 192
+    for layer in range(4):
+        block = f"model.layers.{layer}"
+        for name, std in {
+            "self_attn.q_proj": d**-0.5,
+            "mlp.up_proj": d**-0.5,
+            "self_attn.o_proj": (2 * d * (layer + 1)) ** -0.5,
+            "mlp.down_proj": (2 * d_ff * (layer + 1)) ** -0.5,
+        }.items():
+            tensor = values[f"{block}.{name}.weight"]
+            assert tensor.std().item() == pytest.approx(std, rel=5 / (2 * tensor.numel()) ** 0.5)
+    assert torch.equal(values["model.norm.weight"], torch.ones(d))
+
+
+def test_depth_scaled_init_is_smaller_for_gated_mlps() -> None:
+    found = {}
+    for build, name in ((llama, "model.layers.1.mlp.up_proj.weight"), (gpt2, "transformer.h.1.mlp.c_fc.weight")):
+        model, tuned = build(64, 2), MITCHELL | {"init": "depth-scaled"}
+        leaven.parametrize(model, base=build(32, 2), hyperparameters=tuned, rule="standard", initialise=True)
+        found[build] = dict(model.named_parameters())[name].std().item()
+    assert found[llama] == pytest.approx(0.02 / 2, rel=0.05)
+    assert found[gpt2] == pytest.approx(0.02, rel=0.05)

@@ -4,7 +4,7 @@ from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.errors import InputError
-from leaven.planning.blueprint import Blueprint, Matmul, blueprint
+from leaven.planning.blueprint import Blueprint, Core, Matmul, blueprint
 from leaven.planning.flops import flops_per_token
 from leaven.planning.published import published_blueprint
 from leaven.recipe.shape import ModelShape
@@ -119,3 +119,16 @@ def test_olmoe_from_a_recipe_and_from_the_catalogue_are_the_same_model() -> None
     )
     for ours, theirs in zip(blueprint(shape).blocks, run.blocks, strict=True):
         assert (ours.matmuls, ours.core) == (theirs.matmuls, theirs.core)
+
+
+def test_latent_attention_and_experts_of_deepseek_v3() -> None:
+    """arXiv 2412.19437: 671B parameters, 37B of them active; 61 layers, the first three dense."""
+    found = table(find_run("deepseek-v3"))
+    assert found.params == pytest.approx(671e9, rel=1e-3)
+    assert found.active_params == pytest.approx(37.5e9, rel=0.01)
+    assert [count for _, count in found.kinds] == [3, 58]
+    sparse = found.blocks[-1]
+    assert sparse.core == Core(128, 128, 192, 128)
+    rows = {row.name: row for row in sparse.matmuls}
+    assert (rows["mlp.experts.in"].stored, rows["mlp.experts.in"].passed) == (256, 8)
+    assert (rows["mlp.shared.out"].stored, rows["mlp.shared.out"].routed) == (1, False)

@@ -7,7 +7,7 @@ import pytest
 from leaven.recipe.recipe import Scaling
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import Factors, factors, tensor_ratios
-from leaven.scaling.cells import Ratios, TensorRatios
+from leaven.scaling.cells import Cell, Ratios, TensorRatios
 from leaven.scaling.rules import COMPLETE_D_P, QUANTITIES, RULES, Rule
 
 N, L, B, D = 4.0, 8.0, 2.0, 32.0
@@ -170,3 +170,21 @@ def test_every_cell_has_a_source_and_is_neutral_at_the_base_to_the_last_bit(rule
     for cell in [*cells, *rule.shared.values()]:
         assert len(cell.source) > 10
         assert cell.factor(TensorRatios(), scaling(0.7, 0.3, True)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("I^-1", 3**-1),
+        ("O", 5.0),
+        ("I^-2 L^1/2", 3**-2 * 7**0.5),
+        ("L^(alpha-1)", 7**-0.3),
+        ("D^-t", 11**-0.4),
+        ("D^(t-1)", 11**-0.6),
+        ("L^w", 7**0.3),
+        ("B H^-1/2", 13 * 2**-0.5),
+    ],
+)
+def test_cells(text: str, expected: float) -> None:
+    at = TensorRatios(fan_in=3, fan_out=5, depth=7, tokens=11, batch=13, head=2)
+    assert Cell(text, "").factor(at, scaling(0.7, 0.4, True)) == pytest.approx(expected)

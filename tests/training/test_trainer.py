@@ -214,6 +214,7 @@ def test_a_folder_killed_before_its_recipe_was_renamed_counts_as_new(
     (run / ".lock").touch()
     (run / ".recipe.toml.4711.tmp").write_text("name =")
     assert train(tiny, tokens, run).finished
+    assert not list(run.glob(".recipe*"))
 
 
 @pytest.mark.kills

@@ -12,7 +12,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
-from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_family, grown
+from leaven.verification.collapse import LIMIT, Points, collapse, collapse_of_family, deviations, grown
 from leaven.verification.foreign import CheckTrial
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
@@ -179,3 +179,10 @@ def test_a_family_grows_with_equal_tokens_for_each_parameter(tiny: Recipe, tmp_p
     store.diverged = True
     document = collapse_of_family(family, [SMALL, WIDE], store)
     assert document.rows[0].note.endswith("diverged")
+
+
+def test_deviations_are_those_of_the_definition() -> None:
+    curves = np.array([[5.0, 4.0, 3.5, 3.0], [4.5, 3.5, 3.2, 2.5]])
+    ratio = (2.5 - 1.0) / (3.0 - 1.0)
+    expected = [(y - 2.5 - ratio * (base - 3.0)) / 1.0 for base, y in zip(curves[0, 1:], curves[1, 1:], strict=True)]
+    assert deviations(curves, np.asarray(1.0))[0] == pytest.approx(expected)

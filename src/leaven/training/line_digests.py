@@ -69,6 +69,8 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
     found, _ = in_order(enumerate((storage.json_object(line) or {} for line in lines), start=1))
     known = {line["step"]: number for number, line in found if 0 < line["step"] <= step}
     kept = max(known.values(), default=0)
+    while kept < min(step, len(lines)) and storage.json_object(lines[kept]) is None:
+        kept += 1  # a damaged line of a step that will not be repeated stays
     missing = [(low + 1, high - 1) for low, high in pairwise((0, *known, step + 1)) if high - low > 1]
     if missing:
         return kept, f"{_in_words(missing)} missing"

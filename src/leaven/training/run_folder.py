@@ -211,7 +211,11 @@ class RunFolder:
             yield
 
     def begin(self, recipe: Recipe) -> None:
-        """Write the recipe file if it is missing or out of date."""
+        """Remove files of interrupted writes, and write the recipe file if it is missing or out of date."""
+        for file in (self.recipe_file, self.plan_file):
+            for torn in self.path.glob(f".{file.name}.*.tmp"):
+                if torn.is_file():
+                    torn.unlink()
         if not self.recipe_file.exists():
             self._write_recipe(recipe)
         elif differences(read_recipe(self.recipe_file), current := self.recipe()):

@@ -230,7 +230,7 @@ class CommandTrainer:
         if not self.command.resume:
             return open_to_write(path, os.O_CREAT | os.O_TRUNC)
         output = self._locked(path, separate=False)
-        if os.fstat(output.fileno()).st_nlink > 1:  # replace a file with a second name by a copy
+        if os.fstat(output.fileno()).st_nlink != 1:  # it has a second name: open a copy; or it was removed meanwhile
             output.close()
             output = self._locked(path, separate=True)
         return output
@@ -247,16 +247,19 @@ class CommandTrainer:
         import fcntl  # not available on Windows
 
         output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=separate)
-        while not (self.stop() or self._leaving.is_set()):
-            try:
-                fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return output
-            except BlockingIOError:
-                time.sleep(COMMAND_POLL)
-            except OSError:  # the file system does not support locks
-                return output
-        output.close()
-        raise TrialReleased
+        try:
+            while not (self.stop() or self._leaving.is_set()):
+                try:
+                    fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return output
+                except BlockingIOError:
+                    time.sleep(COMMAND_POLL)
+                except OSError:  # the file system does not support locks
+                    return output
+            raise TrialReleased
+        except BaseException:
+            output.close()
+            raise
 
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path

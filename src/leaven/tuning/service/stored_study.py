@@ -518,7 +518,9 @@ def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
         raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
     found = study.user_attrs[ABOUT]
     if not isinstance(found, dict) or found.pop(DIGEST, None) != _digest(found):
-        raise InputError(f"the settings of {what} were changed in its store; {RESTORE}")
+        raise InputError(
+            f"the settings of {what} were changed in its store, or an older version wrote them; {RESTORE}"
+        )
     return found
 
 
