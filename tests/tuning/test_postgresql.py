@@ -89,6 +89,7 @@ def test_a_study_outlives_a_restart_of_its_database(server: Server, monkeypatch:
     def waited(seconds: float) -> None:
         noticed.append(seconds)
         if len(noticed) == 3:
+            server.stop()  # the thread of the trial may still wait for the end
             server.start()
 
     def objective(point: dict[str, float]) -> float:
