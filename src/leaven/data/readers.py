@@ -49,7 +49,7 @@ class TextRow(NamedTuple):
 
 class BrokenFile(Exception):
     """Raised if a whole file, or a split of a Hugging Face data set, cannot be used. The message, such as "is not
-    UTF-8", has no subject: whoever prints it puts the name of the file before it."""
+    UTF-8", has no subject: callers put the name of the file before it."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,7 +291,7 @@ def _seen(checkpoint: Path) -> str:
         files = storage.read(checkpoint / "state.json")
         names = sorted((storage.json_object(files) or {})["files"])
         sizes = [(checkpoint / name).stat().st_size if (checkpoint / name).exists() else None for name in names]
-        return f"{blake2b(files, digest_size=16).hexdigest()} {sizes}"
+        return f"{storage.digest(files, 16)} {sizes}"
     except FileNotFoundError:
         return "missing"
     except (OSError, InputError, *WRONG_TYPES):
@@ -371,8 +370,8 @@ def _reason(error: Exception) -> str:
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     with storage.open_file(path) as file:
-        digest = file_digest(file, lambda: blake2b(digest_size=16))
-        return {"bytes": file.tell(), "blake2b": digest.hexdigest()}
+        digest = storage.digest(file, 16)
+        return {"bytes": file.tell(), "blake2b": digest}
 
 
 UNREADABLE = "unreadable"

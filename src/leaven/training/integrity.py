@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,7 @@ def tokenizer_digest(run: RunFolder) -> str | None:
         return None
     except OSError as error:
         raise InputError(f"{run.tokenizer_file}: cannot be read: {error.strerror}") from None
-    return blake2b(_canonical(content), digest_size=16).hexdigest()
+    return storage.digest(_canonical(content), 16)
 
 
 def _canonical(tokenizer: bytes) -> bytes:

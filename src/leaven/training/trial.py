@@ -18,12 +18,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from leaven import storage
 from leaven.data.pool import exit_with_parent, new_processes, signals_blocked
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
@@ -129,7 +129,7 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
     """Return the subfolder of ``folder`` for the checkpoints of trials with these recipes and tokens."""
     values = [each.model_dump(mode="json", exclude={"name", "why"}) for each in recipes]
     computed_from = json.dumps([values, fingerprint_of(recipes[0], tokens)], sort_keys=True).encode()
-    return folder / blake2b(computed_from, digest_size=12).hexdigest()
+    return folder / storage.digest(computed_from, 12)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from leaven import storage
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
 from leaven.recipe.data import Data
@@ -113,7 +113,7 @@ class ForeignFamily:
         at = setting.ruled_scale
         if at not in self._states:
             self._states[at] = self._state(at)
-        key = blake2b(repr((self, self._states[at], setting)).encode(), digest_size=12).hexdigest()
+        key = storage.digest(repr((self, self._states[at], setting)).encode(), 12)
         # The trial is sent to another process, so its family is a copy without the cached text.
         return ForeignTrial(replace(self), setting, key, self._fingerprint)
 
@@ -147,7 +147,7 @@ class ForeignFamily:
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
         found.append("{:.3g} {:.4g}".format(*_two_steps(instance)))
-        return blake2b(" ".join(found).encode(), digest_size=12).hexdigest()
+        return storage.digest(" ".join(found).encode(), 12)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import json
 import math
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 from pydantic import ValidationError
 
+from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
@@ -118,7 +118,7 @@ class RecipeTrial:
     def key(self) -> str:
         """A hash of everything in the recipe that affects the loss."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
-        return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
+        return storage.digest(json.dumps(document, sort_keys=True).encode(), 12)
 
     @property
     def cost(self) -> float:

@@ -14,7 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -234,4 +233,4 @@ class RunStore:
 
 
 def _digest(line: Mapping[str, Any]) -> str:
-    return blake2b(json.dumps(line, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return storage.digest(json.dumps(line, sort_keys=True).encode())

@@ -181,7 +181,7 @@ class CommandTrainer:
         ``retry`` is whether an earlier attempt at the trial used the folder.
 
         - If the folder exists without a ``retry``, it belongs to a trial that the store has lost. It is renamed.
-        - If the folder of a ``retry`` is missing, the user is told that the trial begins again.
+        - If the folder of a ``retry`` is missing, a note says that the trial begins again.
         - If ``self.folder`` exists but has no folder of any trial, its disk is probably not mounted. Then InputError
           is raised. With a database, it is not raised, because each machine may have its own folders.
         """
