@@ -1,6 +1,8 @@
 """Errors that a user sees as one line, and :func:`shown`, which makes text from files safe to print."""
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 # Characters that control a terminal, change the direction of text, break lines, or cannot be encoded in UTF-8. Line
 # feed and tab are allowed.
@@ -26,6 +28,12 @@ def shown(text: str) -> str:
     characters become escapes such as ``\\u001b``."""
     text = _PASSWORD.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the question whether the most similar of the ``known`` names is meant, or ``otherwise`` if none is."""
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 AGAIN_AFTER = 1.0

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, get_args
 
-from leaven.errors import InputError
+from leaven.errors import InputError, suggestion
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.recipe.files import validated
@@ -86,8 +85,7 @@ def parse_keys(text: str) -> dict[str, Any]:
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
         if key not in _KEYS:
-            close = get_close_matches(key, _KEYS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_KEYS)}"
+            hint = suggestion(key, _KEYS, f"known are {', '.join(_KEYS)}")
             raise InputError(f"layout {text!r}: no such key {key!r}; {hint}")
         if key in values:
             raise InputError(f"layout {text!r}: {key} appears twice; remove one")

@@ -4,7 +4,6 @@ import math
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -12,7 +11,7 @@ import tomlkit
 from pydantic import BaseModel, ValidationError
 
 from leaven import storage
-from leaven.errors import InputError
+from leaven.errors import InputError, suggestion
 from leaven.recipe.recipe import Recipe, flatten, set_path, split_path
 from leaven.recipe.units import parse_quantity
 
@@ -166,8 +165,7 @@ def _suggestion(keys: list[str], part: type[BaseModel]) -> str:
     for key in keys[:-1]:
         if field := part.model_fields.get(key):  # other keys are names of modules or numbers in a list
             part = next(_parts(field.annotation), part)
-    close = get_close_matches(keys[-1], part.model_fields, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(part.model_fields)}"
+    return suggestion(keys[-1], part.model_fields, f"there are {', '.join(part.model_fields)}")
 
 
 def _parts(annotation: Any) -> Iterator[type[BaseModel]]:

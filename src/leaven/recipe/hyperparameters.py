@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
+from leaven.errors import suggestion
 from leaven.recipe.base import Part
 from leaven.recipe.init_std import INITS, InitName
 from leaven.recipe.shape import BRANCH_ENDS, Role
@@ -208,8 +208,7 @@ class Hyperparameters(Part):
         """Return why a multiplier of a module is refused, else None. ``known`` has the role of each module."""
         where = "hyperparameters.modules"
         if module not in known:
-            close = get_close_matches(module, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            hint = suggestion(module, known, f"there are {', '.join(known)}")
             return f"{where}: no module {module!r} in this model; {hint}"
         if quantity == "residual" and module not in BRANCH_ENDS:
             ends = " and ".join(end for end in BRANCH_ENDS if end in known)

@@ -30,7 +30,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -39,7 +38,7 @@ from typing import Annotated, Any, Literal, Self, cast
 import tomlkit
 from pydantic import AfterValidator, Field, model_validator
 
-from leaven.errors import InputError
+from leaven.errors import InputError, suggestion
 from leaven.recipe.base import Part
 from leaven.recipe.files import parse_toml, read_text, update, validated
 from leaven.recipe.recipe import Difference, differing, short_path
@@ -199,10 +198,8 @@ class Command(Part):
         of_recipe = RECIPE in self.used and space.kind == "recipe"
         names = {*known, *OF_TRIAL, *([RECIPE] if of_recipe else [])}
         for name in sorted(self._required - names):
-            close = get_close_matches(name, [*space.paths, *map(short_path, space.paths), *OF_TRIAL], 1)
-            hint = (
-                f"did you mean {{{close[0]}}}?" if close else f"searched: {', '.join(map(short_path, space.paths))};"
-            )
+            values = [f"{{{value}}}" for value in (*space.paths, *map(short_path, space.paths), *OF_TRIAL)]
+            hint = suggestion(f"{{{name}}}", values, f"searched: {', '.join(map(short_path, space.paths))};")
             raise InputError(
                 f"{{{name}}} in the command is not a value; {hint} for the plain text, write {{{{{name}}}}}"
             )

@@ -17,12 +17,11 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 
 import numpy as np
 
-from leaven.errors import InputError
+from leaven.errors import InputError, suggestion
 from leaven.training.outcome import Baseline
 from leaven.tuning.algorithm.answer import (
     CONFIRMATIONS,
@@ -159,9 +158,8 @@ def check_search(method: str, axes: Axes, name: str) -> None:
     """Raise InputError if ``method`` is unknown or cannot use the prior knowledge in ``axes``, or if ``name`` is
     empty or has more than ``LONGEST`` characters."""
     if method not in METHODS:
-        close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(f"method {method!s:.60}: unknown; {hint}choose from {', '.join(METHODS)}")
+        hint = suggestion(str(method), METHODS, f"choose from {', '.join(METHODS)}")
+        raise InputError(f"method {method!s:.60}: unknown; {hint}")
     if not by_surrogate(method) and (axes.expected or axes.earlier):
         raise InputError(
             f"method {method} uses no knowledge from before the search; leave {' and '.join(OPTIONS.values())} out, "
