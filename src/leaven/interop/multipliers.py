@@ -91,7 +91,7 @@ def multipliers(
             first = ending.setdefault(norm, row)
             if first.multiplier != factor:
                 raise InputError(
-                    f"{row.name} and {first.name} have different multipliers, but end in the same norm; give "
+                    f"{row.name} and {first.name} have different multipliers, but the same norm follows both; give "
                     f"{row.module} and {first.module} the same residual"
                 )
             continue

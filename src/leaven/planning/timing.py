@@ -113,8 +113,9 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor-parallel ranks exchange activations after attention and after the MLP, except after experts that they do
-    not split. Context-parallel ranks send keys and values around a ring, which overlaps with attention.
+    Tensor-parallel ranks exchange activations after attention and after the MLP. If each expert is whole on one rank,
+    there is nothing to exchange after experts. Context-parallel ranks send keys and values around a ring, which
+    overlaps with attention.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}

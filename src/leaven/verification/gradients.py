@@ -19,9 +19,9 @@ Two kinds of parameters are exceptions over width:
 - Gains of query and key norms, which all heads share. The gradient is a sum over heads, whose terms have independent
   signs at the start. After about 150 steps the signs agree, and the exponent of the gradient is 0, like that of eps.
   So only the gradient at the end is judged, and only after 150 steps or more.
-- Routers: matrices inside blocks whose number of outputs does not grow with the width. The gradient of an output is a
-  sum over the width. The exponent is -1/2 while the terms of the sum have independent signs. It rises to 0, that of
-  eps, if the outputs of the experts align with the gradient. docs/concepts/checks.md has measurements.
+- Routers: matrices inside blocks whose number of outputs does not grow with the width. The exponent may be anywhere
+  from -1/2 to 0, that of eps. The gradient of an output is a sum over the width, whose terms have independent signs
+  until the outputs of the experts align with the gradient. docs/concepts/checks.md has measurements.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
 fall with the depth, at most as L^(alpha-1):
@@ -30,8 +30,8 @@ fall with the depth, at most as L^(alpha-1):
   ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
 - Changes of gains and biases inside blocks, because the rule lowers the lr there.
 - Gradients inside blocks at the end of the training, relative to eps, because the gradient of a gain is in part
-  proportional to what the block has learnt. At alpha = 1/2, the exponent of eps is -0.50; that of the gradient of the
-  gain before the MLP was -0.59 on text, and -0.90 on a Markov chain, which is learnt quickly.
+  proportional to what the block has learnt. For the gain before the MLP and alpha = 1/2, the exponent was -0.59 on
+  text and -0.90 on a Markov chain, which is learnt quickly. That of eps is -0.50.
 """
 
 import math

@@ -166,9 +166,9 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over their active parameters, and the names of the chart's lines.
+    """Return a chart of published runs over their active parameters, and the names of its lines (published laws).
 
-    The chart shows the number of each line: line 1 has the first name. The recipe ``own`` is a star at ``own_value``.
+    On the chart, line n has the label n; its name is the n-th name. The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]

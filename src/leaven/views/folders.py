@@ -98,7 +98,7 @@ class StudyView(StudyDocument):
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval of the best loss, in nats per token.
 
-        None if the best point has no trials with fresh seeds, or if the noise between seeds is not known.
+        None if there is no best point, if it has no trials with fresh seeds, or if the noise is not known.
         """
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 

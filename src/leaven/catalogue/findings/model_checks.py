@@ -161,7 +161,7 @@ def balance(check: Check, case: Case) -> Check | None:
 
 
 def balance_loss(check: Check, case: Case) -> Check | None:
-    """Compare the coefficient of the balance loss as written, before the scaling rule."""
+    """Return the check of the balance loss's coefficient before scaling, or None for a model without one."""
     experts = case.recipe.model.experts
     if not experts or not experts.balanced_by_loss:
         return None

@@ -398,14 +398,14 @@ DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
 
 
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
-    """Return the flags in a shell script or a list of flags, each with the words after its last occurrence.
+    """Return the flags in a shell script or a list of flags, each with the words after it.
 
-    All lines count, also those in branches and in variables that no command uses. A flag that leaven reads has at
-    most one word; two different values of such a flag are an InputError. Besides flags, the result has keys that
-    begin with $: variables that the script does not set, and that may contain flags.
+    All lines count, also those in branches and in variables that no command uses. If one command repeats a flag, the
+    last one counts. If different commands have different values of a flag that leaven reads, InputError is raised.
 
     The parser understands comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script
-    sets. A variable that is not set, and the output of a command, stay in a word and begin with $.
+    sets. Other variables, and the output of commands, stay as $NAME or $(COMMAND). An unset variable that may contain
+    flags is a key of the result, as $NAME.
     """
     if len(text) > LONGEST:
         raise InputError(

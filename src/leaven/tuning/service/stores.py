@@ -232,13 +232,13 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 def _kind(error: Exception) -> str:
     """Return what an error of a store means.
 
-    - "away": the store cannot be reached. When a PostgreSQL server stops, Optuna raises a StorageInternalError,
-      caused by an OperationalError of SQLAlchemy.
+    - "away": the store cannot be reached, or is read-only. When a PostgreSQL server stops, Optuna raises a
+      StorageInternalError, caused by an OperationalError of SQLAlchemy.
     - "damaged": the content of a database cannot be read. A damaged page gives a plain DatabaseError, a damaged
       schema an OperationalError. A damaged cell gives a LookupError or a ValueError when it is converted.
     - "clash": a new row contradicts the rows of a database.
     - "refused": the database refuses the call, for example because a permission is missing.
-    - "": any other error, for example of a wrong call.
+    - "": any other error, such as a wrong call.
     """
     from sqlalchemy import exc
 
