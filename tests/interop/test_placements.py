@@ -104,6 +104,22 @@ def test_a_norm_without_a_gain_has_the_multiplier_but_cannot_be_folded() -> None
         leaven.fold(model)
 
 
+def test_a_norm_is_found_in_a_model_of_matrices_only() -> None:
+    def without_vectors(width: int, depth: int) -> Any:
+        model = Home(width, depth, partial(Block, gain=False))
+        model.norm = nn.LayerNorm(width, elementwise_affine=False)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.bias = None
+        return model
+
+    model = without_vectors(64, 3)
+    assert all(parameter.ndim == 2 for parameter in model.parameters())
+    leaven.parametrize(model, base=without_vectors(32, 2), hyperparameters=TUNED)
+    assert not model.blocks[0].mlp["down"]._forward_hooks
+    assert next(iter(model.blocks[0].mlp_norm._forward_hooks.values())).factor == pytest.approx(0.7 * 2 / 3)
+
+
 def test_the_norms_of_a_model_that_cannot_be_run_are_named_by_the_user() -> None:
     model, base = Masked(64, 3, Block), Masked(32, 2, Block)
     with pytest.warns(UserWarning, match=r"mask is missing.*blocks\.0\.mlp_norm\.weight': 'norm.attention'"):

@@ -117,6 +117,8 @@ class Classifier:
             if role.is_matrix and site.parameter.ndim != (3 if role is Role.EXPERT_WEIGHT else 2):
                 self._refuse(site, f"a {role} must be a matrix, but this has {site.parameter.ndim} dimensions")
             classified[site.name] = Parameter(site.name, site.shape, role, self._module(site, role), site.layer)
+        if not traced:  # a model of matrices only may have norms without gains
+            self._trace(classified)
         self._check_branches(classified)
         return classified
 
