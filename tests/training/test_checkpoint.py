@@ -199,6 +199,24 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ma
     assert {path.name for path in tmp_path.iterdir()} == {f"damaged-tokens-{768:015}", f"tokens-{256:015}"}
 
 
+def test_a_checkpoint_that_is_damaged_twice_is_renamed_twice(tmp_path: Path, manager: CheckpointManager) -> None:
+    for _ in range(3):
+        write_checkpoint(tmp_path, checkpoint(1))
+        manager.clear(0, checkpoints(tmp_path))
+    name = f"damaged-tokens-{256:015}"
+    assert {path.name for path in tmp_path.iterdir()} == {name, f"{name}-2", f"{name}-3"}
+
+
+def test_a_checkpoint_is_not_removed_as_it_is_written(tmp_path: Path, manager: CheckpointManager) -> None:
+    """Not even if it is not a scheduled one, and a damaged one, which could not be renamed, is newer."""
+    for step in (1, 5, 6):
+        write_checkpoint(tmp_path, checkpoint(step))
+    manager.save(checkpoint(4), good_tokens=0)
+    saved = manager.outcome(wait=True)
+    assert saved is not None
+    assert saved.path in checkpoints(tmp_path)
+
+
 def test_a_kill_while_a_checkpoint_is_removed_leaves_no_damaged_one(
     tmp_path: Path, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -461,8 +462,9 @@ class CheckpointManager:
             for path in self._folder.glob(UNFINISHED):
                 shutil.rmtree(path, ignore_errors=True)
             for path in damaged:
+                names = (f"damaged-{path.name}{f'-{n}' if n > 1 else ''}" for n in count(1))
                 with suppress(OSError):
-                    path.replace(path.with_name(f"damaged-{path.name}"))
+                    path.replace(next(free for name in names if not (free := path.with_name(name)).exists()))
             for path in later:
                 if path not in damaged:
                     _remove(path)
@@ -476,6 +478,7 @@ class CheckpointManager:
             tokens = [tokens_of(path) for path in there]
             due = first_in_each_interval(tokens, self._every)
             stay = [*self._for_good, *checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)]
+            stay.append(checkpoint.progress.tokens)  # also if a damaged one that could not be renamed is newer
             for path in there[:-1]:
                 if tokens_of(path) not in stay:
                     _remove(path)
