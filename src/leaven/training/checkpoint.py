@@ -34,7 +34,6 @@ from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
-from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback
 from leaven.training.optimizer import MOMENTS
 from leaven.training.rewind import Rewind, undone
@@ -48,6 +47,7 @@ from leaven.training.run_folder import (
     read_state,
     tokens_of,
 )
+from leaven.training.run_lines import EVENTS
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step

@@ -23,8 +23,8 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
 from leaven.training.device import Peak, peak_memory, time_fixed_work
-from leaven.training.line_digests import lines_digest
 from leaven.training.loop import Callback, StepResult
+from leaven.training.run_lines import lines_digest
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder

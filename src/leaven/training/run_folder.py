@@ -19,7 +19,7 @@ from leaven.documents import DIGEST, digest_of, sealed
 from leaven.errors import InputError
 from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.line_digests import LinesDigest, digest, in_order, kept_metrics
+from leaven.training.run_lines import LinesDigest, digest, in_order, kept_metrics
 
 LOCK = ".lock"
 OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it

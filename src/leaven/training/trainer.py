@@ -88,7 +88,6 @@ from leaven.training.integrity import (
     require_tokenizer,
     unusable_checkpoints,
 )
-from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.metrics import Step, StepLog, Validation
 from leaven.training.micro_batch import (
@@ -108,6 +107,7 @@ from leaven.training.run_folder import (
     recorded_changes,
     tokens_of,
 )
+from leaven.training.run_lines import EVENTS
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
