@@ -530,7 +530,7 @@ class Checkpoints(Callback):
             stability.keep,
             stability.keep_every_tokens,
             group=trainer.group,
-            sync=trainer.run.sync,
+            sync=trainer.lines.sync,
             require=trainer.run.require_claimed,
         )
         self._saved_step = -1
@@ -555,7 +555,7 @@ class Checkpoints(Callback):
         if self._tokenizer is not None:
             state[TOKENIZER] = self._tokenizer
         with suppress(InputError):  # if the disk is away, the save reports that
-            state[EVENTS] = asdict(self.trainer.run.events_digest())
+            state[EVENTS] = asdict(self.trainer.lines.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 

@@ -107,7 +107,7 @@ from leaven.training.run_folder import (
     recorded_changes,
     tokens_of,
 )
-from leaven.training.run_lines import EVENTS
+from leaven.training.run_lines import EVENTS, RunLines
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _require_one_recipe(
     if group is SINGLE_PROCESS:
         return
     run = RunFolder(folder)
-    require_seen(run.events_file, lambda: (seen := run.events_digest()) != group.broadcast(seen), group)
+    require_seen(run.events_file, lambda: (seen := RunLines(run).events_digest()) != group.broadcast(seen), group)
     start = None if run.begun else recipe.start.folder
     mine = {
         "[start] weights": start and weights_fingerprint(start),
@@ -322,10 +322,10 @@ class RunTrainer:
         log_to: Sequence[str],
     ) -> None:
         self.run, self.training, self.tokens, self.profile = run, training, tokens, profile
-        self._on_event = on_event
+        self.lines, self._on_event = RunLines(run), on_event
         self.group = training.group
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
-        self._unwritten: str | None = None  # the value of ``run.unwritten`` that was last reported
+        self._unwritten: str | None = None  # the value of ``lines.unwritten`` that was last reported
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
         self.checkpoints = Checkpoints(self)
@@ -394,7 +394,7 @@ class RunTrainer:
         error = self.checkpoints.save_last()
         if result is None:
             self.event("stop", why="interrupted")
-            self._tell_if(self.run.unwritten, "lines_lost")
+            self._tell_if(self.lines.unwritten, "lines_lost")
             return _summary(self.run, self.training.progress, None, error)
         if (error := self._save_when_possible(error, stop)) is not None:
             raise InputError(
@@ -402,14 +402,14 @@ class RunTrainer:
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
-        written = {"metrics": asdict(self.run.metrics_digest()), EVENTS: asdict(self.run.events_digest())}
+        written = {"metrics": asdict(self.lines.metrics_digest()), EVENTS: asdict(self.lines.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
-        if self.group.any(self.run.no_room) and not stop():
-            self._tell_if(self.run.unwritten, "waits")
-        while self.group.any(self.run.no_room) and not stop():
+        if self.group.any(self.lines.no_room) and not stop():
+            self._tell_if(self.lines.unwritten, "waits")
+        while self.group.any(self.lines.no_room) and not stop():
             time.sleep(SHORT_PAUSE)
-            self.run.write_waiting()
-        self.run.require_written()
+            self.lines.write_waiting()
+        self.lines.require_written()
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
@@ -449,7 +449,7 @@ class RunTrainer:
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         earlier = [each.document() for each in self.training.rewinds]
         values |= {"earlier_rewinds": earlier, "from_tokens": found.progress.tokens}
-        self.run.event("rollback", **values)
+        self.lines.event("rollback", **values)
         seconds = self.training.progress.seconds  # the time of undone steps counts
         self._restore(found, rewinds)
         self.training.progress = replace(found.progress, seconds=seconds)
@@ -459,17 +459,17 @@ class RunTrainer:
     def fail(self, values: dict[str, Any]) -> NoReturn:
         """Log a ``stop`` event with ``values``, and raise Diverged with the message ``values["why"]``."""
         self.event("stop", **values)
-        self._tell_if(self.run.unwritten, "lines_lost")
+        self._tell_if(self.lines.unwritten, "lines_lost")
         raise Diverged(values["why"])
 
     def event(self, name: str, **values: Any) -> None:
         """Write an event to the run folder and pass it to ``on_event``."""
         values = self._at | values
-        self.run.event(name, **values)
+        self.lines.event(name, **values)
         self._on_event(name, values)
-        if self.run.unwritten != self._unwritten:
-            self._unwritten = self.run.unwritten
-            self._tell_if(self.run.unwritten, "unwritten")
+        if self.lines.unwritten != self._unwritten:
+            self._unwritten = self.lines.unwritten
+            self._tell_if(self.lines.unwritten, "unwritten")
 
     @property
     def _at(self) -> dict[str, int]:
