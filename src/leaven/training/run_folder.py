@@ -1,5 +1,9 @@
-"""Reads the folder of a run: recipe, metrics, events and checkpoints. Writes its recipe, and locks it. Does not import
-torch."""
+"""Reads and locks the folder of a run, and writes its recipe. Does not import torch.
+
+The folder has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start, resume,
+validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory), checkpoints/
+and tensorboard/.
+"""
 
 import errno
 import json

@@ -1,39 +1,39 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. To follow a run, open the four files in bold.
+What ``leaven train recipe.toml`` does, in order. The ten files in bold are the whole way.
 
-1. **cli/train.py** reads the recipe and ``--set`` (``recipe/files.py``), and counts processes and devices.
-2. The text becomes token ids in shards (``data/tokens.py``), by default with a BPE that is trained on it. A part is
-   held out for validation (``data/corpus.py``). Sample n of the training stream depends only on the seed and n
-   (``data/stream.py``), so a run resumes without a stored state of the data.
-3. **trainer.py**, this file. :func:`train` compares recipe and text with those in the folder. It builds the state
-   (:class:`~leaven.training.engine.Training`) and chooses the micro-batch (``micro_batch.py``). Then it locks the
-   folder and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that
-   it can always roll back.
-4. **loop.py** starts a step, and reads its result only after it has started the next step, so that the device does
-   not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
-   checkpoints, spike guard.
-5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
-   The device skips the update if the loss or the gradient norm is not finite. With ``on_spike = "skip"``, the
-   device also skips it if the loss or the gradient norm is above a limit that the spike guard has set.
-6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time. In a run of several
-   processes, it also exchanges their gradients. Model and loss: ``model/transformer.py`` and ``model/loss.py``.
-7. ``optimizer.py`` clips the gradients and updates the parameters. The lr of a parameter comes from the parameter
-   table (``scaling/table.py``); each step multiplies it by the schedule and by the factor of a rewind or batch ramp.
-8. ``metrics.py`` measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
+1. **cli/train.py** (``train``) reads recipe and ``--set`` with ``read_recipe`` of **recipe/files.py**, and counts
+   processes and devices.
+2. ``prepare`` of **data/tokens.py** turns the text into token ids in shards, by default with a BPE that is trained on
+   it. A part is held out for validation. Sample n of the training stream depends only on the seed and n
+   (``TokenSet.stream``), so a run resumes without a stored state of the data.
+3. **trainer.py**, this file. :func:`_train` compares recipe and text with those in the folder, and locks the folder.
+   :func:`_built` builds the state and chooses the micro-batch. :meth:`RunTrainer.start` restores the newest undamaged
+   checkpoint. A new run saves a checkpoint before its first step, so that it can always roll back.
+4. **engine.py** has the state (``Training``). **scaling/table.py** computes the values of every parameter
+   (``parameter_table``) and the groups of the optimizer (``optimizer_groups``). **distributed/sharded_model.py**
+   builds the layers of this process (``build_stage``) with their initial values. A single process has all layers.
+5. ``Loop.run`` in **loop.py** starts a step, and reads its result only after it has started the next step, so that
+   the device does not wait between steps. Callbacks act around the steps, in this order: metrics, profile,
+   validation, checkpoints, spike guard.
+6. ``Training.issue`` in engine.py takes the step: the next batch, ``ShardedModel.forward_backward`` (a micro-batch at
+   a time), clipping, and the update: the lr of each group times the schedule and the factors of rewinds and of a
+   batch ramp. The device skips the update if the loss or the gradient norm is not finite. With
+   ``on_spike = "skip"``, the device also skips it if one of them is above a limit that the spike guard has set.
+7. **metrics.py** measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
    (``StepLog``), and computes the validation loss (``Validation``).
-9. ``checkpoint.py`` copies the state to host memory, and a thread writes it while training continues: safetensors
-   files, then state.json with their digests. Last, the folder is renamed to its final name.
-10. ``spikes.py`` compares loss, gradient norm and update norm with their usual levels. At an anomaly,
-    :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the run skips the data of the anomaly
-    (``rewind.py``).
-11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a
-    single process drops the step that is under way, and saves the state before it; several processes finish the
-    step.
+8. **checkpoint.py** copies the state to host memory (``Checkpoints.save``), and a thread writes it while training
+   continues (``write_checkpoint``): safetensors files, then state.json with their digests, then a rename.
+9. ``spikes.py`` compares loss, gradient norm and update norm with their usual levels. At an anomaly,
+   :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the run skips the data of the anomaly
+   (``rewind.py``).
+10. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a single
+    process drops the step that is under way, and saves the state before it; several processes finish the step.
 
-The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
-resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory),
-checkpoints/ and tensorboard/. ``run_folder.py`` writes the lines, and keeps them in memory while the disk is full.
+You can skip ``cli/common.py`` (its ``load_recipe`` and ``prepare_text`` call the functions in 1 and 2),
+``recipe/recipe.py`` (the keys of a recipe), ``model/transformer.py`` and ``model/loss.py`` (what they compute),
+``optimizer.py`` (clipping, and torch's AdamW), ``run_folder.py`` (the files of a run) and ``run_lines.py`` (appends
+to metrics.jsonl and events.jsonl, and keeps lines in memory while the disk is full).
 """
 
 import math
