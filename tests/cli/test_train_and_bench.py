@@ -22,9 +22,9 @@ import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
 from leaven.cli.common import stop_on_signal
 from leaven.distributed.sharded_model import ShardedModel
-from leaven.training.line_digests import digest
 from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints
+from leaven.training.run_lines import digest
 
 NO_NUMBERS = ("--set", "hyperparameters.lr=1e19", "--set", "hyperparameters.weight_decay=0")
 OVERFLOW = ("--set", "precision.compute=fp16", "--set", "hyperparameters.init_std=3", "--set", "data.tokens=2560")

@@ -11,7 +11,7 @@ from leaven.model.initialisation import build_model
 from leaven.model.transformer import Transformer
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import parameter_table
+from leaven.scaling.table import optimizer_groups, parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer
 
@@ -134,7 +134,7 @@ def test_steps_of_muon_are_those_of_leavens_trainer(tiny: Recipe, muon: dict[str
     table, model = parameter_table(recipe), Transformer(recipe.model)
     groups = leaven.parametrize(model, base=Transformer(recipe.base_shape), hyperparameters=recipe.hyperparameters)
     reference = build_model(recipe.model, table, 0)
-    theirs = Optimizer.build(dict(reference.named_parameters()), table.rows, recipe.hyperparameters)
+    theirs = Optimizer.build(optimizer_groups(table.rows, dict(reference.named_parameters())), recipe.hyperparameters)
     ours = leaven.MuonWithAdamW(groups, fused=True)
     frozen = model.layers[1].mlp.out.weight.requires_grad_(False)
     start = frozen.clone()

@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.cells import Cell
 from leaven.scaling.rules import COMPLETE_D_P, RULES, Rule
-from leaven.scaling.table import parameter_table
+from leaven.scaling.table import optimizer_groups, parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer
 
@@ -32,7 +32,7 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 def trained(recipe: Recipe, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Transformer, list[float]]:
     table = parameter_table(recipe)
     model = build_model(recipe.model, table, 0).to(dtype)
-    optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters)
+    optimizer = Optimizer.build(optimizer_groups(table.rows, dict(model.named_parameters())), recipe.hyperparameters)
     losses = []
     for windows in batches(recipe, steps):
         loss = loss_of(model, windows)

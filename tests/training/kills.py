@@ -24,6 +24,7 @@ from leaven.training.engine import Training
 from leaven.training.metrics import Step
 from leaven.training.rewind import rewinds_of
 from leaven.training.run_folder import RunFolder
+from leaven.training.run_lines import RunLines
 from leaven.training.trainer import train
 
 KILLS = 20
@@ -92,9 +93,9 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
 
     def body() -> None:
         armed = False
-        event = RunFolder.event
+        event = RunLines.event
 
-        def written(self: RunFolder, name: str, **values: Any) -> None:
+        def written(self: RunLines, name: str, **values: Any) -> None:
             nonlocal armed
             event(self, name, **values)
             armed = armed or name == "rollback"
@@ -109,12 +110,12 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
 
             return call
 
-        RunFolder.event = written  # type: ignore[method-assign]
+        RunLines.event = written  # type: ignore[method-assign]
         owners = {
             "clear": CheckpointManager,
             "restore": Training,
             "follow": Training,
-            "truncate_metrics": RunFolder,
+            "truncate_metrics": RunLines,
         }
         if where in owners:
             setattr(owners[where], where, deadly(getattr(owners[where], where)))

@@ -37,6 +37,7 @@ from leaven.training.load import export_run, load, load_run
 from leaven.training.metrics import Step
 from leaven.training.rewind import ManualRewind, Rewind, rewinds_of
 from leaven.training.run_folder import RunFolder, checkpoints, read_state, tokens_of
+from leaven.training.run_lines import RunLines
 from leaven.training.trainer import train
 from leaven.views.folders import read_run
 
@@ -394,15 +395,15 @@ def test_a_lock_file_that_is_removed_is_made_again(recipe: Recipe, tokens: Token
 def test_events_that_cannot_be_read_at_a_save_do_not_end_a_run(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest, calls = RunFolder.events_digest, list[int]()
+    digest, calls = RunLines.events_digest, list[int]()
 
-    def away_once(run: RunFolder) -> Any:
+    def away_once(lines: RunLines) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise InputError("events.jsonl: cannot be read: Input/output error")
-        return digest(run)
+        return digest(lines)
 
-    monkeypatch.setattr(RunFolder, "events_digest", away_once)
+    monkeypatch.setattr(RunLines, "events_digest", away_once)
     assert train(recipe.replace({"data.tokens": 4_096}), tokens, tmp_path / "run").finished
     assert len(calls) > 3
 
@@ -431,7 +432,7 @@ def test_a_stop_of_an_earlier_torchrun_does_not_keep_this_one_from_restarting(
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         _exit_if_stopped_on_purpose(run)
-    run.event("stop", why="interrupted")
+    RunLines(run).event("stop", why="interrupted")
     with pytest.raises(typer.Exit):
         _exit_if_stopped_on_purpose(run)
 
@@ -1072,20 +1073,20 @@ def test_lines_that_a_full_disk_kept_in_memory_belong_to_the_digest(
         raise OSError(28, "No space left on device")
 
     run = RunFolder(tmp_path)
-    lines = [{"step": step, "loss": 1.0} for step in range(1, 7)]
+    written, lines = RunLines(run), [{"step": step, "loss": 1.0} for step in range(1, 7)]
     for line in lines[:2]:
-        run.record(line)
+        written.record(line)
     with monkeypatch.context() as patched:
         patched.setattr(storage, "append", fails)
         for line in lines[2:4]:
-            run.record(line)
-        at_four = run.metrics_digest()
+            written.record(line)
+        at_four = written.metrics_digest()
         for line in lines[4:]:
-            run.record(line)
-    assert run.truncate_metrics(4, at_four) is None  # a rollback
-    run.record({"step": 5, "loss": 2.0})
+            written.record(line)
+    assert written.truncate_metrics(4, at_four) is None  # a rollback
+    written.record({"step": 5, "loss": 2.0})
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
-    assert RunFolder(tmp_path).truncate_metrics(4, at_four) is None
+    assert RunLines(RunFolder(tmp_path)).truncate_metrics(4, at_four) is None
     assert RunFolder(tmp_path).metrics() == lines[:4]
 
 

@@ -9,20 +9,20 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.initialisation import build_model
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table
-from leaven.training.optimizer import Clipper, parameter_groups
+from leaven.scaling.table import optimizer_groups, parameter_table
+from leaven.training.optimizer import Clipper
 
 
 def test_a_missing_or_doubled_parameter_is_an_error(tiny: Recipe) -> None:
     table = parameter_table(tiny)
     model = build_model(tiny.model, table, 0)
     with pytest.raises(ValueError, match=r"only the model .* has: embedding.weight"):
-        parameter_groups(dict(model.named_parameters()), table.rows[1:])
+        optimizer_groups(table.rows[1:], dict(model.named_parameters()))
     with pytest.raises(ValueError, match="twice"):
-        parameter_groups(dict(model.named_parameters()), (*table.rows, table.rows[0]))
+        optimizer_groups((*table.rows, table.rows[0]), dict(model.named_parameters()))
     model.register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ValueError, match="only the model .* has: stray"):
-        parameter_groups(dict(model.named_parameters()), table.rows)
+        optimizer_groups(table.rows, dict(model.named_parameters()))
 
 
 Gradients = dict[str, torch.Tensor]

@@ -13,10 +13,10 @@ from torch import Tensor
 from leaven.data.tokens import TokenSet
 from leaven.recipe.recipe import BATCH_RULES, Recipe
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import parameter_table, ramp_factors
+from leaven.scaling.table import optimizer_groups, parameter_table, ramp_factors
 from leaven.training.device import DTYPES
 from leaven.training.engine import StopRequested, Training
-from leaven.training.optimizer import Optimizer, parameter_groups
+from leaven.training.optimizer import Optimizer
 
 RAMP = {"start_tokens": 32, "increment_tokens": 32, "over_tokens": 1_000}
 STEPS = 16  # 32 .. 256 tokens: the full batch is reached at step 10
@@ -99,7 +99,7 @@ def test_a_fixed_ramp_is_torchs_adamw_to_the_last_bit(tiny: Recipe, tokens: Toke
     recipe = ramped(tiny, "fixed")
     training = Training(recipe, tokens, "cpu")
     weights = {name: p.detach().clone().requires_grad_() for name, p in training.model.named_parameters()}
-    adam = torch.optim.AdamW(parameter_groups(weights, parameter_table(recipe).rows), fused=True)
+    adam = torch.optim.AdamW(optimizer_groups(parameter_table(recipe).rows, weights), fused=True)
     for step in range(STEPS):
         training.step()
         for name, gradient in seen[step].items():

@@ -14,8 +14,8 @@ from tests.views.written import proxy, write_run
 
 from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
-from leaven.training.line_digests import digest
 from leaven.training.run_folder import RunFolder
+from leaven.training.run_lines import digest
 from leaven.verification.logged_runs import LoggedRow, _last, curves_of, read_rows, transfer_of_runs
 
 OCTAVES = range(-9, -3)

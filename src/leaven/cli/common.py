@@ -173,7 +173,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe in a file, with the values of ``--set`` in ``overrides``."""
+    """Return the recipe that :func:`read_recipe` reads. Raise InputError with a hint if it is a published run."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
@@ -267,7 +267,7 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
-    """Return the tokens of the text that ``data`` names. Show the progress of tokenising, and print notes.
+    """Return the tokens that :func:`leaven.data.tokens.prepare` returns. Show its progress, and print notes.
 
     If the weights in the folder ``start`` have another tokenizer, a note says so.
     """

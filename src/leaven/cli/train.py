@@ -1,4 +1,4 @@
-"""Defines the command ``leaven train``."""
+"""Defines the command ``leaven train``. What it does, file by file: :mod:`leaven.training.trainer`."""
 
 import os
 from pathlib import Path

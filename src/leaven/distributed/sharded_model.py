@@ -1,4 +1,5 @@
-"""Distributes a model over the processes of a run, with the same interface for every layout.
+"""Builds the part of a model that a process of a run has, and runs its passes. A single process has the whole model.
+The interface is the same for every layout.
 
 The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process stores. Norms
 cover the blocks of all processes. They are bit-identical on all processes, so all processes make the same decisions.

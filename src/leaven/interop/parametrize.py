@@ -231,10 +231,9 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
             f"{odd[0]} was added or removed after leaven.parametrize; call leaven.parametrize on the complete model"
         )
     require_hooks(target)
-    found = optimizer_groups(rows)
+    found = optimizer_groups(rows, parameters)
     muon: Muon | None = getattr(target, MUON)
     for group in found:
-        group["params"] = [parameters[name] for name in group["param_names"]]
         if muon and "match" in group:
             group |= {"nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     return found

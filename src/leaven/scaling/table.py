@@ -7,7 +7,7 @@ file of leaven computes these values.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,10 +189,14 @@ def parameter_row(
     )
 
 
-def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, with ``param_names`` but without ``params``.
+def optimizer_groups(
+    rows: Sequence[ParameterRow], parameters: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return groups for ``torch.optim``. Rows of a module with the same values are one group.
 
-    Rows of a module with the same values are one group.
+    Groups of Adam have the keys module, param_names, peak_lr, lr, betas, eps and weight_decay; groups of Muon have
+    momentum and match in place of betas and eps. With ``parameters``, the parameters by name, groups also have the
+    key params. Then raise ValueError unless each parameter has exactly one row, and each row a parameter.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -200,8 +204,16 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
         by_adam = {"betas": (row.beta1, row.beta2), "eps": row.eps}
         values = {"peak_lr": row.lr, "lr": row.lr} | (by_muon if row.match else by_adam)
         values |= {"weight_decay": row.weight_decay}
-        group = {"module": row.module, "param_names": [], **values}
+        group: dict[str, Any] = {"module": row.module, "param_names": [], **values}
         groups.setdefault((row.module, *values.values()), group)["param_names"].append(row.name)
+    if parameters is not None:
+        names = {row.name for row in rows}
+        if len(names) != len(rows):
+            raise ValueError("the parameter table lists a parameter twice")
+        if odd := sorted(parameters.keys() ^ names):
+            raise ValueError(f"only the model or only the parameter table has: {', '.join(odd)}")
+        for group in groups.values():
+            group["params"] = [parameters[name] for name in group["param_names"]]
     return list(groups.values())
 
 

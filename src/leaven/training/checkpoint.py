@@ -35,7 +35,6 @@ from leaven.storage import place_folder, share, sync_file
 from leaven.training.average import AVERAGE
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.integrity import RECIPE, TOKENIZER, mark_trained, saved_recipe, tokenizer_digest
-from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback
 from leaven.training.optimizer import MOMENTS
 from leaven.training.rewind import Rewind, undone
@@ -49,6 +48,7 @@ from leaven.training.run_folder import (
     read_state,
     tokens_of,
 )
+from leaven.training.run_lines import EVENTS
 
 if TYPE_CHECKING:
     from leaven.training.metrics import Step
@@ -533,7 +533,7 @@ class Checkpoints(Callback):
             stability.keep,
             stability.keep_every_tokens,
             group=trainer.group,
-            sync=trainer.run.sync,
+            sync=trainer.lines.sync,
             require=trainer.run.require_claimed,
         )
         self._saved_step = -1
@@ -558,7 +558,7 @@ class Checkpoints(Callback):
         if self._tokenizer is not None:
             state[TOKENIZER] = self._tokenizer
         with suppress(InputError):  # if the disk is away, the save reports that
-            state[EVENTS] = asdict(self.trainer.run.events_digest())
+            state[EVENTS] = asdict(self.trainer.lines.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 

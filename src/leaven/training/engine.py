@@ -25,7 +25,7 @@ from leaven.model.loss import IGNORED, isolated
 from leaven.model.transformer import Transformer
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table, ramp_factors
+from leaven.scaling.table import optimizer_groups, parameter_table, ramp_factors
 from leaven.training.average import AVERAGE, WeightAverage
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
@@ -92,12 +92,8 @@ class Training:
         if start is not None:
             start_from(self.sharded.pieces, recipe.model, table, start)
         stored = self.sharded.parameters
-        self.optimizer = Optimizer.build(
-            {each.row.name: each.local for each in stored},
-            [each.row for each in stored],
-            recipe.hyperparameters,
-            **self._muon_arguments(),
-        )
+        groups = optimizer_groups([each.row for each in stored], {each.row.name: each.local for each in stored})
+        self.optimizer = Optimizer.build(groups, recipe.hyperparameters, **self._muon_arguments())
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)

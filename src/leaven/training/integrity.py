@@ -20,7 +20,6 @@ from leaven.documents import is_sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differing
-from leaven.training.line_digests import EVENTS, digest, kept_metrics, lines_digest
 from leaven.training.run_folder import (
     IDENTITY,
     LOCK,
@@ -37,6 +36,7 @@ from leaven.training.run_folder import (
     newest_document,
     tokens_of,
 )
+from leaven.training.run_lines import EVENTS, digest, kept_metrics, lines_digest
 
 RECIPE = "recipe"  # key of the recipe in the state of a checkpoint
 TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a checkpoint

@@ -23,8 +23,8 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
 from leaven.training.checkpoint import Progress
 from leaven.training.device import Peak, peak_memory, time_fixed_work
-from leaven.training.line_digests import lines_digest
 from leaven.training.loop import Callback, StepResult
+from leaven.training.run_lines import lines_digest
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
@@ -193,7 +193,7 @@ class StepLog(Callback):
             del line["z_loss"]
         if not self.training.recipe.model.experts:
             del line["balance_loss"], line["max_load"]
-        self.trainer.run.record(line)
+        self.trainer.lines.record(line)
         values = {key: value for key, value in line.items() if key not in {"step", "tokens", "modules"}}
         scalars = {f"train/{key}": float(value) for key, value in values.items() if value is not None}
         for module, (update, size) in step.modules.items():
@@ -211,12 +211,12 @@ class StepLog(Callback):
         self._write(self.training.progress.step, self.training.tokens, scalars)
 
     def state(self) -> dict[str, Any]:
-        return {METRICS: asdict(self.trainer.run.metrics_digest())}
+        return {METRICS: asdict(self.trainer.lines.metrics_digest())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         run, training = self.trainer.run, self.training
         self.batch_tokens = training.next_batch_tokens
-        changed = run.truncate_metrics(training.progress.step, lines_digest(state.get(METRICS)))
+        changed = self.trainer.lines.truncate_metrics(training.progress.step, lines_digest(state.get(METRICS)))
         if changed is not None:
             self.trainer.event("file_changed", file="metrics.jsonl", why=changed)
         self.close()

@@ -7,7 +7,7 @@ moments, loss and sums over micro-batches are always fp32: mixed precision with 
 on mps.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import gate, multiply_, wide, widened
 from leaven.recipe.hyperparameters import Clip, Hyperparameters
 from leaven.scaling.apply import AT_BASE, Factors
-from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
+from leaven.scaling.table import ParameterTable
 from leaven.training.muon import MuonWithAdamW
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -27,23 +27,6 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 momentum. Moments and momentum have the shape of the parameter."""
 
 Moments = Mapping[tuple[str, str], Tensor]
-
-
-def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
-    """Return groups for ``torch.optim``. Groups of Adam have the keys module, param_names, params, peak_lr, lr,
-    betas, eps and weight_decay; groups of Muon have momentum and match in place of betas and eps. Raise ValueError
-    unless each parameter has exactly one row in the parameter table, and each row a parameter."""
-    names = {row.name for row in rows}
-    if len(names) != len(rows):
-        raise ValueError("the parameter table lists a parameter twice")
-    if parameters.keys() != names:
-        raise ValueError(
-            f"only the model or only the parameter table has: {', '.join(sorted(parameters.keys() ^ names))}"
-        )
-    groups = optimizer_groups(rows)
-    for group in groups:
-        group["params"] = [parameters[name] for name in group["param_names"]]
-    return groups
 
 
 @dataclass
@@ -59,12 +42,10 @@ class Optimizer:
     adam: torch.optim.Adam
 
     @classmethod
-    def build(
-        cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], tuned: Hyperparameters, **of_muon: Any
-    ) -> "Optimizer":
-        """Return the optimizer that ``tuned.optimizer`` names. ``adam`` adds weight decay to the gradient (L2).
-        ``of_muon`` are further arguments of :class:`MuonWithAdamW`, which are ignored without Muon."""
-        groups = parameter_groups(parameters, rows)
+    def build(cls, groups: list[dict[str, Any]], tuned: Hyperparameters, **of_muon: Any) -> "Optimizer":
+        """Return the optimizer that ``tuned.optimizer`` names, for groups with parameters
+        (:func:`leaven.scaling.table.optimizer_groups`). ``adam`` adds weight decay to the gradient (L2). ``of_muon``
+        are further arguments of :class:`MuonWithAdamW`, which are ignored without Muon."""
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
             return cls(MuonWithAdamW(groups, fused=True, **how))

@@ -32,6 +32,7 @@ from leaven.training.run_folder import (
     recorded_changes,
     tokens_of,
 )
+from leaven.training.run_lines import RunLines
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,12 @@ class ManualRewind:
             to_tokens, rewinds = self._target(run), rewinds_of(run)
             start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
             rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len, asked=asdict(self))
-            lines = run.metrics()
-            at = {key: lines[-1].get(key, 0) if lines else 0 for key in ("step", "tokens")}
+            metrics, lines = run.metrics(), RunLines(run)
+            at = {key: metrics[-1].get(key, 0) if metrics else 0 for key in ("step", "tokens")}
             changed = recorded_changes(changes, recipe) if changes else {"changes": []}
             earlier = [each.document() for each in rewinds]
-            run.event("rewind", **at, **rewind.document(), earlier_rewinds=earlier, **changed)
-            run.require_written()
+            lines.event("rewind", **at, **rewind.document(), earlier_rewinds=earlier, **changed)
+            lines.require_written()
             if changes:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 

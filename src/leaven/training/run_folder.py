@@ -1,4 +1,9 @@
-"""Reads and writes the folder of a run: recipe, metrics, events and checkpoints. Does not import torch."""
+"""Reads and locks the folder of a run, and writes its recipe. Does not import torch.
+
+The folder has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start, resume,
+validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory), checkpoints/
+and tensorboard/.
+"""
 
 import errno
 import json
@@ -6,20 +11,19 @@ import math
 import os
 import re
 import shlex
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from leaven import storage
-from leaven.documents import DIGEST, digest_of, sealed
+from leaven.documents import DIGEST, digest_of
 from leaven.errors import InputError
-from leaven.recipe.files import finite, read_recipe, read_text, write_recipe
+from leaven.recipe.files import read_recipe, read_text, write_recipe
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.line_digests import LinesDigest, digest, in_order, kept_metrics
+
+NumberedLine = tuple[int, dict[str, Any]]  # number of a line, from 1, and its JSON object
 
 LOCK = ".lock"
 OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it
@@ -147,7 +151,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The folder of a run on disk. A line that cannot be written is kept in memory and written later."""
+    """The folder of a run on disk. :class:`leaven.training.run_lines.RunLines` writes its metrics and events."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -156,15 +160,11 @@ class RunFolder:
         self.recipe_file = path / "recipe.toml"
         self.tokenizer_file = path / "tokenizer.json"
         self.plan_file = path / "plan.json"
-        self.unwritten: str | None = None  # why lines are kept in memory; None if all are written
-        self.no_room = False  # whether lines are kept because a disk is full, away or may not be written
         self.metrics_file = path / "metrics.jsonl"
         self.events_file = path / "events.jsonl"
         self.identity = ""  # random identifier of the run; empty before the run starts
-        self._waiting: deque[tuple[Path, bytes]] = deque()  # (file, line) of the lines that are kept in memory
         self._locked: LockedFolder | None = None  # None until this process locks the folder
         self._claimed: int | None = None  # st_dev of the folder of checkpoints; None until it is claimed
-        self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def recipe(self) -> Recipe:
         """Return the run's current recipe, even if recipe.toml was not written after a manual rewind."""
@@ -318,37 +318,6 @@ class RunFolder:
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
-    def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
-
-        ``written`` is the :meth:`metrics_digest` that was saved at this step. Return a sentence that says how the
-        remaining lines differ from those lines, or None if they do not.
-        """
-        waiting = [line for path, line in self._waiting if path == self.metrics_file]
-        self._waiting = deque((path, line) for path, line in self._waiting if path != self.metrics_file)
-        if not self.writes:
-            return None
-        on_disk = self.lines_of(self.metrics_file)
-        lines = [*on_disk, *waiting]
-        kept, difference = kept_metrics(lines, step, written)
-        size = sum(map(len, lines[: min(kept, len(on_disk))]))
-        if self.metrics_file.exists() and size < self.metrics_file.stat().st_size:
-            with storage.open_to_write(self.metrics_file) as file:
-                file.truncate(size)  # in place, which works even on a full disk
-        self._waiting.extend((self.metrics_file, line) for line in lines[len(on_disk) : kept])
-        self._lines, self._digest = kept, digest(lines[:kept])
-        return difference
-
-    def metrics_digest(self) -> LinesDigest:
-        """Return the number and the digest of the lines of metrics.jsonl, also of those still in memory."""
-        return LinesDigest(self._lines, self._digest.hexdigest())
-
-    def events_digest(self) -> LinesDigest:
-        """Return the number and the digest of the lines of events.jsonl, also of those still in memory."""
-        waiting = (line for path, line in self._waiting if path == self.events_file)
-        lines = [*self.lines_of(self.events_file), *waiting]
-        return LinesDigest(len(lines), digest(lines).hexdigest())
-
     def lines_of(self, path: Path) -> list[bytes]:
         """Return the lines of a file with their newlines. A last line without newline counts if it is whole JSON."""
         *lines, last = _content(path).split(b"\n")
@@ -405,60 +374,6 @@ class RunFolder:
         """Return the ``finish`` event of the run, or None if it has not finished or was rewound since."""
         return finish_of(self.events())
 
-    def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl. Numbers that are not finite become null. The first line has the run's
-        id."""
-        first = not self._lines and self.identity
-        written = _json_line({IDENTITY: self.identity} | line if first else line)
-        self._lines += 1
-        self._digest.update(written)
-        self._append(self.metrics_file, written)
-
-    def event(self, event: str, **values: Any) -> None:
-        """Append a line to events.jsonl, with the time in seconds since 1970."""
-        line = finite({"event": event, **values, "time": round(time.time(), 3)})
-        self._append(self.events_file, _json_line(sealed(line) if event == "finish" else line))
-        if event in {*RETURNS, "start", "finish"} and self.unwritten is None:
-            self.sync()  # before the run rolls back, or plan.json says that it has begun
-
-    def sync(self) -> None:
-        """Flush events and metrics to the disk, so that a power cut does not lose them."""
-        for file in (self.events_file, self.metrics_file):
-            with suppress(OSError):
-                if self.writes:
-                    storage.sync_file(file)
-
-    def require_written(self) -> None:
-        """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because
-        the disk is full."""
-        self.write_waiting()
-        if self.unwritten is not None:
-            count = f"{len(self._waiting):,} line{'s' * (len(self._waiting) > 1)} of metrics or events"
-            raise InputError(
-                f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; {count} could not be saved; correct "
-                "this and run the same command again"
-            )
-
-    def _append(self, path: Path, line: bytes) -> None:
-        if not self.writes:
-            return
-        self.require_there()
-        self._waiting.append((path, line))
-        self.write_waiting()
-
-    def write_waiting(self) -> None:
-        """Write the lines that are in memory. If a line cannot be written, keep it and the lines after it."""
-        while self._waiting:
-            path, line = self._waiting[0]
-            try:
-                storage.append(path, line)
-            except OSError as error:
-                self.unwritten = error.strerror or str(error)
-                self.no_room = error.errno in storage.FULL | storage.AWAY | storage.DENIED
-                return
-            self._waiting.popleft()
-        self.unwritten, self.no_room = None, False
-
 
 def _inode(folder: Path) -> int:
     """Return the inode of a folder, which stays if the folder is moved on its disk. A copy has another."""
@@ -470,10 +385,6 @@ def _same(one: Path, other: Path) -> bool:
         return one.samefile(other)
     except OSError:  # one of them is missing
         return False
-
-
-def _json_line(document: dict[str, Any]) -> bytes:
-    return json.dumps(finite(document)).encode() + b"\n"
 
 
 def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -497,6 +408,26 @@ def _content(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
+    """Return the lines of metrics.jsonl in order of steps, and the numbers of damaged lines.
+
+    If a step was repeated, only its last line counts. Lines without a step are left out. A line whose step does not
+    fit between its neighbours is damaged.
+    """
+    with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
+    steps = [line["step"] for _, line in with_step]
+    found, damaged = list[NumberedLine](), list[int]()
+    for (number, line), following in zip(with_step, [*steps[1:], math.inf], strict=False):
+        before = found[-1][1]["step"] if found else -math.inf
+        if before < following and not before < line["step"] < following:
+            damaged.append(number)
+            continue
+        while found and found[-1][1]["step"] >= line["step"]:
+            found.pop()
+        found.append((number, line))
+    return found, damaged
 
 
 def newest_document(run: RunFolder) -> dict[str, Any]:

@@ -1,39 +1,39 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. To follow a run, open the four files in bold.
+What ``leaven train recipe.toml`` does, in order. The ten files in bold are the whole way.
 
-1. **cli/train.py** reads the recipe and ``--set`` (``recipe/files.py``), and counts processes and devices.
-2. The text becomes token ids in shards (``data/tokens.py``), by default with a BPE that is trained on it. A part is
-   held out for validation (``data/corpus.py``). Sample n of the training stream depends only on the seed and n
-   (``data/stream.py``), so a run resumes without a stored state of the data.
-3. **trainer.py**, this file. :func:`train` compares recipe and text with those in the folder. It builds the state
-   (:class:`~leaven.training.engine.Training`) and chooses the micro-batch (``micro_batch.py``). Then it locks the
-   folder and restores the newest undamaged checkpoint. A new run saves a checkpoint before its first step, so that
-   it can always roll back.
-4. **loop.py** starts a step, and reads its result only after it has started the next step, so that the device does
-   not wait between steps. Callbacks act around the steps, in this order: metrics, profile, validation,
-   checkpoints, spike guard.
-5. **engine.py** takes the step (``Training.issue``): the next batch, forward and backward passes, clipping, update.
-   The device skips the update if the loss or the gradient norm is not finite. With ``on_spike = "skip"``, the
-   device also skips it if the loss or the gradient norm is above a limit that the spike guard has set.
-6. ``distributed/sharded_model.py`` runs the passes in the compute dtype, a micro-batch at a time. In a run of several
-   processes, it also exchanges their gradients. Model and loss: ``model/transformer.py`` and ``model/loss.py``.
-7. ``optimizer.py`` clips the gradients and updates the parameters. The lr of a parameter comes from the parameter
-   table (``scaling/table.py``); each step multiplies it by the schedule and by the factor of a rewind or batch ramp.
-8. ``metrics.py`` measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
+1. **cli/train.py** (``train``) reads recipe and ``--set`` with ``read_recipe`` of **recipe/files.py**, and counts
+   processes and devices.
+2. ``prepare`` of **data/tokens.py** turns the text into token ids in shards, by default with a BPE that is trained on
+   it. A part is held out for validation. Sample n of the training stream depends only on the seed and n
+   (``TokenSet.stream``), so a run resumes without a stored state of the data.
+3. **trainer.py**, this file. :func:`_train` compares recipe and text with those in the folder, and locks the folder.
+   :func:`_built` builds the state and chooses the micro-batch. :meth:`RunTrainer.start` restores the newest undamaged
+   checkpoint. A new run saves a checkpoint before its first step, so that it can always roll back.
+4. **engine.py** has the state (``Training``). **scaling/table.py** computes the values of every parameter
+   (``parameter_table``) and the groups of the optimizer (``optimizer_groups``). **distributed/sharded_model.py**
+   builds the layers of this process (``build_stage``) with their initial values. A single process has all layers.
+5. ``Loop.run`` in **loop.py** starts a step, and reads its result only after it has started the next step, so that
+   the device does not wait between steps. Callbacks act around the steps, in this order: metrics, profile,
+   validation, checkpoints, spike guard.
+6. ``Training.issue`` in engine.py takes the step: the next batch, ``ShardedModel.forward_backward`` (a micro-batch at
+   a time), clipping, and the update: the lr of each group times the schedule and the factors of rewinds and of a
+   batch ramp. The device skips the update if the loss or the gradient norm is not finite. With
+   ``on_spike = "skip"``, the device also skips it if one of them is above a limit that the spike guard has set.
+7. **metrics.py** measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
    (``StepLog``), and computes the validation loss (``Validation``).
-9. ``checkpoint.py`` copies the state to host memory, and a thread writes it while training continues: safetensors
-   files, then state.json with their digests. Last, the folder is renamed to its final name.
-10. ``spikes.py`` compares loss, gradient norm and update norm with their usual levels. At an anomaly,
-    :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the run skips the data of the anomaly
-    (``rewind.py``).
-11. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a
-    single process drops the step that is under way, and saves the state before it; several processes finish the
-    step.
+8. **checkpoint.py** copies the state to host memory (``Checkpoints.save``), and a thread writes it while training
+   continues (``write_checkpoint``): safetensors files, then state.json with their digests, then a rename.
+9. ``spikes.py`` compares loss, gradient norm and update norm with their usual levels. At an anomaly,
+   :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the run skips the data of the anomaly
+   (``rewind.py``).
+10. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a single
+    process drops the step that is under way, and saves the state before it; several processes finish the step.
 
-The folder of a run has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start,
-resume, validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory),
-checkpoints/ and tensorboard/. ``run_folder.py`` writes the lines, and keeps them in memory while the disk is full.
+You can skip ``cli/common.py`` (its ``load_recipe`` and ``prepare_text`` call the functions in 1 and 2),
+``recipe/recipe.py`` (the keys of a recipe), ``model/transformer.py`` and ``model/loss.py`` (what they compute),
+``optimizer.py`` (clipping, and torch's AdamW), ``run_folder.py`` (the files of a run) and ``run_lines.py`` (appends
+to metrics.jsonl and events.jsonl, and keeps lines in memory while the disk is full).
 """
 
 import math
@@ -88,7 +88,6 @@ from leaven.training.integrity import (
     require_tokenizer,
     unusable_checkpoints,
 )
-from leaven.training.line_digests import EVENTS
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.metrics import Step, StepLog, Validation
 from leaven.training.micro_batch import (
@@ -108,6 +107,7 @@ from leaven.training.run_folder import (
     recorded_changes,
     tokens_of,
 )
+from leaven.training.run_lines import EVENTS, RunLines
 from leaven.training.spikes import SpikeGuard
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _require_one_recipe(
     if group is SINGLE_PROCESS:
         return
     run = RunFolder(folder)
-    require_seen(run.events_file, lambda: (seen := run.events_digest()) != group.broadcast(seen), group)
+    require_seen(run.events_file, lambda: (seen := RunLines(run).events_digest()) != group.broadcast(seen), group)
     start = None if run.begun else recipe.start.folder
     mine = {
         "[start] weights": start and weights_fingerprint(start),
@@ -322,10 +322,10 @@ class RunTrainer:
         log_to: Sequence[str],
     ) -> None:
         self.run, self.training, self.tokens, self.profile = run, training, tokens, profile
-        self._on_event = on_event
+        self.lines, self._on_event = RunLines(run), on_event
         self.group = training.group
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
-        self._unwritten: str | None = None  # the value of ``run.unwritten`` that was last reported
+        self._unwritten: str | None = None  # the value of ``lines.unwritten`` that was last reported
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
         self.checkpoints = Checkpoints(self)
@@ -394,7 +394,7 @@ class RunTrainer:
         error = self.checkpoints.save_last()
         if result is None:
             self.event("stop", why="interrupted")
-            self._tell_if(self.run.unwritten, "lines_lost")
+            self._tell_if(self.lines.unwritten, "lines_lost")
             return _summary(self.run, self.training.progress, None, error)
         if (error := self._save_when_possible(error, stop)) is not None:
             raise InputError(
@@ -402,14 +402,14 @@ class RunTrainer:
             )
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
-        written = {"metrics": asdict(self.run.metrics_digest()), EVENTS: asdict(self.run.events_digest())}
+        written = {"metrics": asdict(self.lines.metrics_digest()), EVENTS: asdict(self.lines.events_digest())}
         self.event("finish", **result, seconds=self.training.progress.seconds, **written)
-        if self.group.any(self.run.no_room) and not stop():
-            self._tell_if(self.run.unwritten, "waits")
-        while self.group.any(self.run.no_room) and not stop():
+        if self.group.any(self.lines.no_room) and not stop():
+            self._tell_if(self.lines.unwritten, "waits")
+        while self.group.any(self.lines.no_room) and not stop():
             time.sleep(SHORT_PAUSE)
-            self.run.write_waiting()
-        self.run.require_written()
+            self.lines.write_waiting()
+        self.lines.require_written()
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
@@ -449,7 +449,7 @@ class RunTrainer:
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         earlier = [each.document() for each in self.training.rewinds]
         values |= {"earlier_rewinds": earlier, "from_tokens": found.progress.tokens}
-        self.run.event("rollback", **values)
+        self.lines.event("rollback", **values)
         seconds = self.training.progress.seconds  # the time of undone steps counts
         self._restore(found, rewinds)
         self.training.progress = replace(found.progress, seconds=seconds)
@@ -459,17 +459,17 @@ class RunTrainer:
     def fail(self, values: dict[str, Any]) -> NoReturn:
         """Log a ``stop`` event with ``values``, and raise Diverged with the message ``values["why"]``."""
         self.event("stop", **values)
-        self._tell_if(self.run.unwritten, "lines_lost")
+        self._tell_if(self.lines.unwritten, "lines_lost")
         raise Diverged(values["why"])
 
     def event(self, name: str, **values: Any) -> None:
         """Write an event to the run folder and pass it to ``on_event``."""
         values = self._at | values
-        self.run.event(name, **values)
+        self.lines.event(name, **values)
         self._on_event(name, values)
-        if self.run.unwritten != self._unwritten:
-            self._unwritten = self.run.unwritten
-            self._tell_if(self.run.unwritten, "unwritten")
+        if self.lines.unwritten != self._unwritten:
+            self._unwritten = self.lines.unwritten
+            self._tell_if(self.lines.unwritten, "unwritten")
 
     @property
     def _at(self) -> dict[str, int]:

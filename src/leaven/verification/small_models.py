@@ -15,7 +15,7 @@ from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterTable, parameter_table
+from leaven.scaling.table import ParameterTable, optimizer_groups, parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer
 from leaven.verification.batches import Batches
@@ -182,5 +182,7 @@ class SmallModels(RecipeFamily):
         )
         table = self.table(recipe)
         model = build_model(recipe.model, table, seed)
-        optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters)
+        optimizer = Optimizer.build(
+            optimizer_groups(table.rows, dict(model.named_parameters())), recipe.hyperparameters
+        )
         return ModelInstance(model, optimizer.adam, self.batches, seed, own_labels(model))

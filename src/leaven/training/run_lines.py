@@ -1,0 +1,176 @@
+"""Writes the lines of metrics.jsonl and events.jsonl (:class:`RunLines`), and compares them with the digests that a
+checkpoint or the finish event stores. Does not import torch."""
+
+import json
+import operator
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from leaven import storage
+from leaven.documents import sealed
+from leaven.errors import InputError
+from leaven.recipe.files import finite
+from leaven.training.run_folder import IDENTITY, RETURNS, RunFolder, in_order
+
+EVENTS = "events"  # key of the digest of events.jsonl in the state of a checkpoint and in the finish event
+MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
+
+
+@dataclass(frozen=True)
+class LinesDigest:
+    """The number and the digest of the lines of metrics.jsonl or events.jsonl, stored in a checkpoint or the finish
+    event."""
+
+    lines: int  # number of lines
+    blake2b: str  # digest of the lines
+
+
+class RunLines:
+    """Writes the lines of metrics.jsonl and events.jsonl. A line that cannot be written is kept in memory and written
+    later. In a process that may not write (``run.writes`` is False), nothing is written."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self.unwritten: str | None = None  # why lines are kept in memory; None if all are written
+        self.no_room = False  # whether lines are kept because a disk is full, away or may not be written
+        self._waiting: deque[tuple[Path, bytes]] = deque()  # (file, line) of the lines that are kept in memory
+        self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl. Numbers that are not finite become null. The first line has the run's
+        id."""
+        first = not self._lines and self._run.identity
+        written = _json_line({IDENTITY: self._run.identity} | line if first else line)
+        self._lines += 1
+        self._digest.update(written)
+        self._append(self._run.metrics_file, written)
+
+    def event(self, event: str, **values: Any) -> None:
+        """Append a line to events.jsonl, with the time in seconds since 1970."""
+        line = finite({"event": event, **values, "time": round(time.time(), 3)})
+        self._append(self._run.events_file, _json_line(sealed(line) if event == "finish" else line))
+        if event in {*RETURNS, "start", "finish"} and self.unwritten is None:
+            self.sync()  # before the run rolls back, or plan.json says that it has begun
+
+    def sync(self) -> None:
+        """Flush events and metrics to the disk, so that a power cut does not lose them."""
+        for file in (self._run.events_file, self._run.metrics_file):
+            with suppress(OSError):
+                if self._run.writes:
+                    storage.sync_file(file)
+
+    def _append(self, path: Path, line: bytes) -> None:
+        if not self._run.writes:
+            return
+        self._run.require_there()
+        self._waiting.append((path, line))
+        self.write_waiting()
+
+    def write_waiting(self) -> None:
+        """Write the lines that are in memory. If a line cannot be written, keep it and the lines after it."""
+        while self._waiting:
+            path, line = self._waiting[0]
+            try:
+                storage.append(path, line)
+            except OSError as error:
+                self.unwritten = error.strerror or str(error)
+                self.no_room = error.errno in storage.FULL | storage.AWAY | storage.DENIED
+                return
+            self._waiting.popleft()
+        self.unwritten, self.no_room = None, False
+
+    def require_written(self) -> None:
+        """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because
+        the disk is full."""
+        self.write_waiting()
+        if self.unwritten is not None:
+            count = f"{len(self._waiting):,} line{'s' * (len(self._waiting) > 1)} of metrics or events"
+            raise InputError(
+                f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; {count} could not be saved; correct "
+                "this and run the same command again"
+            )
+
+    def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
+        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
+
+        ``written`` is the :meth:`metrics_digest` that was saved at this step. Return a sentence that says how the
+        remaining lines differ from those lines, or None if they do not.
+        """
+        waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
+        self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
+        if not self._run.writes:
+            return None
+        on_disk = self._run.lines_of(self._run.metrics_file)
+        lines = [*on_disk, *waiting]
+        kept, difference = kept_metrics(lines, step, written)
+        size = sum(map(len, lines[: min(kept, len(on_disk))]))
+        if self._run.metrics_file.exists() and size < self._run.metrics_file.stat().st_size:
+            with storage.open_to_write(self._run.metrics_file) as file:
+                file.truncate(size)  # in place, which works even on a full disk
+        self._waiting.extend((self._run.metrics_file, line) for line in lines[len(on_disk) : kept])
+        self._lines, self._digest = kept, digest(lines[:kept])
+        return difference
+
+    def metrics_digest(self) -> LinesDigest:
+        """Return the number and the digest of the lines of metrics.jsonl, also of those still in memory."""
+        return LinesDigest(self._lines, self._digest.hexdigest())
+
+    def events_digest(self) -> LinesDigest:
+        """Return the number and the digest of the lines of events.jsonl, also of those still in memory."""
+        waiting = (line for path, line in self._waiting if path == self._run.events_file)
+        lines = [*self._run.lines_of(self._run.events_file), *waiting]
+        return LinesDigest(len(lines), digest(lines).hexdigest())
+
+
+def lines_digest(document: Any) -> LinesDigest | None:
+    """Read a digest from JSON, such as {"lines": 5, "blake2b": "..."}. Return None if a value is missing."""
+    try:
+        return LinesDigest(operator.index(document["lines"]), document["blake2b"])
+    except (TypeError, KeyError):
+        return None
+
+
+def digest(lines: Iterable[bytes]) -> "blake2b":
+    """Return a hash object of some lines. Its ``update`` method adds further lines."""
+    return blake2b(b"".join(lines), digest_size=16)
+
+
+def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
+    """Return (count, fault): how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong
+    with them, such as "steps 3 to 5 are missing", or None.
+
+    ``written`` is the digest of these lines when they were written. Without it, changed values are not found.
+    """
+    if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
+        return written.lines, None
+    found, _ = in_order(enumerate((storage.json_object(line) or {} for line in lines), start=1))
+    known = {line["step"]: number for number, line in found if 0 < line["step"] <= step}
+    kept = max(known.values(), default=0)
+    while kept < min(step, len(lines)) and storage.json_object(lines[kept]) is None:
+        kept += 1  # a damaged line of a step that will not be repeated stays
+    missing = [(low + 1, high - 1) for low, high in pairwise((0, *known, step + 1)) if high - low > 1]
+    if missing:
+        return kept, f"{_in_words(missing)} missing"
+    return kept, None if written is None else f"its values up to step {step:,} have been changed"
+
+
+def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
+    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are". After
+    ``MOST_RANGES`` ranges, the remaining steps are only counted, such as "steps 1, 3, 5 and 7 others are"."""
+    sizes = [last - first + 1 for first, last in ranges]
+    parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
+    if len(ranges) > MOST_RANGES:
+        parts.append(f"{sum(sizes[MOST_RANGES:]):,} others")
+    listed = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
+    return f"step {listed} is" if sizes == [1] else f"steps {listed} are"
+
+
+def _json_line(document: dict[str, Any]) -> bytes:
+    return json.dumps(finite(document)).encode() + b"\n"
