@@ -133,9 +133,17 @@ class Space(SearchSpace):
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         return point.values(self.recipe, octaves)
 
+    def recipe_at(self, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
+        """Return the recipe at a point: each searched value is moved by its distance in ``octaves``, so 1 doubles the
+        lr. If ``seed`` is given, it is the ``data.seed``. Raise ValueError if the values are invalid together.
+
+        ``batch.tokens`` and ``data.tokens`` also move lr, betas, eps and weight decay, by the recipe's scaling rule.
+        """
+        return point.recipe_at(self.recipe, octaves, seed)
+
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
         """Return the values of placeholders at a point: the recipe's numbers and texts, by path and by short path."""
-        recipe = point.recipe_at(self.recipe, octaves, seed)
+        recipe = self.recipe_at(octaves, seed)
         found = {
             path: value
             for path, value in flatten(recipe.model_dump(mode="json", exclude={"why"})).items()
@@ -149,7 +157,7 @@ class Space(SearchSpace):
         changes = (
             {"scaling.base": self.recipe.base.model_dump(), "why": {**self.recipe.why, **reasons}} if reasons else {}
         )
-        return render(point.recipe_at(self.recipe, octaves).replace(changes))
+        return render(self.recipe_at(octaves).replace(changes))
 
     def changes_since(self, path: Path) -> list[Difference]:
         return differences(read_recipe(path), self.recipe)

@@ -44,7 +44,7 @@ from leaven.storage import is_full, make_folder, open_file, open_to_write, requi
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
 from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
-from leaven.tuning.point import Value, recipe_at
+from leaven.tuning.point import Value
 from leaven.tuning.service.leases import machine
 from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
@@ -405,7 +405,7 @@ def inputs_of(
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)
     if RECIPE in command.used and isinstance(space, Space):
-        found[Path(str(values[RECIPE]))] = render(recipe_at(space.recipe, point, int(values[SEED])))
+        found[Path(str(values[RECIPE]))] = render(space.recipe_at(point, int(values[SEED])))
     return found
 
 

@@ -21,7 +21,7 @@ from leaven.training.outcome import Outcome
 from leaven.training.stack import MOST, most_trials, refusal, train_stack
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, fingerprint_of, train_trial
 from leaven.tuning.earlier_study import earlier_trials
-from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
+from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
@@ -170,7 +170,7 @@ class TrialTrainer:
             # ValueError: lr x weight_decay is above 1, or the warm-up is longer than the shortest duration. Such a
             # recipe is not trained and counts as diverged.
             with suppress(ValueError):
-                recipe = recipe_at(self.space.recipe, proposal, self.space.recipe.data.seed + proposal.seed)
+                recipe = self.space.recipe_at(proposal, self.space.seed + proposal.seed)
                 branches_of(recipe, self.durations, self.tokens)
                 recipes[k] = recipe
         trained = self._train(proposals[0], list(recipes.values())) if recipes else []
