@@ -495,7 +495,7 @@ class CommandStudy(BaseStudy):
             self.space,
             self.out / TRIALS,
             devices=devices,
-            works=any(trial.finished for trial in self._stored.trials),
+            works=any(trial.has_result for trial in self._stored.trials),
             stop=self._stop,
             note=self._note,
             one_folder=isinstance(self._where, Path),

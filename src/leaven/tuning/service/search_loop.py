@@ -155,7 +155,7 @@ class SearchLoop:
                 # At the end of a search, fewer than FAILURES trials may be left, each with two failed attempts. So
                 # attempts count here. If the user stops the command, any failed trial is given back.
                 enough = stopping or len(self._failed) >= FAILURES
-                if self._error is None and enough and any(trial.finished for trial in self.trials):
+                if self._error is None and enough and any(trial.has_result for trial in self.trials):
                     self._give_back(self._failed, fails=not stopping)
                 break
             else:

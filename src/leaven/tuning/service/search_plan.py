@@ -121,15 +121,15 @@ class Budget:
         if self.trials is not None:
             yield self.trials, len(trials), 1
         if self.flops is not None:
-            spent = [trial.flops for trial in trials if trial.finished]
+            spent = [trial.flops for trial in trials if trial.has_result]
             whole = [flops for flops in spent if flops > 0]
             if not whole and any(trial.state == "complete" for trial in trials):
                 raise InputError(
                     "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
                 )
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            # The FLOPs of a trial whose process died are unknown, and may be as many as those of a finished trial.
-            yield self.flops, sum(spent) + cost * sum(not trial.finished for trial in trials), cost
+            # The FLOPs of a trial whose process died are unknown, and may be as many as those of one with a result.
+            yield self.flops, sum(spent) + cost * sum(not trial.has_result for trial in trials), cost
         if self.hours is not None:
             hours = busy(trials, now) / 3600
             yield self.hours, hours, max(hours / max(len(trials), 1), 1e-300)
@@ -386,11 +386,12 @@ class SearchPlan:
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers, by name, of the first finished trial at ``point`` (octaves from the start)."""
+        """Return the log2 multipliers, by name, of the first trial at ``point`` (octaves from the start) that has a
+        result."""
         return next(
             dict(trial.params)
             for trial in trials
-            if trial.finished and tuple((trial.octaves or {}).values()) == point
+            if trial.has_result and tuple((trial.octaves or {}).values()) == point
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
@@ -444,7 +445,7 @@ class SearchPlan:
 
 
 def _ended(trials: Sequence[StoredTrial]) -> int:
-    return [trial.state in RESULTS for trial in trials].count(True)
+    return [trial.has_result for trial in trials].count(True)
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:

@@ -105,7 +105,8 @@ class StoredTrial(StudyTrial):
     spans: tuple[tuple[float, float | None], ...] = ()
 
     @property
-    def finished(self) -> bool:
+    def has_result(self) -> bool:
+        """Whether the trial is complete, diverged or pruned."""
         return self.state in RESULTS
 
     @property

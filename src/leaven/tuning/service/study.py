@@ -314,9 +314,9 @@ class BaseStudy(ABC):
         not enough: a copy of a study in which more trials were run has the same id, but other losses.
         """
         log = self._stored.read()
-        finished = [trial for trial in log.trials.values() if trial.finished]
+        ended = [trial for trial in log.trials.values() if trial.has_result]
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
-        trials = {trial.origin: trial for trial in finished} | {trial.number: trial for trial in finished}
+        trials = {trial.origin: trial for trial in ended} | {trial.number: trial for trial in ended}
         # A failed trial may have been given back to the study since, and then has a result or runs again.
         losses = {number: loss for number, (state, loss) in saved.items() if state != "failed"}
         if lost := (saved.keys() - log.attempts.keys()) | (losses.keys() - trials.keys()):
