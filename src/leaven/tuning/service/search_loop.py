@@ -228,9 +228,9 @@ class SearchLoop:
                 self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
                 # While an earlier call still runs, its result may show that the machine works. But the GPU of this
                 # worker may be broken.
-                if next(iter(self._pending)) is future and _trials_of(self._failed) >= FAILURES:
+                if next(iter(self._pending)) is future and _without_retries(self._failed) >= FAILURES:
                     self._give_back(self._failed)
-                elif _trials_of(of_worker) >= FAILURES:
+                elif _without_retries(of_worker) >= FAILURES:
                     self._give_back(of_worker)
         except BaseException as error:
             for proposal in proposals:
@@ -263,7 +263,7 @@ class SearchLoop:
         self._of_workers.clear()
 
 
-def _trials_of(calls: Sequence[Sequence[Proposal]]) -> int:
+def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
     """Return the number of ``calls`` of the objective. Calls whose first trial is the same (retries) count once."""
     return len({call[0].origin for call in calls})
 
