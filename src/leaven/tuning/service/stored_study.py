@@ -111,6 +111,7 @@ class StoredTrial(StudyTrial):
 
     @property
     def retry(self) -> TrialRequest:
+        """The request for the next attempt. The plan makes it if the trial is waiting."""
         attributes: dict[str, Any] = {RETRY_OF: self.origin}
         if self.final_of:
             attributes |= {FINALIST: [self.final_of, self.finalist]}
