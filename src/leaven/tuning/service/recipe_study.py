@@ -24,7 +24,8 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
-from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
+from leaven.tuning.service.study import BaseStudy
+from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
 from leaven.tuning.space import Space
 
 CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
