@@ -34,7 +34,8 @@ from leaven.tuning.algorithm.answer import (
 )
 from leaven.tuning.algorithm.noise import FEWEST_DEGREES, noise_between_seeds
 from leaven.tuning.algorithm.trust_region import RESULTS, RISK, Axes, Region, loss_of, region, results
-from leaven.tuning.service.stored_study import CONFIRMS, FINAL, FINALIST, OPTIONS, Params, StoredTrial, TrialRequest
+from leaven.tuning.service.stored_study import CONFIRMS, FINAL, FINALIST, Params, StoredTrial, TrialRequest
+from leaven.tuning.service.study_settings import OPTIONS
 from leaven.tuning.study_document import PRUNED, Dimension, covered
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")

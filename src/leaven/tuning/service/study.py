@@ -59,9 +59,9 @@ from leaven.tuning.service.search_plan import (
     check_search,
     known_trials,
 )
-from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.service.study_folder import StudyFolder, write_results
+from leaven.tuning.service.study_settings import join_study
 from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import StudyDocument, front
 
