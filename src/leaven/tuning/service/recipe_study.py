@@ -58,7 +58,7 @@ def check_request(
             - The earlier study cannot be used.
     """
     space = _narrowed(space, method, durations)
-    one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
+    one = _flops_of_trial(recipe, durations)
     known_trials(space.axes, method, Budget(trials, flops, hours, one), noise)
     if flops is not None and flops < one:
         raise InputError(
@@ -67,6 +67,13 @@ def check_request(
     if from_study is not None:
         space = replace(space, earlier=earlier_trials(from_study, space)[0])
     check_search(method, space.axes, recipe.name)
+
+
+def _flops_of_trial(recipe: Recipe, durations: Sequence[int]) -> float:
+    """Return the FLOPs of one trial: of the longest run, and of the cooldowns of the shorter ones."""
+    *shorter, longest = sorted(set(durations)) or [recipe.data.tokens]
+    cooldowns = sum(tokens - cooldown_start(recipe.schedule, tokens) for tokens in shorter)
+    return flops_per_token(recipe.model) * (longest + cooldowns)
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
@@ -256,8 +263,7 @@ class Study(BaseStudy):
     ) -> None:
         self.stack = stack
         check_trainable(recipe, tokens)
-        *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
-        cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
+        branches_of(recipe, durations, tokens)  # raises if a duration cannot be trained
         space = _narrowed(space, method, durations)
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
@@ -277,7 +283,7 @@ class Study(BaseStudy):
             noise=noise,
             from_study=from_study,
             shared=shared,
-            run_flops=flops_per_token(recipe.model) * (longest.data.tokens + cooldowns),
+            run_flops=_flops_of_trial(recipe, durations),
             about={"durations": tuple(durations)},
         )
 
