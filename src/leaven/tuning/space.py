@@ -1,4 +1,7 @@
-"""Define search spaces: the searched values of a recipe. ``bounds.py`` has their limits, ``point.py`` their units.
+"""Define search spaces: the searched values of a recipe, and the recipe at a point (:meth:`Space.recipe_at`).
+
+A point has, for each searched value, its distance from the value in the recipe, mostly in octaves: a distance of 1
+doubles the value. ``point.py`` converts distances to values; ``bounds.py`` has the limits of each value.
 
 The user gives a space by the name of a set (``SETS``) or by the paths of values. docs/concepts/spaces.md lists the
 values of each set. ``per-module`` has those that mattered most to Mlodozeniec et al. 2025 (arXiv 2512.22382): lr,

@@ -9,8 +9,8 @@ The next trial is of the first kind in this list that still has trials to do:
    gained less than the noise.
 4. Final trials, with fresh seeds, of the best few points (the finalists). The first of them stores the number of
    finalists, so that all commands use the same number.
-5. If there are several finalists: confirmation trials (``algorithm/answer.py``). They compare the best finalist with
-   the start, on the same seeds.
+5. If there are several finalists: confirmation trials (``CONFIRMATIONS`` in ``algorithm/answer.py``). They compare
+   the best finalist with the start, on the same seeds.
 """
 
 import itertools

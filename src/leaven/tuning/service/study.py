@@ -1,33 +1,37 @@
 """A study: a search over short trainings of a recipe, or over runs of a shell command. It keeps all trials and writes
 the best values.
 
-This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. The five files in bold are the search itself.
-A trial is one training of a point with one seed. If the process of a trial dies, the trial gets another attempt.
+This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. The ten files in bold are the search; the
+others are details of a step. A trial is one training of a point with one seed. If the process of a trial dies, the
+trial gets another attempt.
 
-1. **cli/tune.py** reads the recipe, tokenises its text and makes the search space (``space.py``).
-   :class:`BaseStudy`, in this file (**study.py**), checks the arguments and opens the store of all trials: an Optuna
-   journal in the folder, or a database (``stores.py``). It joins or creates the study in the store
-   (``stored_study.py``).
+1. **cli/tune.py** reads the recipe, makes the search space (**space.py**) and tokenises the recipe's text.
+   :class:`BaseStudy`, in this file (**study.py**), checks the arguments and the folder (``study_folder.py``), and
+   opens the store. The store is a journal in the folder, or a database: an Optuna storage with all attempts at all
+   trials, and with their losses and curves. Everything that the search knows is in the store, so a killed search goes
+   on, and several commands and machines can share a study. The first command also stores the recipe and the other
+   settings there; a later command with other settings is refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
    trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start, then proposals of the
-   search, then some of the best points again. ``algorithm/trust_region.py`` proposes points, from a model of the loss
-   fitted to the trials so far (``algorithm/surrogate.py``).
-3. :class:`TrialTrainer` (``recipe_study.py``) puts the values of the point into the recipe. It trains the recipe in a
-   worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). This training has the
-   loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is
-   the validation loss after the last step. If the trials run a shell command instead, ``CommandTrainer``
-   (``command_study.py``) takes the place of ``TrialTrainer``.
+   search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a model of the loss
+   fitted to the trials so far (``algorithm/surrogate.py``). The loop creates the trial in the store, and records its
+   outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
+3. The loop calls the objective that :meth:`BaseStudy._trainer` gives it: of a study over a recipe, the
+   :class:`TrialTrainer` in **recipe_study.py**. It puts the values of the point into the recipe
+   (:meth:`Space.recipe_at`). It trains the recipe in a worker process (**training/trial.py**), or several recipes at
+   once (``training/stack.py``). This training has the loop and the step of ``leaven train``, but no run folder, no
+   metrics and no spike guard. The loss of the trial is the validation loss after the last step. If the trials run a
+   shell command instead, the objective is the ``CommandTrainer`` in ``command_study.py``.
 4. A trial ends early if it diverges, or if it is pruned: if it is further behind the best trial than noise explains
    (``training/early_stopping.py``). The noise is the standard deviation of the loss between seeds
    (``algorithm/noise.py``). Up to 3 trials of the start, which is the recipe itself, measure the noise before the
    first proposal.
 5. The search ends with final trials of the best points (the finalists), with fresh seeds. The budget decides how many
-   (``FINALS``). From their losses, ``algorithm/answer.py`` chooses a point: the start, unless the best point gains
+   (``FINALS``). From their losses, **algorithm/answer.py** chooses a point: the start, unless the best point gains
    clearly more than the noise. The reported loss is the mean over the final trials of this point. Its 95% interval is
    mean +- t x noise / sqrt(trials).
 6. :meth:`BaseStudy.save` writes the study's document (``study_document.py``) to study.json, at the start and when
-   trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml, a point with fewer changes
-   that is as good. The folder also has the recipe at the start (centre.toml) and the checkpoints of trials.
+   trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml (``study_folder.py``).
 7. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
