@@ -28,7 +28,7 @@ from optuna.trial import TrialState, create_trial
 
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service import stored_study
+from leaven.tuning.service import stored_study, study_settings
 from leaven.tuning.service.search_loop import Proposal
 from leaven.tuning.service.stores import open_store
 
@@ -59,7 +59,7 @@ def fill(path: Path, space: Mapping[str, tuple[float, float]], count: int, noise
     with mock.patch("os.fsync"):
         store = open_store(path)
         known = {"method": method, "axes": axes, "seed": 0, "noise": None}
-        study = stored_study.join_study(store, "leaven", "the study", "", **known)
+        study = study_settings.join_study(store, "leaven", "the study", "", **known)
         for number in range(count):
             radius = 2 / (1 + number / 20) + 0.1
             point = {name: min(max(noise.gauss(1, radius), -3.0), 3.0) for name in space}

@@ -86,7 +86,7 @@ class RemoteStudy(Study):
 
         def train(proposal: Proposal) -> Outcome:
             try:
-                recipe = recipe_at(self.space.recipe, proposal, self.space.seed + proposal.seed)
+                recipe = self.space.recipe_at(proposal, self.space.seed + proposal.seed)
             except ValueError:  # not a recipe
                 return Outcome(math.inf)
             waiting[proposal.number] = answer = queue.Queue()

@@ -25,7 +25,7 @@ from leaven.training.trial import train_trial
 from leaven.tuning.service import recipe_study
 from leaven.tuning.service.recipe_study import STACKED_FLOPS, Study, stack_size
 from leaven.tuning.service.stores import StoreGone
-from leaven.tuning.space import space
+from leaven.tuning.space import Space, space
 
 HYPER = "hyperparameters."
 LR = f"{HYPER}lr"
@@ -286,14 +286,14 @@ def test_a_stopped_stack_returns_its_trials(
 def test_a_point_that_is_no_recipe_is_left_out_of_its_stack(
     short: Recipe, tokens: TokenSet, tmp_path: Path, stacks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe_at = recipe_study.recipe_at
+    recipe_at = Space.recipe_at
 
-    def only_some(recipe: Recipe, point: Any, seed: int) -> Recipe:
-        if point.number == 1:
+    def only_some(around: Space, point: Any, seed: int | None = None) -> Recipe:
+        if getattr(point, "number", None) == 1:  # only a proposal has a number
             raise ValueError
-        return recipe_at(recipe, point, seed)
+        return recipe_at(around, point, seed)
 
-    monkeypatch.setattr(recipe_study, "recipe_at", only_some)
+    monkeypatch.setattr(Space, "recipe_at", only_some)
     with of_stacks(short, tokens, tmp_path / "study") as opened:
         state = opened.run(4, 1)
     assert [trial.state for trial in state.trials] == ["complete", "diverged", "complete", "complete"]

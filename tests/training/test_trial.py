@@ -247,7 +247,7 @@ def test_branches_are_the_runs_of_their_durations_bit_for_bit(tiny: Recipe, chan
     assert together.branches == tuple((each.tokens, each.loss) for each in alone)
     assert together.loss == alone[-1].loss
     assert together.curve == alone[-1].curve
-    starts = [cooldown_start(recipe.replace({"data.tokens": duration})) // STEP * STEP for duration in DURATIONS[:2]]
+    starts = [cooldown_start(recipe.schedule, duration) // STEP * STEP for duration in DURATIONS[:2]]
     cooled = sum(duration - start for duration, start in zip(DURATIONS, starts, strict=False))
     assert together.tokens == DURATIONS[2] + cooled < sum(DURATIONS)
 

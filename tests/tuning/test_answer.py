@@ -22,7 +22,7 @@ from leaven.tuning.algorithm.answer import (
 from leaven.tuning.algorithm.noise import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.service.study import reason
+from leaven.tuning.service.study_folder import reason
 from leaven.tuning.study_document import Answer, Dimension, StudyDocument, StudyTrial, front
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")

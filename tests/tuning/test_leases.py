@@ -273,10 +273,10 @@ def test_hours_of_a_run_are_by_the_clock_of_its_own_machine() -> None:
     plan = SearchPlan(axes, "random", 0, Budget(hours=1.0), None, True)
     seen = []
     with SearchLoop(plan, stored, lambda _: [], 1, lambda: True, 0.05) as loop:
-        loop._look()
+        loop._read_trials()
         seen.append(busy(loop.trials, time.time()))
         while loop.trials[0].state == "running":
             time.sleep(0.01)
-            loop._look()
+            loop._read_trials()
         seen.append(busy(loop.trials, time.time()))
     assert seen == [60.0, 60.0]

@@ -17,6 +17,7 @@ from leaven.catalogue.findings.case import Case
 from leaven.cli import app
 from leaven.data.tokens import prepare
 from leaven.errors import InputError
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
@@ -229,6 +230,16 @@ def test_a_request_is_checked_in_the_space_that_the_study_searches(folder: Path,
         check_request(tiny, searched, "grid", **given | {"trials": 4, "durations": (), "from_study": None})
     with pytest.raises(InputError, match="method treust-region: unknown; did you mean trust-region"):
         check_request(tiny, searched, "treust-region", durations=(), from_study=folder, **given)
+
+
+def test_a_budget_in_flops_is_for_the_cooldowns_of_a_trial_as_well(tiny: Recipe) -> None:
+    """A trial of 4,096 and 8,192 tokens trains the last fifth of the shorter run twice."""
+    recipe = tiny.replace({"schedule.decay": "wsd", "schedule.decay_ratio": 0.2})
+    trunk = flops_per_token(recipe.model) * 8192
+    given: dict[str, Any] = {"trials": None, "hours": None, "noise": None, "from_study": None}
+    check_request(recipe, space(recipe, LR), "random", durations=(8192, 4096), flops=1.11 * trunk, **given)
+    with pytest.raises(InputError, match=r"--flops \S+ is too small, because one trial takes"):
+        check_request(recipe, space(recipe, LR), "random", durations=(8192, 4096), flops=1.09 * trunk, **given)
 
 
 @pytest.mark.usefixtures("in_this_process")

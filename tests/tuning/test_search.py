@@ -30,7 +30,8 @@ from leaven.tuning.service import search_plan, stored_study
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
 from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy
-from leaven.tuning.service.stored_study import TrialRequest, join_study, trials_of
+from leaven.tuning.service.stored_study import TrialRequest, trials_of
+from leaven.tuning.service.study_settings import join_study
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 

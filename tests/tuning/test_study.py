@@ -46,7 +46,8 @@ from leaven.tuning.service import study as service_study
 from leaven.tuning.service.command_study import CommandStudy
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
-from leaven.tuning.service.study import NoScreen, write_results
+from leaven.tuning.service.study import NoScreen
+from leaven.tuning.service.study_folder import write_results
 from leaven.tuning.space import Space, space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
@@ -944,7 +945,7 @@ def test_trials_go_on_while_results_cannot_be_written(
 
     screen = NotedScreen()
     with study() as opened, monkeypatch.context() as patched:
-        patched.setattr("leaven.tuning.service.study.write_text", full)
+        patched.setattr("leaven.tuning.service.study_folder.write_text", full)
         with pytest.raises(StoreGone, match="No space left on device; the trials are in the store"):
             opened.run(2, 1, screen=screen)
     assert "No space left" in screen.notes

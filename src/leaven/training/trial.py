@@ -31,6 +31,7 @@ from leaven.interop.weights import weights_fingerprint
 from leaven.planning.flops import flops_per_token
 from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.schedule import Schedule
 from leaven.scaling.table import parameter_table
 from leaven.training.checkpoint import NotSaved, read_checkpoint, write_checkpoint
 from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, comparable
@@ -166,9 +167,9 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     return found
 
 
-def cooldown_start(recipe: Recipe) -> float:
-    """Return the token count at which a wsd schedule starts its cooldown. A step that ends later has a lower lr."""
-    duration, schedule = recipe.data.tokens, recipe.schedule
+def cooldown_start(schedule: Schedule, duration: int) -> float:
+    """Return the token count at which a wsd schedule starts its cooldown in a run of ``duration`` tokens. A step that
+    ends later has a lower lr."""
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
@@ -183,7 +184,7 @@ class Cooldowns(Callback):
 
     def before_step(self) -> None:
         end = self._training.tokens + self._training.next_batch_tokens
-        while self._branches and end > cooldown_start(self._branches[0]):
+        while self._branches and end > cooldown_start(self._branches[0].schedule, self._branches[0].data.tokens):
             self._cool_down(self._branches.pop(0))
 
     def _cool_down(self, branch: Recipe) -> None:

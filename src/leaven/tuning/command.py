@@ -40,10 +40,10 @@ from pydantic import AfterValidator, Field, model_validator
 
 from leaven.errors import InputError, suggestion
 from leaven.recipe.base import Part
-from leaven.recipe.files import parse_toml, read_text, update, validated
+from leaven.recipe.files import parse_toml, read_text, render, update, validated
 from leaven.recipe.recipe import Difference, differing, short_path
 from leaven.tuning.point import Value, distance_in, moved
-from leaven.tuning.space import SearchSpace
+from leaven.tuning.space import SearchSpace, Space
 from leaven.tuning.study_document import Dimension
 
 SEED, OUT, WORKER, CONFIG, RECIPE = "seed", "out", "worker", "config", "recipe"
@@ -417,6 +417,36 @@ def fill(text: str, values: Mapping[str, Value]) -> str:
         return found[1] or (text_of(values[found[2]]) if found[2] in values else found[0])
 
     return _PLACEHOLDER.sub(replaced, text)
+
+
+def values_of(  # noqa: PLR0917 - one of each
+    command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
+) -> dict[str, Value]:
+    """Return the value of each placeholder, such as ``{out}``, by name, for an attempt at ``point`` in ``folder``.
+
+    The value of ``{seed}`` is ``space.seed + seed``.
+
+    Raises:
+        ValueError: if the values are invalid together, such as a warm-up longer than the run.
+    """
+    folder, seed = folder.absolute(), space.seed + seed
+    found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
+    if command.config is not None:
+        found[CONFIG] = str(folder / CONFIG / Path(command.config).name)
+    return found | {RECIPE: str(folder / "recipe.toml")}
+
+
+def inputs_of(
+    command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
+) -> dict[Path, str]:
+    """Return the texts of the files ``{config}`` and ``{recipe}``, by path, as far as the command uses them.
+    ``values`` are the values of all placeholders at ``point`` (:func:`values_of`)."""
+    found = dict[Path, str]()
+    if command.config is not None:
+        found[Path(str(values[CONFIG]))] = fill(command.template, values)
+    if RECIPE in command.used and isinstance(space, Space):
+        found[Path(str(values[RECIPE]))] = render(space.recipe_at(point, int(values[SEED])))
+    return found
 
 
 def _names(*texts: str) -> set[str]:

@@ -1,4 +1,7 @@
-"""Define search spaces: the searched values of a recipe. ``bounds.py`` has their limits, ``point.py`` their units.
+"""Define search spaces: the searched values of a recipe, and the recipe at a point (:meth:`Space.recipe_at`).
+
+A point has, for each searched value, its distance from the value in the recipe, mostly in octaves: a distance of 1
+doubles the value. ``point.py`` converts distances to values; ``bounds.py`` has the limits of each value.
 
 The user gives a space by the name of a set (``SETS``) or by the paths of values. docs/concepts/spaces.md lists the
 values of each set. ``per-module`` has those that mattered most to Mlodozeniec et al. 2025 (arXiv 2512.22382): lr,
@@ -133,9 +136,17 @@ class Space(SearchSpace):
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         return point.values(self.recipe, octaves)
 
+    def recipe_at(self, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
+        """Return the recipe at a point: each searched value is moved by its distance in ``octaves``, so 1 doubles the
+        lr. If ``seed`` is given, it is the ``data.seed``. Raise ValueError if the values are invalid together.
+
+        ``batch.tokens`` and ``data.tokens`` also move lr, betas, eps and weight decay, by the recipe's scaling rule.
+        """
+        return point.recipe_at(self.recipe, octaves, seed)
+
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
         """Return the values of placeholders at a point: the recipe's numbers and texts, by path and by short path."""
-        recipe = point.recipe_at(self.recipe, octaves, seed)
+        recipe = self.recipe_at(octaves, seed)
         found = {
             path: value
             for path, value in flatten(recipe.model_dump(mode="json", exclude={"why"})).items()
@@ -149,7 +160,7 @@ class Space(SearchSpace):
         changes = (
             {"scaling.base": self.recipe.base.model_dump(), "why": {**self.recipe.why, **reasons}} if reasons else {}
         )
-        return render(point.recipe_at(self.recipe, octaves).replace(changes))
+        return render(self.recipe_at(octaves).replace(changes))
 
     def changes_since(self, path: Path) -> list[Difference]:
         return differences(read_recipe(path), self.recipe)

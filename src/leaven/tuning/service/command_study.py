@@ -39,19 +39,18 @@ from typing import Any, BinaryIO, Self
 
 from leaven.errors import InputError
 from leaven.planning.this_machine import VISIBLE
-from leaven.recipe.files import render
 from leaven.storage import is_full, make_folder, open_file, open_to_write, require_file, write_text
 from leaven.training.early_stopping import expected, should_prune
 from leaven.training.outcome import Curve, Outcome, this_process
-from leaven.tuning.command import CONFIG, OUT, RECIPE, SEED, WORKER, Command, CommandSpace, fill
-from leaven.tuning.point import Value, recipe_at
+from leaven.tuning.command import OUT, RECIPE, SEED, Command, CommandSpace, fill, inputs_of, values_of
+from leaven.tuning.point import Value
 from leaven.tuning.service.leases import machine
 from leaven.tuning.service.losses import read_losses, why_none, written_losses
 from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.service.study import BaseStudy
-from leaven.tuning.space import SearchSpace, Space
+from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import StudyDocument
 
 TRIALS, OUTPUT, BEST = "trials", "output.log", "best"
@@ -379,36 +378,6 @@ def _end_of(output: Path, most: int) -> str:
         return file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def values_of(  # noqa: PLR0917 - one of each
-    command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
-) -> dict[str, Value]:
-    """Return the value of each placeholder, such as ``{out}``, by name, for an attempt at ``point`` in ``folder``.
-
-    The value of ``{seed}`` is ``space.seed + seed``.
-
-    Raises:
-        ValueError: if the values are invalid together, such as a warm-up longer than the run.
-    """
-    folder, seed = folder.absolute(), space.seed + seed
-    found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
-    if command.config is not None:
-        found[CONFIG] = str(folder / CONFIG / Path(command.config).name)
-    return found | {RECIPE: str(folder / "recipe.toml")}
-
-
-def inputs_of(
-    command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
-) -> dict[Path, str]:
-    """Return the texts of the files ``{config}`` and ``{recipe}``, by path, as far as the command uses them.
-    ``values`` are the values of all placeholders at ``point`` (:func:`values_of`)."""
-    found = dict[Path, str]()
-    if command.config is not None:
-        found[Path(str(values[CONFIG]))] = fill(command.template, values)
-    if RECIPE in command.used and isinstance(space, Space):
-        found[Path(str(values[RECIPE]))] = render(recipe_at(space.recipe, point, int(values[SEED])))
-    return found
-
-
 class CommandStudy(BaseStudy):
     """A study whose trials run ``command``. See :class:`BaseStudy` for the other arguments.
 
@@ -495,7 +464,7 @@ class CommandStudy(BaseStudy):
             self.space,
             self.out / TRIALS,
             devices=devices,
-            works=any(trial.finished for trial in self._stored.trials),
+            works=any(trial.has_result for trial in self._stored.trials),
             stop=self._stop,
             note=self._note,
             one_folder=isinstance(self._where, Path),

@@ -4,8 +4,9 @@ The operating system knows which processes on this machine are alive. For other 
 command regularly writes the current time into the store. A command is dead if its heartbeat has not changed for
 ``lease_seconds``. This machine measures these seconds with its own clock, so two clocks are never compared.
 
-A command may count as dead although it is alive, for example because its machine slept. Other commands then run its
-trials again. When the command continues, it drops its own results of these trials.
+Only ``search_loop.py`` acts on this: every command closes the attempts of dead commands, and the plan of the search
+then asks for retries of their trials. A command may count as dead although it is alive, for example because its
+machine slept. When it continues, it drops its own results of the trials that others have retried.
 """
 
 import itertools

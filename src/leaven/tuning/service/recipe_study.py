@@ -21,10 +21,11 @@ from leaven.training.outcome import Outcome
 from leaven.training.stack import MOST, most_trials, refusal, train_stack
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, fingerprint_of, train_trial
 from leaven.tuning.earlier_study import earlier_trials
-from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
+from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
-from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
+from leaven.tuning.service.study import BaseStudy
+from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
 from leaven.tuning.space import Space
 
 CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
@@ -57,7 +58,7 @@ def check_request(
             - The earlier study cannot be used.
     """
     space = _narrowed(space, method, durations)
-    one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
+    one = _flops_of_trial(recipe, durations)
     known_trials(space.axes, method, Budget(trials, flops, hours, one), noise)
     if flops is not None and flops < one:
         raise InputError(
@@ -66,6 +67,13 @@ def check_request(
     if from_study is not None:
         space = replace(space, earlier=earlier_trials(from_study, space)[0])
     check_search(method, space.axes, recipe.name)
+
+
+def _flops_of_trial(recipe: Recipe, durations: Sequence[int]) -> float:
+    """Return the FLOPs of one trial: of the longest run, and of the cooldowns of the shorter ones."""
+    *shorter, longest = sorted(set(durations)) or [recipe.data.tokens]
+    cooldowns = sum(tokens - cooldown_start(recipe.schedule, tokens) for tokens in shorter)
+    return flops_per_token(recipe.model) * (longest + cooldowns)
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
@@ -170,7 +178,7 @@ class TrialTrainer:
             # ValueError: lr x weight_decay is above 1, or the warm-up is longer than the shortest duration. Such a
             # recipe is not trained and counts as diverged.
             with suppress(ValueError):
-                recipe = recipe_at(self.space.recipe, proposal, self.space.recipe.data.seed + proposal.seed)
+                recipe = self.space.recipe_at(proposal, self.space.seed + proposal.seed)
                 branches_of(recipe, self.durations, self.tokens)
                 recipes[k] = recipe
         trained = self._train(proposals[0], list(recipes.values())) if recipes else []
@@ -255,8 +263,7 @@ class Study(BaseStudy):
     ) -> None:
         self.stack = stack
         check_trainable(recipe, tokens)
-        *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
-        cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
+        branches_of(recipe, durations, tokens)  # raises if a duration cannot be trained
         space = _narrowed(space, method, durations)
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
@@ -276,7 +283,7 @@ class Study(BaseStudy):
             noise=noise,
             from_study=from_study,
             shared=shared,
-            run_flops=flops_per_token(recipe.model) * (longest.data.tokens + cooldowns),
+            run_flops=_flops_of_trial(recipe, durations),
             about={"durations": tuple(durations)},
         )
 

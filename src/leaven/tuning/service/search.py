@@ -20,8 +20,8 @@ from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
 from leaven.tuning.service.leases import LEASE_SECONDS
 from leaven.tuning.service.search_loop import HUGE, Objective, Proposal, SearchLoop
 from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, check_search, known_trials
-from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import open_store
+from leaven.tuning.service.study_settings import join_study
 
 OCTAVES = 1000.0  # the largest log2 multiplier, because 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale

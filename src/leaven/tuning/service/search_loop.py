@@ -1,6 +1,13 @@
 """Run a search: ask the plan (``search_plan.py``) for a trial, run it in a thread, and store its result.
 
-Several commands may run the same search at once. If one of them dies (``leases.py``), the others retry its trials.
+Several commands may run the same search at once. Each of them takes over the trials of the commands that die:
+
+1. Whenever it reads the trials, it also closes the running attempts of dead commands
+   (:meth:`SearchLoop._close_attempts_of_dead`). A command is dead if its process on this machine has ended, or if it
+   has sent no heartbeat for a minute (``leases.py``).
+2. These trials are now waiting for a retry (:attr:`StoredTrial.retry`). The plan asks for retries before all other
+   trials, so the next free worker of any command runs them.
+3. A retry finds the checkpoints of the first attempt by ``Proposal.origin``.
 """
 
 import math
@@ -136,7 +143,7 @@ class SearchLoop:
         turn = 0
         while True:
             if self._free:
-                turn = self._look()
+                turn = self._read_trials()
             stopping, request = self._error is not None or self.stop(), None
             if self._free and not stopping:
                 request = self.plan.next(self.trials, turn, self.stored.now())
@@ -155,7 +162,7 @@ class SearchLoop:
                 # At the end of a search, fewer than FAILURES trials may be left, each with two failed attempts. So
                 # attempts count here. If the user stops the command, any failed trial is given back.
                 enough = stopping or len(self._failed) >= FAILURES
-                if self._error is None and enough and any(trial.finished for trial in self.trials):
+                if self._error is None and enough and any(trial.has_result for trial in self.trials):
                     self._give_back(self._failed, fails=not stopping)
                 break
             else:
@@ -163,16 +170,13 @@ class SearchLoop:
         if self._error is not None:
             raise self._error
 
-    def _look(self) -> int:
-        """Mark the attempts of dead commands as failed, and read all trials into ``self.trials``. Return the number
-        of trials that have been started."""
+    def _read_trials(self) -> int:
+        """Read all trials into ``self.trials``, after closing the attempts of dead commands. Return the number of
+        trials that have been started."""
         log = self.stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
-        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
-        if taken := [number for number, owner in running.items() if owner in dead]:
-            for number in taken:
-                self.stored.close(number, ended=self._leases.clocks[str(running[number])])
+        if self._close_attempts_of_dead(running):
             self.stored.read()
         # Times of a trial are by the clock of its owner, which may differ from this machine's.
         clocks = {number: self._leases.clocks.get(str(owner)) for number, owner in running.items()}
@@ -183,6 +187,15 @@ class SearchLoop:
             for trial in log.trials.values()
         ]
         return log.started
+
+    def _close_attempts_of_dead(self, running: Mapping[int, str | None]) -> bool:
+        """Mark the attempts of dead commands as failed, so that the plan retries their trials. Return whether there
+        are any. ``running`` has the command (its id) of each running attempt, by number."""
+        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
+        taken = {number: owner for number, owner in running.items() if owner in dead}
+        for number, owner in taken.items():
+            self.stored.close(number, ended=self._leases.clocks[str(owner)])
+        return bool(taken)
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
         """Create the trial of a request and return its proposal. Return None if another command runs this trial.
@@ -212,7 +225,7 @@ class SearchLoop:
             self._end(self._pending[future], future)
             del self._pending[future]  # only now, so that an error in ``_end`` releases the trials
         if not done:
-            self._look()
+            self._read_trials()
 
     def _end(self, proposals: Sequence[Proposal], future: "Future[Sequence[float | Outcome]]") -> None:
         self._free.append(proposals[0].worker)
@@ -228,9 +241,9 @@ class SearchLoop:
                 self._failure = f"trial {proposals[0].number} {str(died) or 'died'}"
                 # While an earlier call still runs, its result may show that the machine works. But the GPU of this
                 # worker may be broken.
-                if next(iter(self._pending)) is future and _trials_of(self._failed) >= FAILURES:
+                if next(iter(self._pending)) is future and _without_retries(self._failed) >= FAILURES:
                     self._give_back(self._failed)
-                elif _trials_of(of_worker) >= FAILURES:
+                elif _without_retries(of_worker) >= FAILURES:
                     self._give_back(of_worker)
         except BaseException as error:
             for proposal in proposals:
@@ -263,7 +276,7 @@ class SearchLoop:
         self._of_workers.clear()
 
 
-def _trials_of(calls: Sequence[Sequence[Proposal]]) -> int:
+def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
     """Return the number of ``calls`` of the objective. Calls whose first trial is the same (retries) count once."""
     return len({call[0].origin for call in calls})
 

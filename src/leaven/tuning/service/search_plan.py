@@ -9,8 +9,8 @@ The next trial is of the first kind in this list that still has trials to do:
    gained less than the noise.
 4. Final trials, with fresh seeds, of the best few points (the finalists). The first of them stores the number of
    finalists, so that all commands use the same number.
-5. If there are several finalists: confirmation trials (``algorithm/answer.py``). They compare the best finalist with
-   the start, on the same seeds.
+5. If there are several finalists: confirmation trials (``CONFIRMATIONS`` in ``algorithm/answer.py``). They compare
+   the best finalist with the start, on the same seeds.
 """
 
 import itertools
@@ -33,7 +33,8 @@ from leaven.tuning.algorithm.answer import (
 )
 from leaven.tuning.algorithm.noise import FEWEST_DEGREES, noise_between_seeds
 from leaven.tuning.algorithm.trust_region import RESULTS, RISK, Axes, Region, loss_of, region, results
-from leaven.tuning.service.stored_study import CONFIRMS, FINAL, FINALIST, OPTIONS, Params, StoredTrial, TrialRequest
+from leaven.tuning.service.stored_study import CONFIRMS, FINAL, FINALIST, Params, StoredTrial, TrialRequest
+from leaven.tuning.service.study_settings import OPTIONS
 from leaven.tuning.study_document import PRUNED, Dimension, covered
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
@@ -120,15 +121,15 @@ class Budget:
         if self.trials is not None:
             yield self.trials, len(trials), 1
         if self.flops is not None:
-            spent = [trial.flops for trial in trials if trial.finished]
+            spent = [trial.flops for trial in trials if trial.has_result]
             whole = [flops for flops in spent if flops > 0]
             if not whole and any(trial.state == "complete" for trial in trials):
                 raise InputError(
                     "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
                 )
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            # The FLOPs of a trial whose process died are unknown, and may be as many as those of a finished trial.
-            yield self.flops, sum(spent) + cost * sum(not trial.finished for trial in trials), cost
+            # The FLOPs of a trial whose process died are unknown, and may be as many as those of one with a result.
+            yield self.flops, sum(spent) + cost * sum(not trial.has_result for trial in trials), cost
         if self.hours is not None:
             hours = busy(trials, now) / 3600
             yield self.hours, hours, max(hours / max(len(trials), 1), 1e-300)
@@ -384,11 +385,12 @@ class SearchPlan:
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers, by name, of the first finished trial at ``point`` (octaves from the start)."""
+        """Return the log2 multipliers, by name, of the first trial at ``point`` (octaves from the start) that has a
+        result."""
         return next(
             dict(trial.params)
             for trial in trials
-            if trial.finished and tuple((trial.octaves or {}).values()) == point
+            if trial.has_result and tuple((trial.octaves or {}).values()) == point
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
@@ -442,7 +444,7 @@ class SearchPlan:
 
 
 def _ended(trials: Sequence[StoredTrial]) -> int:
-    return [trial.state in RESULTS for trial in trials].count(True)
+    return [trial.has_result for trial in trials].count(True)
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:

@@ -1,7 +1,6 @@
-"""A study in a store (an Optuna storage): join or create it, and read and write its trials.
+"""The trials of a study in a store (an Optuna storage): create, record and read them.
 
-A command is one running search. The first command stores its settings (recipe, space, method and so on) in the study.
-A command with other settings is refused, because its trials could not be compared.
+A command is one running search. ``study_settings.py`` gives it the study: it joins the study, or creates it.
 
 A trial is one training of a point with one seed. In the store it is one Optuna trial, and another one for each retry.
 In this file, an Optuna trial is called an attempt. Any number of commands on any machines can share a study, and the
@@ -26,39 +25,28 @@ command line that starts a search also resumes it:
 import json
 import math
 import time
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from leaven import storage
 from leaven.errors import InputError
-from leaven.recipe.recipe import Recipe, differences, differing
 from leaven.training.outcome import Curve, Outcome, curve_of
-from leaven.training.run_folder import describe_changes
-from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.algorithm.trust_region import RESULTS, Axes
 from leaven.tuning.service.stores import TICKET
 from leaven.tuning.study_document import PRUNED, StudyTrial
 
 ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
 ID = "id"  # the setting with the random id of a study, which is also in its study.json
-EXPECTED, EARLIER = "expected", "earlier"  # the settings that are prior knowledge
-OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
-LISTED = 3  # the most settings that a message about different settings lists
-PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 # Names of user attributes of an attempt: fields of an Outcome, and others.
 OUTCOME = ("tokens", "flops", "seconds", "branches", "worker", "stopped")
@@ -105,11 +93,13 @@ class StoredTrial(StudyTrial):
     spans: tuple[tuple[float, float | None], ...] = ()
 
     @property
-    def finished(self) -> bool:
+    def has_result(self) -> bool:
+        """Whether the trial is complete, diverged or pruned."""
         return self.state in RESULTS
 
     @property
     def retry(self) -> TrialRequest:
+        """The request for the next attempt. The plan makes it if the trial is waiting."""
         attributes: dict[str, Any] = {RETRY_OF: self.origin}
         if self.final_of:
             attributes |= {FINALIST: [self.final_of, self.finalist]}
@@ -420,10 +410,10 @@ def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] 
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
     # Keys are texts, except in a row that was changed.
     params, attributes = ({str(key): value for key, value in of.items()} for of in (attempt.params, attributes))
-    return _digest([attempt.number, state.name, losses, params, attributes])
+    return digest_of_json([attempt.number, state.name, losses, params, attributes])
 
 
-def _digest(document: Any) -> str:
+def digest_of_json(document: Any) -> str:
     return storage.digest(json.dumps(document, sort_keys=True).encode())
 
 
@@ -435,138 +425,3 @@ def distributions(axes: Axes) -> dict[str, BaseDistribution]:
         else FloatDistribution(*limits)
         for name, limits in axes.limits.items()
     }
-
-
-def join_study(
-    store: BaseStorage,
-    name: str,
-    what: str,
-    instead: str,
-    *,
-    method: str,
-    axes: Axes,
-    seed: int,
-    noise: float | None,
-    own_noise: bool = True,
-    recipe: Recipe | None = None,
-    shared: Mapping[str, Any] = MappingProxyType({}),
-) -> StoredStudy:
-    """Return the study called ``name``. If it does not exist, create it.
-
-    An existing study keeps the prior knowledge with which it was created, even if the laws or the earlier study would
-    give other knowledge now.
-
-    Args:
-        what: the name of the study in messages.
-        instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, and if the stored study has trials of an earlier study,
-            the noise of the stored study is used.
-        recipe, shared: the recipe and further settings that all commands on the study must share.
-
-    Raises:
-        InputError: if one of these is true:
-
-            - The study was created by another program, or with other settings.
-            - This command has prior knowledge (``axes.expected`` or ``axes.earlier``), and the study was created
-              without it.
-            - The settings of the study were changed or damaged in the store.
-    """
-    here: dict[str, Any] = {
-        "method": method,
-        "space": {
-            key: ["choice", len(limits), axes.start[key]] if isinstance(limits, range) else [*limits, axes.start[key]]
-            for key, limits in axes.limits.items()
-        },
-        "scales": dict(zip(axes.limits, axes.scale.tolist(), strict=True)),
-        "seed": seed,
-        "noise": noise,
-    }
-    if axes.near:
-        here["near"] = {key: list(both) for key, both in axes.near.items()}
-    here |= shared
-    created = here | {ID: uuid.uuid4().hex}
-    if axes.expected:
-        created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
-    if (known := axes.earlier) is not None:
-        created[EARLIER] = {"points": known.points.tolist(), "losses": known.losses.tolist(), "noise": known.noise}
-    if recipe is not None:
-        created["recipe"] = recipe.model_dump(mode="json")
-    study = _load_or_create(store, name, created | {DIGEST: _digest(created)}, what)
-    there = _settings(study, what)
-    try:
-        stored, expected, earlier = _knowledge(there)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise InputError(f"{what} has damaged settings; {RESTORE}") from None
-    if recipe is not None and stored is not None and (changes := differences(stored, recipe)):
-        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
-    if EARLIER in there and not own_noise:
-        here["noise"] = noise = there["noise"]
-    keys = [*here, "near"]  # a call without a box does not continue in the box of the study
-    if changes := differing({key: there.get(key) for key in keys}, {key: here.get(key) for key in keys}):
-        more = f"; and {len(changes) - LISTED} more" if len(changes) > LISTED else ""
-        raise InputError(f"{what} has other settings: {describe_changes(changes[:LISTED])}{more}; {instead}")
-    for key, option in OPTIONS.items():
-        if key in created and key not in there:
-            raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    earlier = _reordered(earlier, list(there["space"]), list(axes.limits))
-    return StoredStudy(store, study, replace(axes, expected=expected, earlier=earlier), noise, what)
-
-
-def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
-    """Return the settings of a study. Raise InputError if they were changed, or if the study does not minimise."""
-    if study.directions != [StudyDirection.MINIMIZE]:
-        raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
-    found = study.user_attrs[ABOUT]
-    if not isinstance(found, dict) or found.pop(DIGEST, None) != _digest(found):
-        raise InputError(
-            f"the settings of {what} were changed in its store, or an older version wrote them; {RESTORE}"
-        )
-    return found
-
-
-def _knowledge(
-    settings: dict[str, Any],
-) -> tuple[Recipe | None, dict[str, tuple[float, float]], EarlierTrials | None]:
-    recipe, earlier = settings.get("recipe"), settings.get(EARLIER)
-    return (
-        recipe and Recipe.model_validate(recipe),
-        {key: (optimum, deviation) for key, (optimum, deviation) in settings.get(EXPECTED, {}).items()},
-        earlier and EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"]),
-    )
-
-
-def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its columns moved from the order ``stored`` to the order ``names``. Further columns
-    stay behind these."""
-    if earlier is None:
-        return None
-    columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
-    return replace(earlier, points=earlier.points[:, columns])
-
-
-def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
-
-    If an empty study has no settings after ``PATIENCE`` seconds, the command that created it is probably dead. Then
-    write the settings. The study is looked up first, because a failed attempt to create it would add a line to a
-    journal. ``what`` is the name of the study in messages.
-
-    Raises:
-        InputError: if the study is not empty, but has no settings.
-    """
-    try:
-        study = optuna.load_study(study_name=name, storage=store)
-    except KeyError:
-        with suppress(DuplicatedStudyError):  # another command has created it
-            optuna.create_study(study_name=name, storage=store).set_user_attr(ABOUT, settings)
-        study = optuna.load_study(study_name=name, storage=store)
-    until = time.monotonic() + PATIENCE
-    while not study.user_attrs and not study.get_trials(deepcopy=False) and time.monotonic() < until:
-        time.sleep(0.02)
-    if ABOUT not in study.user_attrs:
-        if study.user_attrs or study.get_trials(deepcopy=False):
-            raise InputError(
-                f"{what} was created by an older version of leaven or by another program; use another name or folder"
-            )
-        study.set_user_attr(ABOUT, settings)
-    return study

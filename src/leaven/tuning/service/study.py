@@ -1,62 +1,55 @@
 """A study: a search over short trainings of a recipe, or over runs of a shell command. It keeps all trials and writes
 the best values.
 
-This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. The five files in bold are the search itself.
-A trial is one training of a point with one seed. If the process of a trial dies, the trial gets another attempt.
+This is what ``leaven tune recipe.toml --study FOLDER`` does, in order. The ten files in bold are the search; the
+others are details of a step. A trial is one training of a point with one seed. If the process of a trial dies, the
+trial gets another attempt.
 
-1. **cli/tune.py** reads the recipe, tokenises its text and makes the search space (``space.py``).
-   :class:`BaseStudy`, in this file (**study.py**), checks the arguments and opens the store of all trials: an Optuna
-   journal in the folder, or a database (``stores.py``). It joins or creates the study in the store
-   (``stored_study.py``).
+1. **cli/tune.py** reads the recipe, makes the search space (**space.py**) and tokenises the recipe's text.
+   :class:`BaseStudy`, in this file (**study.py**), checks the arguments and the folder (``study_folder.py``), and
+   opens the store. The store is a journal in the folder, or a database: an Optuna storage with all attempts at all
+   trials, and with their losses and curves. Everything that the search knows is in the store, so a killed search goes
+   on, and several commands and machines can share a study. The first command also stores the recipe and the other
+   settings there; a later command with other settings is refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
    trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start, then proposals of the
-   search, then some of the best points again. ``algorithm/trust_region.py`` proposes points, from a model of the loss
-   fitted to the trials so far (``algorithm/surrogate.py``).
-3. :class:`TrialTrainer` (``recipe_study.py``) puts the values of the point into the recipe. It trains the recipe in a
-   worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). This training has the
-   loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss of the trial is
-   the validation loss after the last step. If the trials run a shell command instead, ``CommandTrainer``
-   (``command_study.py``) takes the place of ``TrialTrainer``.
+   search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a model of the loss
+   fitted to the trials so far (``algorithm/surrogate.py``). The loop creates the trial in the store, and records its
+   outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
+3. The loop calls the objective that :meth:`BaseStudy._trainer` gives it: of a study over a recipe, the
+   :class:`TrialTrainer` in **recipe_study.py**. It puts the values of the point into the recipe
+   (:meth:`Space.recipe_at`). It trains the recipe in a worker process (**training/trial.py**), or several recipes at
+   once (``training/stack.py``). This training has the loop and the step of ``leaven train``, but no run folder, no
+   metrics and no spike guard. The loss of the trial is the validation loss after the last step. If the trials run a
+   shell command instead, the objective is the ``CommandTrainer`` in ``command_study.py``.
 4. A trial ends early if it diverges, or if it is pruned: if it is further behind the best trial than noise explains
    (``training/early_stopping.py``). The noise is the standard deviation of the loss between seeds
    (``algorithm/noise.py``). Up to 3 trials of the start, which is the recipe itself, measure the noise before the
    first proposal.
 5. The search ends with final trials of the best points (the finalists), with fresh seeds. The budget decides how many
-   (``FINALS``). From their losses, ``algorithm/answer.py`` chooses a point: the start, unless the best point gains
+   (``FINALS``). From their losses, **algorithm/answer.py** chooses a point: the start, unless the best point gains
    clearly more than the noise. The reported loss is the mean over the final trials of this point. Its 95% interval is
    mean +- t x noise / sqrt(trials).
 6. :meth:`BaseStudy.save` writes the study's document (``study_document.py``) to study.json, at the start and when
-   trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml, a point with fewer changes
-   that is as good. The folder also has the recipe at the start (centre.toml) and the checkpoints of trials.
+   trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml (``study_folder.py``).
 7. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
 
-import json
 import os
-import re
-import shlex
-import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from fnmatch import fnmatch
-from glob import escape
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import optuna
 from optuna.storages import BaseStorage
-from pydantic_core import to_json
 
-from leaven.documents import sealed
 from leaven.errors import InputError
-from leaven.recipe.units import format_number
-from leaven.storage import AWAY, digest, lock, make_folder, read, require_folder_name, write_text
-from leaven.training.run_folder import describe_changes
+from leaven.storage import make_folder, write_text
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import radius_of, results
 from leaven.tuning.earlier_study import earlier_trials
@@ -70,37 +63,17 @@ from leaven.tuning.service.search_plan import (
     check_search,
     known_trials,
 )
-from leaven.tuning.service.stored_study import join_study
 from leaven.tuning.service.stores import StoreGone, exists, open_store
+from leaven.tuning.service.study_folder import StudyFolder, write_results
+from leaven.tuning.service.study_settings import join_study
 from leaven.tuning.space import SearchSpace, Space
-from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
+from leaven.tuning.study_document import StudyDocument, front
 
-CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
-# Names in the folder of a study that was killed before it wrote study.json.
-OURS = ("journal.log*", ".*.tmp", LOCK)
-_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
-_TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in an attempt's folder (training)
-_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
 ANSWERED = "leaven:answered"  # an attribute of a study, set once a command has run the search to its end
 # After so many seconds without the store, the screen says so, and a stopped command no longer waits for the store.
 NOTE_AFTER = 5.0
 NOTE_EVERY = 10.0  # seconds until the screen says so again
-LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
 SAVING = 0.1  # the largest share of the time for writing study.json: seconds with thousands of trials
-
-
-def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return (number of the trial's first attempt, checkpoint folder) for each attempt with a checkpoint folder in
-    ``folder``, sorted by the folder's name.
-
-    Folders with other names or contents, such as copies that a user made or files of another program, are left out.
-    """
-    named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
-    return [
-        (int(name[1]), path)
-        for name, path in named
-        if name and all(_TRIAL.fullmatch(entry.name) for entry in path.glob("[!.]*"))
-    ]
 
 
 class Screen(Protocol):
@@ -166,6 +139,7 @@ class BaseStudy(ABC):
         self._run_flops = run_flops
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
+        self._folder = StudyFolder(out, self._name)
         self._stalled = False  # whether the search ended early because some rounds gained less than the noise
         self.nothing = ""  # why :meth:`run` found no best point; empty if it found one
         self._screen: Screen = NoScreen()
@@ -174,42 +148,12 @@ class BaseStudy(ABC):
         self._ready: Callable[[], bool] = lambda: True  # whether a trial may begin
         self._next_save = self._next_note = 0.0  # by time.monotonic()
         self._noted: set[str] = set()
-        self._check_folder()
+        self._folder.check(space, self._where, runs_command=bool(about.get("command")))
 
     @abstractmethod
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         """Return a context manager that yields the objective. Each of the ``devices`` has a thread, which calls the
         objective with up to ``stack`` proposals at once."""
-
-    def _check_folder(self) -> None:
-        require_folder_name(self.out)
-        out = self.out.absolute()
-        nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
-        if not nearest.is_dir():
-            raise InputError(f"{nearest} is a file; give a folder")
-        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-            raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
-        own: tuple[str, ...] = OURS
-        if str(self._where).startswith("sqlite:"):  # the database and its journals may be here
-            own = (*OURS, f"{escape(Path(str(self._where).partition('?')[0]).name)}*")
-        centre = self.out / "centre.toml"
-        if centre.exists():
-            saved, command = _saved(out), bool(self._about.get("command"))
-            if saved and bool(saved.get("command")) != command:
-                other = "recipe" if command else "command"
-                raise InputError(f"{self.out} has a study over a {other}; use another --study or --out")
-            try:
-                changes = self.space.changes_since(centre)
-            except InputError as error:
-                raise InputError(f"{error}; if it is damaged, remove it, and this command writes it again") from None
-            if changes:
-                kind = self.space.kind
-                raise InputError(f"{self.out} has another {kind}: {describe_changes(changes)}; use another --study")
-        elif self.out.exists() and not (self.out / "journal.log").exists() and not self._saved_results()[0]:
-            others = [entry for entry in self.out.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
-            # CHECKPOINTS may be a link to an empty disk.
-            if any(entry.name != CHECKPOINTS or any(entry.glob("*")) for entry in others):
-                raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
         """Return this study. While it waits for a locked store, it will call ``note`` and ``stop``."""
@@ -218,7 +162,7 @@ class BaseStudy(ABC):
 
     def __enter__(self) -> Self:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        saved_id, saved = self._saved_results()
+        saved_id, saved = self._folder.saved_results()
         store = self._open_store(bool(saved_id or saved), len(saved))
         self._stored = join_study(
             store,
@@ -234,8 +178,8 @@ class BaseStudy(ABC):
             recipe=self.space.recipe if isinstance(self.space, Space) else None,
             shared=self._shared,
         )
-        self._require_same_study(saved_id)
-        self._compare_results(saved)
+        self._folder.require_same_study(saved_id, self._stored.random_id)
+        self._folder.require_same_results(saved, self._stored.read())
         self.space = self.space.knowing(self._stored.axes.expected, self._stored.axes.earlier)
         self._claim_folder()
         return self
@@ -243,23 +187,14 @@ class BaseStudy(ABC):
     def _claim_folder(self) -> None:
         """Write centre.toml and study.json if they are missing. Raise InputError if another study has the folder."""
         make_folder(self.out)
-        with self._folder_lock():
-            saved_id, saved = self._saved_results()
-            self._require_same_study(saved_id)
+        with self._folder.lock():
+            saved_id, saved = self._folder.saved_results()
+            self._folder.require_same_study(saved_id, self._stored.random_id)
             if not (self.out / "centre.toml").exists():
                 write_text(self.out / "centre.toml", self.space.text_at({}, {}))
             if not (saved_id or saved):
                 with suppress(InputError):  # a full disk: it is written again when trials end
                     self._write()
-
-    @contextmanager
-    def _folder_lock(self) -> Iterator[None]:
-        """Lock the folder if possible. Enter the context without the lock if the disk is full or has no locks, or if
-        another process holds the lock for ``LOCK_SECONDS``."""
-        with ExitStack() as held:
-            with suppress(OSError):
-                held.enter_context(lock(self.out / LOCK, LOCK_SECONDS))
-            yield
 
     def __exit__(self, *exception: object) -> None:
         self._stored.store.remove_session()
@@ -276,7 +211,7 @@ class BaseStudy(ABC):
         """
         begun = saved or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
-            raise self._store_lost(ended)
+            raise self._folder.store_lost(ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
@@ -290,73 +225,8 @@ class BaseStudy(ABC):
         if stored and name not in stored and isinstance(self._where, Path):
             raise InputError(f"{self._name} contains the study {stored[0]}, not {name}; use another --study")
         if begun and name not in stored:
-            raise self._store_lost(ended)
+            raise self._folder.store_lost(ended)
         return store
-
-    def _saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return (the study's id, {number: (state, loss)} of the trials that have ended) from study.json.
-
-        Return ("", {}) if the file is missing or damaged.
-        """
-        document = _saved(self.out)
-        try:
-            ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
-            if not all(isinstance(trial["number"], int) for trial in ended):
-                raise TypeError
-            return document.get("id", ""), {trial["number"]: (trial["state"], trial.get("loss")) for trial in ended}
-        except (TypeError, KeyError, AttributeError):
-            return "", {}
-
-    def _compare_results(self, saved: Mapping[int, tuple[str, float | None]]) -> None:
-        """Raise InputError if the store lacks a trial in ``saved``, or has another loss for it.
-
-        ``saved`` has the (state, loss) of each trial that has ended, by number, from study.json. To compare ids is
-        not enough: a copy of a study in which more trials were run has the same id, but other losses.
-        """
-        log = self._stored.read()
-        finished = [trial for trial in log.trials.values() if trial.finished]
-        # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
-        trials = {trial.origin: trial for trial in finished} | {trial.number: trial for trial in finished}
-        # A failed trial may have been given back to the study since, and then has a result or runs again.
-        losses = {number: loss for number, (state, loss) in saved.items() if state != "failed"}
-        if lost := (saved.keys() - log.attempts.keys()) | (losses.keys() - trials.keys()):
-            raise self._store_lost(len(saved), lost)
-        for number, loss in losses.items():
-            if trials[number].loss != loss:
-                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trials[number].loss}")
-
-    def _require_own_folder(self) -> None:
-        """Raise InputError if another study has replaced the folder while this command runs."""
-        with suppress(OSError):
-            if found := _ID.search(read(self.out / "study.json")):
-                self._require_same_study(found[1].decode())
-
-    def _require_same_study(self, saved_id: str) -> None:
-        """Raise InputError if ``saved_id``, the id in study.json, is neither empty nor the id in the store."""
-        stored = self._stored.random_id
-        if saved_id and stored != saved_id:
-            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored}")
-
-    def _other_study(self, saved: str, stored: str) -> InputError:
-        return InputError(
-            f"{self.out / 'study.json'} {saved}, but {self._name} {stored}; give the store that belongs to this "
-            "folder, restore the file that was replaced, or use another folder"
-        )
-
-    def _store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, all trials.
-
-        ``ended`` is the number of trials that have ended according to study.json.
-        """
-        results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
-        if lost:
-            missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.out / "study.json"
-            way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
-        elif not ended:
-            results, missing = "a study", "no study of this name"
-        return InputError(
-            f"{self.out} has {results}, but the store of {self._name} has {missing}; restore the store, or {way}"
-        )
 
     def _waited(self, seconds: float) -> None:
         """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user has stopped
@@ -441,15 +311,12 @@ class BaseStudy(ABC):
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _may_begin(self) -> bool:
-        self._require_own_folder()
+        self._folder.require_own(self._stored.random_id)
         return self._ready()
 
     def _remove_checkpoints(self) -> None:
-        self._require_own_folder()
-        ended = {trial.origin for trial in self._stored.trials if trial.state not in UNDER_WAY}
-        for origin, folder in attempts(self.out / CHECKPOINTS):
-            if origin in ended:
-                shutil.rmtree(folder, ignore_errors=True)
+        self._folder.require_own(self._stored.random_id)
+        self._folder.remove_checkpoints(self._stored.trials)
 
     def _save_meanwhile(self) -> None:
         self._remove_checkpoints()
@@ -502,11 +369,11 @@ class BaseStudy(ABC):
         Raises:
             InputError: if a file cannot be written, or if study.json belongs to another study.
         """
-        with self._folder_lock():  # another command may save, too
+        with self._folder.lock():  # another command may save, too
             return self._write()
 
     def _write(self) -> StudyDocument:
-        self._require_own_folder()
+        self._folder.require_own(self._stored.random_id)
         try:
             state = self.state()
             return write_results(self.out, self.space, state, self._note_once, self._inputs(state))
@@ -523,114 +390,3 @@ class BaseStudy(ABC):
         if text not in self._noted:
             self._noted.add(text)
             self._note(text)
-
-
-def write_results(
-    out: Path,
-    space: SearchSpace,
-    state: StudyDocument,
-    note: Callable[[str], None] = lambda text: None,
-    inputs: Mapping[str, str] | None = None,
-) -> StudyDocument:
-    """Write study.json, and return its document. If there is a best point, also write best.toml, and write or remove
-    fewest.toml (a point with fewer changes that is as good).
-
-    Except for study.json, a file that the user has edited, or replaced by a link, is never overwritten or removed.
-    While the answer of the search is the same, the file stays. Before another answer is written, it is renamed.
-
-    Args:
-        note: called with a line for the user if an edited file stays or is renamed.
-        inputs: further files for the best point, written like best.toml: texts by path in ``out``.
-    """
-    before, written = _saved(out), dict[str, str]()
-    # Without known digests, for example if study.json is damaged, every file counts as edited.
-    known: dict[str, str] = before["written"] if isinstance(before.get("written"), dict) else {}
-    answers: list[tuple[str, str, str | None]] = []  # name, field of the point in the document, text
-    if state.best is not None:
-        for file, key, fewest in (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True)):
-            text, point = None, state.fewer if fewest else state.octaves
-            if point is not None:
-                text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
-            answers.append((file, key, text))
-        answers += [(file, "octaves", text) for file, text in (inputs or {}).items()]
-    for file, key, text in answers:
-        path = out / file
-        there = "a link" if path.is_symlink() else _digest_on_disk(path)
-        edited = there is not None and there != known.get(file)
-        if text is None:  # remove the file of an earlier answer
-            if not edited:
-                path.unlink(missing_ok=True)
-            continue
-        new = digest(text.encode(errors="replace"))
-        if edited and there != new:
-            if before.get(key) == getattr(state, key):
-                note(f"{path} was edited, so it is not overwritten; remove it to have it written again")
-                written[file] = known.get(file, new)
-                continue
-            moved = next(free for k in count(1) if not (free := out / f"{file}.{k}").exists())
-            path.rename(moved)
-            note(f"{path} was edited; it was renamed to {moved}, because the search has another answer")
-        make_folder(path.parent)
-        write_text(path, text)
-        written[file] = new
-    state = state.model_copy(update={"written": written})
-    document = sealed(json.loads(state.model_dump_json()))
-    write_text(out / "study.json", to_json(document, indent=2).decode() + "\n")
-    return state
-
-
-def _saved(out: Path) -> dict[str, Any]:
-    """Return the content of study.json, or {} if it is missing or damaged. Raise InputError if it cannot be read."""
-    path = out / "study.json"
-    try:
-        document = json.loads(read(path))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return {}
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    return document if isinstance(document, dict) else {}
-
-
-def _digest_on_disk(path: Path) -> str | None:
-    """Return the digest of a file. Return None if the file is missing, and the error as text if it cannot be read.
-    Raise OSError if its disk is unreachable."""
-    try:
-        return digest(read(path))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno in AWAY:
-            raise
-        return str(error)
-
-
-def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
-    """Return the text that explains the value at ``path`` in the table ``[why]`` of best.toml. With ``fewest``, it is
-    the text for fewest.toml."""
-    point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
-    assert point is not None
-    assert best is not None
-    start = space.values({**point, path: 0.0})[path]
-    start = start if isinstance(start, str) else format_number(start)
-    seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
-    parts = [
-        f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
-        f"validation loss {best.loss:.4f}, {best.certainty}{seeds}",
-    ]
-    if state.informed:
-        parts += ["the search used what laws or an earlier study said"]
-    if fewest:
-        parts += ["the fewest changes that are as good within the noise"]
-    if not point[path]:
-        parts += ["as at the start"]
-    elif fewest:
-        parts += [f"the start has {start}"]
-    else:
-        each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
-        # Sorted, because a beta falls when its distance grows.
-        ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
-        if numbers := sorted(end for end in ends if not isinstance(end, str)):
-            parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
-        doubt = "" if each.worth else ", not known to be more than the noise"
-        parts += [f"the start's {start} costs {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"]
-    return "; ".join(parts)

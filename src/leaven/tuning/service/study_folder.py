@@ -1,0 +1,295 @@
+"""The folder of a study: check that it belongs to the study in the store, and write the results into it.
+
+The folder contains:
+
+- ``study.json``, the study's document. Its id is that of the study in the store.
+- ``centre.toml``, the recipe or command file at the start of the search.
+- ``best.toml`` and perhaps ``fewest.toml``, once the search has ended: the best point, and a point with fewer changes
+  that is as good. With a command, also the folder ``best`` with the files that the command reads.
+- ``checkpoints``, the checkpoints of trials that have not ended; or ``trials``, the folders in which commands run.
+- ``journal.log``, the store, unless the study is in a database.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import escape
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+
+from leaven import storage
+from leaven.documents import sealed
+from leaven.errors import InputError
+from leaven.recipe.units import format_number
+from leaven.storage import AWAY, digest, make_folder, read, require_folder_name, write_text
+from leaven.training.run_folder import describe_changes
+from leaven.tuning.service.stored_study import StoredTrial, TrialLog
+from leaven.tuning.space import SearchSpace
+from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
+
+CHECKPOINTS, LOCK = "checkpoints", ".study.lock"  # runs and checks have another lock
+# Names in the folder of a study that was killed before it wrote study.json.
+OURS = ("journal.log*", ".*.tmp", LOCK)
+_ATTEMPT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}")  # (number of the first attempt)-(number of the attempt)
+_TRIAL = re.compile(r"[0-9a-f]{24}|stack-[0-9]+")  # names of the folders in an attempt's folder (training)
+_ID = re.compile(rb'^  "id": "(\w+)"', re.MULTILINE)  # in study.json; decoding the whole file takes long
+LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that holds it longer is suspended
+
+
+def attempts(folder: Path) -> list[tuple[int, Path]]:
+    """Return (number of the trial's first attempt, checkpoint folder) for each attempt with a checkpoint folder in
+    ``folder``, sorted by the folder's name.
+
+    Folders with other names or contents, such as copies that a user made or files of another program, are left out.
+    """
+    named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
+    return [
+        (int(name[1]), path)
+        for name, path in named
+        if name and all(_TRIAL.fullmatch(entry.name) for entry in path.glob("[!.]*"))
+    ]
+
+
+@dataclass(frozen=True)
+class StudyFolder:
+    """The folder of a study."""
+
+    path: Path
+    study: str  # what messages call the study: ``--study`` and the folder or the URL of the store
+
+    def check(self, space: SearchSpace, where: str | Path, *, runs_command: bool) -> None:
+        """Raise InputError if the folder cannot be created, or contains other files or a study over another recipe or
+        command.
+
+        Args:
+            where: the URL or the journal of the store.
+            runs_command: whether the trials of this study run a shell command.
+        """
+        require_folder_name(self.path)
+        out = self.path.absolute()
+        nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
+        if not nearest.is_dir():
+            raise InputError(f"{nearest} is a file; give a folder")
+        if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+            raise InputError(f"{self.path}: nothing can be written in {nearest}; use another folder")
+        own: tuple[str, ...] = OURS
+        if str(where).startswith("sqlite:"):  # the database and its journals may be here
+            own = (*OURS, f"{escape(Path(str(where).partition('?')[0]).name)}*")
+        centre = self.path / "centre.toml"
+        if centre.exists():
+            saved = _saved(out)
+            if saved and bool(saved.get("command")) != runs_command:
+                other = "recipe" if runs_command else "command"
+                raise InputError(f"{self.path} has a study over a {other}; use another --study or --out")
+            try:
+                changes = space.changes_since(centre)
+            except InputError as error:
+                raise InputError(f"{error}; if it is damaged, remove it, and this command writes it again") from None
+            if changes:
+                kind = space.kind
+                raise InputError(f"{self.path} has another {kind}: {describe_changes(changes)}; use another --study")
+        elif self.path.exists() and not (self.path / "journal.log").exists() and not self.saved_results()[0]:
+            others = [entry for entry in self.path.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
+            # CHECKPOINTS may be a link to an empty disk.
+            if any(entry.name != CHECKPOINTS or any(entry.glob("*")) for entry in others):
+                raise InputError(f"{self.path} is not empty and contains no study; use another folder")
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the folder if possible. Enter the context without the lock if the disk is full or has no locks, or if
+        another process holds the lock for ``LOCK_SECONDS``."""
+        with ExitStack() as held:
+            with suppress(OSError):
+                held.enter_context(storage.lock(self.path / LOCK, LOCK_SECONDS))
+            yield
+
+    def saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
+        """Return (the study's id, {number: (state, loss)} of the trials that have ended) from study.json.
+
+        Return ("", {}) if the file is missing or damaged.
+        """
+        document = _saved(self.path)
+        try:
+            ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
+            if not all(isinstance(trial["number"], int) for trial in ended):
+                raise TypeError
+            return document.get("id", ""), {trial["number"]: (trial["state"], trial.get("loss")) for trial in ended}
+        except (TypeError, KeyError, AttributeError):
+            return "", {}
+
+    def require_same_results(self, saved: Mapping[int, tuple[str, float | None]], log: TrialLog) -> None:
+        """Raise InputError if the store, read into ``log``, lacks a trial in ``saved`` or has another loss for it.
+
+        ``saved`` has the (state, loss) of each trial that has ended, by number, from study.json. To compare ids is
+        not enough: a copy of a study in which more trials were run has the same id, but other losses.
+        """
+        ended = [trial for trial in log.trials.values() if trial.has_result]
+        # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
+        trials = {trial.origin: trial for trial in ended} | {trial.number: trial for trial in ended}
+        # A failed trial may have been given back to the study since, and then has a result or runs again.
+        losses = {number: loss for number, (state, loss) in saved.items() if state != "failed"}
+        if lost := (saved.keys() - log.attempts.keys()) | (losses.keys() - trials.keys()):
+            raise self.store_lost(len(saved), lost)
+        for number, loss in losses.items():
+            if trials[number].loss != loss:
+                raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trials[number].loss}")
+
+    def require_own(self, stored_id: str) -> None:
+        """Raise InputError if another study has replaced the folder while this command runs. ``stored_id`` is the id
+        of the study in the store."""
+        with suppress(OSError):
+            if found := _ID.search(read(self.path / "study.json")):
+                self.require_same_study(found[1].decode(), stored_id)
+
+    def require_same_study(self, saved_id: str, stored_id: str) -> None:
+        """Raise InputError if ``saved_id``, the id in study.json, is neither empty nor the id in the store."""
+        if saved_id and stored_id != saved_id:
+            raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
+
+    def _other_study(self, saved: str, stored: str) -> InputError:
+        return InputError(
+            f"{self.path / 'study.json'} {saved}, but {self.study} {stored}; give the store that belongs to this "
+            "folder, restore the file that was replaced, or use another folder"
+        )
+
+    def store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
+        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, all trials.
+
+        ``ended`` is the number of trials that have ended according to study.json.
+        """
+        results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
+        if lost:
+            missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.path / "study.json"
+            way = f"type {shlex.join(['mv', str(file), f'{file}.old'])} to go on without them"
+        elif not ended:
+            results, missing = "a study", "no study of this name"
+        return InputError(
+            f"{self.path} has {results}, but the store of {self.study} has {missing}; restore the store, or {way}"
+        )
+
+    def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
+        """Remove the checkpoints of those of the ``trials`` that have ended."""
+        ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
+        for origin, folder in attempts(self.path / CHECKPOINTS):
+            if origin in ended:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_results(
+    out: Path,
+    space: SearchSpace,
+    state: StudyDocument,
+    note: Callable[[str], None] = lambda text: None,
+    inputs: Mapping[str, str] | None = None,
+) -> StudyDocument:
+    """Write study.json, and return its document. If there is a best point, also write best.toml, and write or remove
+    fewest.toml (a point with fewer changes that is as good).
+
+    Except for study.json, a file that the user has edited, or replaced by a link, is never overwritten or removed.
+    While the answer of the search is the same, the file stays. Before another answer is written, it is renamed.
+
+    Args:
+        note: called with a line for the user if an edited file stays or is renamed.
+        inputs: further files for the best point, written like best.toml: texts by path in ``out``.
+    """
+    before, written = _saved(out), dict[str, str]()
+    # Without known digests, for example if study.json is damaged, every file counts as edited.
+    known: dict[str, str] = before["written"] if isinstance(before.get("written"), dict) else {}
+    answers: list[tuple[str, str, str | None]] = []  # name, field of the point in the document, text
+    if state.best is not None:
+        for file, key, fewest in (("best.toml", "octaves", False), ("fewest.toml", "fewest_octaves", True)):
+            text, point = None, state.fewer if fewest else state.octaves
+            if point is not None:
+                text = space.text_at(point, {each: reason(each, state, space, fewest=fewest) for each in space.paths})
+            answers.append((file, key, text))
+        answers += [(file, "octaves", text) for file, text in (inputs or {}).items()]
+    for file, key, text in answers:
+        path = out / file
+        there = "a link" if path.is_symlink() else _digest_on_disk(path)
+        edited = there is not None and there != known.get(file)
+        if text is None:  # remove the file of an earlier answer
+            if not edited:
+                path.unlink(missing_ok=True)
+            continue
+        new = digest(text.encode(errors="replace"))
+        if edited and there != new:
+            if before.get(key) == getattr(state, key):
+                note(f"{path} was edited, so it is not overwritten; remove it to have it written again")
+                written[file] = known.get(file, new)
+                continue
+            moved = next(free for k in count(1) if not (free := out / f"{file}.{k}").exists())
+            path.rename(moved)
+            note(f"{path} was edited; it was renamed to {moved}, because the search has another answer")
+        make_folder(path.parent)
+        write_text(path, text)
+        written[file] = new
+    state = state.model_copy(update={"written": written})
+    document = sealed(json.loads(state.model_dump_json()))
+    write_text(out / "study.json", to_json(document, indent=2).decode() + "\n")
+    return state
+
+
+def _saved(out: Path) -> dict[str, Any]:
+    """Return the content of study.json, or {} if it is missing or damaged. Raise InputError if it cannot be read."""
+    path = out / "study.json"
+    try:
+        document = json.loads(read(path))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    return document if isinstance(document, dict) else {}
+
+
+def _digest_on_disk(path: Path) -> str | None:
+    """Return the digest of a file. Return None if the file is missing, and the error as text if it cannot be read.
+    Raise OSError if its disk is unreachable."""
+    try:
+        return digest(read(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in AWAY:
+            raise
+        return str(error)
+
+
+def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
+    """Return the text that explains the value at ``path`` in the table ``[why]`` of best.toml. With ``fewest``, it is
+    the text for fewest.toml."""
+    point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
+    assert point is not None
+    assert best is not None
+    start = space.values({**point, path: 0.0})[path]
+    start = start if isinstance(start, str) else format_number(start)
+    seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
+    parts = [
+        f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
+        f"validation loss {best.loss:.4f}, {best.certainty}{seeds}",
+    ]
+    if state.informed:
+        parts += ["the search used what laws or an earlier study said"]
+    if fewest:
+        parts += ["the fewest changes that are as good within the noise"]
+    if not point[path]:
+        parts += ["as at the start"]
+    elif fewest:
+        parts += [f"the start has {start}"]
+    else:
+        each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
+        # Sorted, because a beta falls when its distance grows.
+        ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
+        if numbers := sorted(end for end in ends if not isinstance(end, str)):
+            parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
+        doubt = "" if each.worth else ", not known to be more than the noise"
+        parts += [f"the start's {start} costs {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"]
+    return "; ".join(parts)
