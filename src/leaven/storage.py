@@ -298,7 +298,8 @@ def make_folder(path: Path) -> None:
             raise InputError(
                 f"{path}: a link to {os.readlink(path)}, which is no folder; mount its disk, or use another folder"
             ) from None
-        raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
+        file = next((each for each in path.parents if each.is_file()), path)
+        raise InputError(f"{file}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None
 

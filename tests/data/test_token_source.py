@@ -509,7 +509,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
         prepare(text, end_of_text=1)
     with refused("end_of_text 320 is not below vocab_size 320"):
         prepare(ids, end_of_text=320)
-    with refused("end-of-text token 3 does not occur", "a.bin"):
+    with refused("a.bin' does not contain the end-of-text token 3"):
         prepare(ids, end_of_text=END)
     with refused("matches text and token ids", "two sources"):
         prepare(f"{tmp_path}/a.[bt]*")

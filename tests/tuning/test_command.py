@@ -677,7 +677,7 @@ BAD = {
     "the command has no {lr}, which is searched": ("run {seed}", PATTERN, ONE),
     "{x} in the command is not a value; searched: lr; for the plain text, write {{x}}": ("run {x}", PATTERN, ONE),
     "the command has no {seed}": ("run {lr}", PATTERN, ONE),
-    "two sources of a loss, pattern and jsonl; keep one": (
+    "several sources of a loss: pattern, jsonl; keep one": (
         RUN, "loss = {pattern = '{loss}', jsonl = 'a', key = 'b'}\n", ONE,
     ),
     "no source of a loss; give one of pattern, jsonl, tensorboard, wandb": (RUN, "loss = {key = 'b'}\n", ONE),

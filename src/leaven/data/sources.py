@@ -123,8 +123,8 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
-    """Return the key and path of each file of a source, sorted by key. ``empty`` receives the empty folders in which
-    the pattern looks for files."""
+    """Return (key, path) of each file of a source, sorted by key. Empty folders that the pattern searches are added
+    to ``empty``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":

@@ -201,9 +201,9 @@ class TokenReader:
             notes.append(f"{name}: documents have no end-of-text token; {end_of_text:,} is added after each")
         elif adds and self.needs_ends:
             raise InputError(
-                f"the end-of-text token {end_of_text:,} does not occur in {name!r}, which does not say where "
-                "documents end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text "
-                "and use packed documents"
+                f"{name!r} does not contain the end-of-text token {end_of_text:,}, which would show where documents "
+                "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
+                "packed documents"
             )
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):

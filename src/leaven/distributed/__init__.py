@@ -1,1 +1,1 @@
-"""Distributes a model over ranks. The model itself contains no distributed code."""
+"""Distributes a model over ranks. The model itself does not communicate."""

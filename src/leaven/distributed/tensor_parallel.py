@@ -1,5 +1,5 @@
 """Defines in tables how each module is split over tensor-parallel ranks, except for routed experts
-(:mod:`leaven.distributed.expert_parallel`).
+(:mod:`leaven.distributed.expert_parallel`). Also computes the loss over slices of the vocabulary.
 
 This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
 arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by

@@ -344,10 +344,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why``.
-
-        The message suggests ``modules`` as names. Without ``modules``, it suggests roles that fit.
-        """
+        """Raise InputError with the reason ``why`` and what to pass: one of ``modules``, or else a role."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

@@ -59,7 +59,7 @@ def parse_budget(text: str) -> tuple[Cluster, float]:
     match = _BUDGET.fullmatch(text.strip())
     if match is None or not (seconds := _seconds(match)):
         raise InputError(
-            f"--budget {text}: not a cluster and a time in h, d or w; write for example '64xH100-80GB x 14d'"
+            f"--budget {text}: not a cluster and a time above 0 in h, d or w; write for example '64xH100-80GB x 14d'"
         )
     return parse_cluster(match["cluster"]), seconds
 

@@ -522,8 +522,8 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Rewind the run folder in the first process, and lock it until the end of the block. If this fails, raise
-    Settled on all processes."""
+    """In the first process: rewind the run folder, lock it until the end of the block, and begin the run in it. An
+    InputError there becomes Settled on all processes."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:

@@ -104,7 +104,7 @@ class LossSource(Part):
         if len(given) != 1:
             if not given:
                 raise ValueError(f"no source of a loss; give one of {', '.join(SOURCES)}")
-            raise ValueError(f"two sources of a loss, {given[0]} and {given[1]}; keep one")
+            raise ValueError(f"several sources of a loss: {', '.join(given)}; keep one")
         if self.pattern is not None:
             if "{loss}" not in self.pattern:
                 raise ValueError(

@@ -266,9 +266,10 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean deviation of the losses in each block from a line fitted to its interval: (count, BLOCKS).
+    """Divide a run into ``count`` intervals, fit a line to each, and divide each interval into BLOCKS blocks. Return
+    the mean deviation of each block's losses from the line: (count, BLOCKS).
 
-    Return None if one of the ``count`` intervals has fewer than 2 x BLOCKS points.
+    Return None if an interval has fewer than 2 x BLOCKS points.
     """
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)

@@ -158,8 +158,8 @@ class SmallModels(RecipeFamily):
     def table(self, recipe: Recipe) -> ParameterTable:
         """Return the parameter table of ``recipe``, with smaller logits if embedding and unembedding are tied.
 
-        A tied matrix cannot start at RMS 1 and also at RMS 1/width. It starts at RMS 1, and its multiplier is divided
-        by the width of the base. The base is the same at every scale, so no exponent changes.
+        An embedding starts at RMS 1 and an unembedding at RMS 1/width. A tied matrix starts at RMS 1, so the logits
+        are divided by the width of the base. The base is the same at every scale, so no measured exponent changes.
         """
         table = parameter_table(recipe)
         rows = tuple(

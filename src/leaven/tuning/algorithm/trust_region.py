@@ -344,7 +344,7 @@ class Region:
 
 
 def _replaced(base: Array, x: Array) -> Array:
-    """Return points (D, m, D): ``base`` (D,) with its value i set to ``x[i, j]``, for ``x`` of shape (D, m)."""
+    """Return points (D, m, D). Point [i, j] is ``base`` (D,) with x[i, j] in place of base[i]; ``x`` is (D, m)."""
     own = np.eye(len(base), dtype=bool)[:, None]
     return np.where(own, x[..., None], base)
 

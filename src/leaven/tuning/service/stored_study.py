@@ -269,8 +269,8 @@ class StoredStudy:
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return a curve with at most ``POINTS`` points, without points whose loss is not finite.
 
-    The last point is kept. The points before it are divided into groups of equal length. Each group becomes one
-    point: its last step and its mean loss. (Single losses are too noisy to prune trials by them.)
+    The last point is kept. The points before it are divided into groups of equal length (the last may be shorter).
+    Each group becomes one point: its last step and its mean loss. (Single losses are too noisy to prune by them.)
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
