@@ -348,11 +348,10 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "d").mkdir()
     write(tmp_path / "a" / "d" / "a.txt", "a")
     for matching in (pattern, f"{tmp_path}/a/*/*.txt", f"{tmp_path}/a/*/a.txt"):
-        assert source_parts(DataSource(source=matching)).empty == (tmp_path / "a" / "mount",)
+        note = f"{tmp_path}/a/mount is empty; if a disk belongs there, mount it, and begin again"
+        assert source_parts(DataSource(source=matching)).notes == (note,)
     data = Data(source=pattern, tokens=1_024)
-    assert prepare(data, 300, tmp_path / "cache").notes == (
-        f"{tmp_path}/a/mount is empty; if a disk belongs there, mount it, and begin again",
-    )
+    assert prepare(data, 300, tmp_path / "cache").notes == (note,)
     (tmp_path / "disk").rename(tmp_path / "away")
     for missed in (pattern, f"{tmp_path.parent}/{tmp_path.name[:-1]}?/b/*.txt"):
         with pytest.raises(InputError, match=rf"b is a link to {tmp_path}/disk, which is missing \(is its disk moun"):
@@ -368,6 +367,52 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(InputError, match=rf"{tmp_path}/a cannot be read: Permission denied; make it readable"):
         opened(pattern)
+
+
+def test_a_file_behind_links_is_read_once(tmp_path: Path) -> None:
+    """Under two keys, a document could be used for both training and validation."""
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2" / "a.jsonl").write_bytes(b"\n".join(good_lines(200)))
+    (tmp_path / "v2" / "b.txt").write_text("another file")
+    pattern = f"{tmp_path}/**/*.*"
+    before = opened(pattern).fingerprint
+    assert source_parts(DataSource(source=pattern)).notes == ()
+    (tmp_path / "current").symlink_to("v2")  # before v2 in the order of keys
+    (tmp_path / "a.jsonl").symlink_to("v2/a.jsonl")
+    (tmp_path / "v2" / "z.jsonl").hardlink_to(tmp_path / "v2" / "a.jsonl")
+    assert opened(pattern).fingerprint == before
+    notes = prepare(Data(source=pattern, tokens=1_024), 300, tmp_path / "cache").notes
+    line = f"data.source '{pattern}': 5 of 7 files are links to others, which are read once, such as a.jsonl, a link "
+    assert notes == (f"{line}to v2/a.jsonl",)
+    (tmp_path / "only").mkdir()  # the snapshots of a Hugging Face cache have nothing but links
+    for name in "yx":
+        (tmp_path / "only" / f"{name}.jsonl").symlink_to("../v2/a.jsonl")
+    assert [part.key for part in opened(f"{tmp_path}/only/*.jsonl").parts] == ["x.jsonl"]
+
+
+def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> None:
+    """Spark writes a folder of parts under the name that it was given."""
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(good_lines(9)))
+    for name in ("y.jsonl", "sub"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-0.jsonl").write_bytes(b"\n".join(good_lines(9)))
+
+    def notes(pattern: str) -> tuple[str, ...]:
+        return source_parts(DataSource(source=f"{tmp_path}/{pattern}")).notes
+
+    end = "not read; to read the files in a folder, give a pattern of them"
+    line = f"data.source '{tmp_path}/*.jsonl', but"
+    assert notes("*.jsonl") == (f"{tmp_path}/y.jsonl matches {line} is not a file and is {end}",)
+    assert notes("**/*.jsonl") == ()  # the files in the folder are read
+    os.mkfifo(tmp_path / "z.jsonl")
+    assert notes("*.jsonl") == (f"{tmp_path}/y.jsonl and 1 more match {line} are not files and are {end}",)
+    assert f"{tmp_path}/z.jsonl matches " in notes("**/*.jsonl")[0]
+    (tmp_path / "sub" / "x.jsonl").mkdir()
+    (tmp_path / "sub" / "x.jsonl" / "a").touch()
+    (tmp_path / "y.jsonl" / "x.jsonl").write_bytes(b"\n".join(good_lines(9)))
+    assert f"{tmp_path}/sub/x.jsonl matches " in notes("*/x.jsonl")[0]
+    data = Data(source=f"{tmp_path}/*.jsonl", tokens=1_024)
+    assert prepare(data, 300, tmp_path / "cache").notes == notes("*.jsonl")
 
 
 def test_a_file_written_just_now_is_read_again(
