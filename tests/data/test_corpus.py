@@ -262,6 +262,34 @@ def test_a_file_without_text_is_named(tmp_path: Path, name: str, content: bytes)
         assert opened(f"{tmp_path}/*", memory=tmp_path / "cache").skipped == line
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_rows_without_text_are_counted(tmp_path: Path, name: str) -> None:
+    """Data sets that were concatenated have null in a column that only one of them has."""
+    path = tmp_path / name
+
+    def skipped(texts: list[str | None], share: float = 0.0) -> str:
+        if name == "x.parquet":
+            parquet.write_table(pa.table({"text": texts}), path)
+        else:
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return opened(path, share).skipped
+
+    assert skipped(["text"] * 4) == ""
+    line = f"data.source '{path}': no text in 4 of 8 documents, such as in {path}"
+    assert skipped([*["text"] * 4, None, None, "", " "]) == line
+    texts = [*["text"] * 20, *[None] * 180]
+    counted = f"data.source '{path}': no text in 180 of 200 documents, such as in {path}"
+    for share in (0.0, 0.89):
+        with refused(f"{counted}; remove them, set text to the key", "or raise corrupt_share in [data] to 0.9 or mo"):
+            skipped(texts, share)
+    assert skipped(texts, 0.9) == counted
+    (tmp_path / "a.txt").write_text("")
+    assert opened(f"{tmp_path}/*", 0.9).skipped.split("; ") == [
+        f"data.source '{tmp_path}/*': no text in 1 of 2 files, such as {tmp_path}/a.txt",
+        f"data.source '{tmp_path}/*': no text in 180 of 200 documents, such as in {path}",
+    ]
+
+
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     rows = [f"row {number}".encode() for number in range(600)]
     rows[300] = b"caf\xe9"
@@ -426,7 +454,7 @@ def test_a_file_written_just_now_is_read_again(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [('{"format"', "{"), ('"format": 4', '"format": 3'), ('"bytes": 4', '"bytes": 5')]
+    ("old", "new"), [('{"format"', "{"), ('"format": 5', '"format": 4'), ('"bytes": 4', '"bytes": 5')]
 )
 def test_a_damaged_or_old_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], old: str, new: str) -> None:
     write(tmp_path / "a.txt", "text")
