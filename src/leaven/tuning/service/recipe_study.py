@@ -12,7 +12,7 @@ from typing import Any
 
 from leaven.data.tokens import TokenSet
 from leaven.errors import InputError, out_of_memory
-from leaven.interop.weights import weights_fingerprint
+from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.training.device import default_device
@@ -24,6 +24,7 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
+from leaven.tuning.service.stored_study import TENSORS
 from leaven.tuning.service.study import CHECKPOINTS, BaseStudy, attempts
 from leaven.tuning.space import Space
 
@@ -268,6 +269,7 @@ class Study(BaseStudy):
         shared: dict[str, Any] = {"text": tokens.fingerprint, "durations": list(durations)}
         if recipe.start.folder is not None:
             shared["weights"] = weights_fingerprint(recipe.start.folder)
+            shared[TENSORS] = tensors_fingerprint(recipe.start.folder)
         super().__init__(
             out,
             space,
