@@ -262,6 +262,34 @@ def test_a_file_without_text_is_named(tmp_path: Path, name: str, content: bytes)
         assert opened(f"{tmp_path}/*", memory=tmp_path / "cache").skipped == line
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])
+def test_rows_without_text_are_counted(tmp_path: Path, name: str) -> None:
+    """Data sets that were concatenated have null in a column that only one of them has."""
+    path = tmp_path / name
+
+    def skipped(texts: list[str | None], share: float = 0.0) -> str:
+        if name == "x.parquet":
+            parquet.write_table(pa.table({"text": texts}), path)
+        else:
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return opened(path, share).skipped
+
+    assert skipped(["text"] * 4) == ""
+    line = f"data.source '{path}': no text in 4 of 8 documents, such as in {path}"
+    assert skipped([*["text"] * 4, None, None, "", " "]) == line
+    texts = [*["text"] * 20, *[None] * 180]
+    counted = f"data.source '{path}': no text in 180 of 200 documents, such as in {path}"
+    for share in (0.0, 0.89):
+        with refused(f"{counted}; remove them, set text to the key", "or raise corrupt_share in [data] to 0.9 or mo"):
+            skipped(texts, share)
+    assert skipped(texts, 0.9) == counted
+    (tmp_path / "a.txt").write_text("")
+    assert opened(f"{tmp_path}/*", 0.9).skipped.split("; ") == [
+        f"data.source '{tmp_path}/*': no text in 1 of 2 files, such as {tmp_path}/a.txt",
+        f"data.source '{tmp_path}/*': no text in 180 of 200 documents, such as in {path}",
+    ]
+
+
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     rows = [f"row {number}".encode() for number in range(600)]
     rows[300] = b"caf\xe9"
@@ -348,11 +376,10 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
     (tmp_path / "a" / "d").mkdir()
     write(tmp_path / "a" / "d" / "a.txt", "a")
     for matching in (pattern, f"{tmp_path}/a/*/*.txt", f"{tmp_path}/a/*/a.txt"):
-        assert source_parts(DataSource(source=matching)).empty == (tmp_path / "a" / "mount",)
+        note = f"{tmp_path}/a/mount is empty; if a disk belongs there, mount it, and begin again"
+        assert source_parts(DataSource(source=matching)).notes == (note,)
     data = Data(source=pattern, tokens=1_024)
-    assert prepare(data, 300, tmp_path / "cache").notes == (
-        f"{tmp_path}/a/mount is empty; if a disk belongs there, mount it, and begin again",
-    )
+    assert prepare(data, 300, tmp_path / "cache").notes == (note,)
     (tmp_path / "disk").rename(tmp_path / "away")
     for missed in (pattern, f"{tmp_path.parent}/{tmp_path.name[:-1]}?/b/*.txt"):
         with pytest.raises(InputError, match=rf"b is a link to {tmp_path}/disk, which is missing \(is its disk moun"):
@@ -370,6 +397,52 @@ def test_files_that_a_pattern_should_find_and_that_are_away_are_named(
         opened(pattern)
 
 
+def test_a_file_behind_links_is_read_once(tmp_path: Path) -> None:
+    """Under two keys, a document could be used for both training and validation."""
+    (tmp_path / "v2").mkdir()
+    (tmp_path / "v2" / "a.jsonl").write_bytes(b"\n".join(good_lines(200)))
+    (tmp_path / "v2" / "b.txt").write_text("another file")
+    pattern = f"{tmp_path}/**/*.*"
+    before = opened(pattern).fingerprint
+    assert source_parts(DataSource(source=pattern)).notes == ()
+    (tmp_path / "current").symlink_to("v2")  # before v2 in the order of keys
+    (tmp_path / "a.jsonl").symlink_to("v2/a.jsonl")
+    (tmp_path / "v2" / "z.jsonl").hardlink_to(tmp_path / "v2" / "a.jsonl")
+    assert opened(pattern).fingerprint == before
+    notes = prepare(Data(source=pattern, tokens=1_024), 300, tmp_path / "cache").notes
+    line = f"data.source '{pattern}': 5 of 7 files are links to others, which are read once, such as a.jsonl, a link "
+    assert notes == (f"{line}to v2/a.jsonl",)
+    (tmp_path / "only").mkdir()  # the snapshots of a Hugging Face cache have nothing but links
+    for name in "yx":
+        (tmp_path / "only" / f"{name}.jsonl").symlink_to("../v2/a.jsonl")
+    assert [part.key for part in opened(f"{tmp_path}/only/*.jsonl").parts] == ["x.jsonl"]
+
+
+def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> None:
+    """Spark writes a folder of parts under the name that it was given."""
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(good_lines(9)))
+    for name in ("y.jsonl", "sub"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-0.jsonl").write_bytes(b"\n".join(good_lines(9)))
+
+    def notes(pattern: str) -> tuple[str, ...]:
+        return source_parts(DataSource(source=f"{tmp_path}/{pattern}")).notes
+
+    end = "not read; to read the files in a folder, give a pattern of them"
+    line = f"data.source '{tmp_path}/*.jsonl', but"
+    assert notes("*.jsonl") == (f"{tmp_path}/y.jsonl matches {line} is not a file and is {end}",)
+    assert notes("**/*.jsonl") == ()  # the files in the folder are read
+    os.mkfifo(tmp_path / "z.jsonl")
+    assert notes("*.jsonl") == (f"{tmp_path}/y.jsonl and 1 more match {line} are not files and are {end}",)
+    assert f"{tmp_path}/z.jsonl matches " in notes("**/*.jsonl")[0]
+    (tmp_path / "sub" / "x.jsonl").mkdir()
+    (tmp_path / "sub" / "x.jsonl" / "a").touch()
+    (tmp_path / "y.jsonl" / "x.jsonl").write_bytes(b"\n".join(good_lines(9)))
+    assert f"{tmp_path}/sub/x.jsonl matches " in notes("*/x.jsonl")[0]
+    data = Data(source=f"{tmp_path}/*.jsonl", tokens=1_024)
+    assert prepare(data, 300, tmp_path / "cache").notes == notes("*.jsonl")
+
+
 def test_a_file_written_just_now_is_read_again(
     tmp_path: Path, surveyed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +454,7 @@ def test_a_file_written_just_now_is_read_again(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [('{"format"', "{"), ('"format": 4', '"format": 3'), ('"bytes": 4', '"bytes": 5')]
+    ("old", "new"), [('{"format"', "{"), ('"format": 5', '"format": 4'), ('"bytes": 4', '"bytes": 5')]
 )
 def test_a_damaged_or_old_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], old: str, new: str) -> None:
     write(tmp_path / "a.txt", "text")

@@ -29,7 +29,7 @@ from leaven.data.file_tokens import FileTokens
 from leaven.data.shards import ShardedTokens, TokenRange
 from leaven.data.sources import estimated_tokens
 from leaven.data.stream import Mixture, Stream
-from leaven.data.token_source import DocumentTokens
+from leaven.data.token_source import LONGEST_END, DocumentTokens
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
 from leaven.errors import InputError
@@ -294,6 +294,31 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, prepare: Any, monkey
     index = tmp_path / "a.idx"
     index.write_bytes(Path(megatron(tmp_path / "b.bin", [flat(changed)])).with_suffix(".idx").read_bytes())
     assert len({first.fingerprint, second.fingerprint, prepare(source).fingerprint}) == 3
+
+
+def test_a_file_that_ends_with_one_id_is_named_or_refused(tmp_path: Path, prepare: Any) -> None:
+    """A program that was stopped while it filled a memory map of a fixed size leaves zeros at its end."""
+    ids = np.random.default_rng(0).integers(10, 300, 10_000).astype(np.uint16)
+
+    def notes(size: int, *more: int, **options: Any) -> tuple[str, ...]:
+        source = _array(tmp_path / "a.npy", np.concatenate([ids, np.zeros(size, np.uint16), more]).astype(np.uint16))
+        return prepare(one(source, **options)).notes  # type: ignore[no-any-return]
+
+    line = f"{tmp_path}/a.npy: the last 10,000 of 20,000 token ids are all 0"
+    with refused(f"{line}, as a program leaves them that was stopped while", "cut it after 10,000 ids"):
+        notes(10_000)
+    with refused("the last 2,097,152 of 2,107,152 token ids are all 0"):  # several blocks, and more than one stretch
+        notes(2 * 2**20)
+    assert notes(10_000, 5) == ()
+    assert notes(500) == notes(LONGEST_END) == ()  # such as padding; of 500, all that is held out is 0
+    with refused(f"the last {LONGEST_END + 1:,} of"):
+        notes(LONGEST_END + 1)
+    ids = np.tile(ids, 3)
+    end = "token ids are all 0; if a program was stopped while it wrote the file, write it again"
+    assert notes(1_500) == (f"{tmp_path}/a.npy: the last 1,500 of 31,500 {end}",)
+    with refused("the last 1,500 of 11,500 token ids are all 0"):
+        ids = ids[:10_000]
+        notes(0, validation=_array(tmp_path / "b.npy", np.concatenate([ids, np.zeros(1_500, np.uint16)])))
 
 
 def test_new_keys_do_not_change_older_recipes() -> None:

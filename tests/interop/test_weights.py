@@ -26,6 +26,7 @@ from leaven.interop.weights import (
     require_start,
     router_biases,
     start_from,
+    tensors_fingerprint,
     weights_fingerprint,
     write_huggingface,
 )
@@ -701,3 +702,39 @@ def test_the_fingerprint_of_weights_has_every_file_that_is_read(tmp_path: Path) 
         (tmp_path / "weights-a.safetensors").write_text(content)
         found.add(weights_fingerprint(tmp_path))
     assert len(found) == 2
+
+
+def test_the_fingerprint_of_tensors_has_what_the_samples_of_a_file_miss(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    weights = {"a": torch.ones(1_370_000), "b": torch.ones(16), "c": torch.ones(1_230_000)}  # 10 MB
+
+    def fingerprints(**changed: Tensor) -> tuple[str, str]:
+        save_file(weights | changed, file)
+        return weights_fingerprint(tmp_path), tensors_fingerprint(tmp_path)
+
+    samples, tensors = fingerprints()
+    assert fingerprints() == (samples, tensors)
+    found = {tensors}
+    for changed in ({"b": weights["b"] * 3}, {"b": torch.tensor([*[1.0] * 15, 2.0])}):
+        of_samples, of_tensors = fingerprints(**changed)
+        assert of_samples == samples  # as in the studies of earlier versions
+        found.add(of_tensors)
+    ends = weights["c"].clone()
+    ends[-1] = 2
+    found |= {fingerprints(c=weights["c"] * 2)[1], fingerprints(c=ends)[1]}
+    save_file(dict(weights), file, {"format": "pt"})
+    found.add(tensors_fingerprint(tmp_path))
+    assert len(found) == 6
+    content = file.read_bytes()
+    for damaged in (
+        content[:1_000],
+        b"",
+        b"\xff" * 99,
+        *(content.replace(b"[5480000", new, 1) for new in (b"[0000000", b"[-100000", b'["20000"', b"[6500000")),
+    ):
+        file.write_bytes(damaged)
+        tensors_fingerprint(tmp_path)
+    # Many tensors in the same place: each byte is read once.
+    header = json.dumps({str(number): {"data_offsets": [0, 2**18]} for number in range(100_000)}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2**18))
+    tensors_fingerprint(tmp_path)

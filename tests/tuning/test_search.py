@@ -333,6 +333,21 @@ def stored_trials(count: int) -> stored_study.StoredStudy:
     return stored
 
 
+def test_a_study_of_an_earlier_version_needs_no_hash_of_tensors() -> None:
+    store = InMemoryStorage()
+
+    def join(name: str, **shared: str) -> stored_study.StoredStudy:
+        axes = Axes({"lr": (-3.0, 3.0)})
+        return join_study(store, name, name, "", method="random", axes=axes, seed=0, noise=None, shared=shared)
+
+    join("earlier", weights="a")
+    join("earlier", weights="a", tensors="b")
+    join("new", weights="a", tensors="b")
+    join("new", weights="a")  # by an earlier version
+    with refused("new has other settings: tensors was"):
+        join("new", weights="a", tensors="c")
+
+
 def test_a_budget_is_not_exceeded_by_resuming_with_another() -> None:
     store, runs = InMemoryStorage(), Runs()
     found = search(runs, SPACE, trials=32, storage=store)

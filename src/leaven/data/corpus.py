@@ -9,6 +9,7 @@ hashes of its documents. Surveys are cached.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
 
 VALIDATION_SHARE = 0.05
 
-FORMAT = 4
+FORMAT = 5
 """Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
+
+MOST_BLANK = 0.5
+"""Largest share of the documents of a source that may have no text, unless ``corrupt_share`` is larger. A third of
+WikiText's rows are empty; if more than half are, the text is probably under another key."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
@@ -73,6 +78,7 @@ class Survey:
     digest: str  # hash of the line or row numbers and texts of all documents
     lowest: int  # smallest hash of a document's key
     highest: int  # largest hash of a document's key
+    blank: int  # number of documents without text, such as rows whose text is null
     corrupt: int  # number of lines or rows that cannot be read
     broken: int  # 1 if the whole file or split cannot be used, else 0
     faults: tuple[str, ...]  # one line for each of the first few lines, rows or files that cannot be read
@@ -94,7 +100,7 @@ class Corpus:
     source: str
     parts: tuple[TextPart, ...]
     surveys: tuple[Survey, ...]  # one for each part
-    skipped: str  # one line about unreadable documents, unreadable files and files without text; "" if there are none
+    skipped: str  # one line about documents and files that cannot be read or have no text; "" if there are none
     memory: Path | None = field(default=None, compare=False)  # file that caches the surveys; None if none does
 
     @property
@@ -173,7 +179,8 @@ def open_corpora(
         parts: the parts of each source; None: they are found by :func:`source_parts`.
 
     Raises:
-        InputError: if a source has no readable text, or more than ``corrupt_share`` is unreadable.
+        InputError: if a source has no readable text, more than ``corrupt_share`` is unreadable, or more than
+            `MOST_BLANK` has no text.
         OSError: if ``memory`` cannot be written.
     """
     parts = parts or [source_parts(source).texts for source in sources]
@@ -187,10 +194,7 @@ def open_corpora(
             raise InputError(
                 f"data.source {source.source!r} contains no text; {skipped or 'give files that contain text'}"
             )
-        blank = [part for part, found in zip(some, surveys, strict=True) if not (found.documents or found.faults)]
-        if blank and source.source != "python-stdlib":  # an empty module is common
-            line = f"data.source {source.source!r}: no text in {len(blank):,} of {len(some):,} files, such as"
-            skipped = "; ".join(filter(None, [skipped, _line(f"{line} {blank[0].name}")]))
+        skipped = "; ".join(filter(None, [skipped, *_without_text(source, some, surveys, corrupt_share)]))
         corpora.append(Corpus(source.source, some, tuple(surveys), skipped, path))
     meter.finish()
     return corpora
@@ -269,7 +273,7 @@ def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
 
 def _survey(part: TextPart, meter: Meter) -> Survey:
     digest = blake2b(digest_size=16)
-    documents = n_bytes = corrupt = highest = 0
+    documents = n_bytes = blank = corrupt = highest = 0
     lowest, left = 2**64, part.size
     faults: list[str] = []
     try:
@@ -287,11 +291,13 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
                 advanced = min(len(raw), left)  # text is longer than its compressed file
                 meter.advance(advanced)
                 left -= advanced
+            else:
+                blank += 1
     except BrokenFile as error:  # earlier documents may be wrong, too: a gzip file has its checksum at the end
-        return Survey(0, 0, "", 2**64, 0, corrupt=0, broken=1, faults=(_line(f"{part.name} {error}"),))
+        return Survey(0, 0, "", 2**64, 0, blank=0, corrupt=0, broken=1, faults=(_line(f"{part.name} {error}"),))
     finally:
         meter.advance(left)
-    return Survey(documents, n_bytes, digest.hexdigest(), lowest, highest, corrupt, 0, tuple(faults))
+    return Survey(documents, n_bytes, digest.hexdigest(), lowest, highest, blank, corrupt, 0, tuple(faults))
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
@@ -310,6 +316,29 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
         raise InputError(f"{unreadable}; repair them{more}: {faults[0]}")
     named = "; ".join([*faults[:NAMED_FAULTS], *["..."] * (corrupt + broken > NAMED_FAULTS)])
     return f"{unreadable} and were skipped: {named}"
+
+
+def _without_text(
+    source: DataSource, parts: Sequence[TextPart], surveys: Sequence[Survey], corrupt_share: float
+) -> Iterator[str]:
+    """Yield lines that count files without text, and documents without text in other files. Raise InputError if these
+    are more than `MOST_BLANK` and ``corrupt_share`` of all documents."""
+    name, found = f"data.source {source.source!r}", [*zip(parts, surveys, strict=True)]
+    empty = [part for part, survey in found if not (survey.documents or survey.faults)]
+    if empty and source.source != "python-stdlib":  # an empty module is common
+        yield _line(f"{name}: no text in {len(empty):,} of {len(parts):,} files, such as {empty[0].name}")
+    some = [(part, survey) for part, survey in found if survey.documents and survey.blank]
+    if not some:
+        return
+    blank = sum(survey.blank for _, survey in some)
+    total = blank + sum(survey.documents for survey in surveys)
+    line = _line(f"{name}: no text in {blank:,} of {total:,} documents, such as in {some[0][0].name}")
+    if blank > max(MOST_BLANK, corrupt_share) * total:
+        raise InputError(
+            f"{line}; remove them, set text to the key or column of the text (source = [{{ source = ..., text = ... "
+            f"}}]), or raise corrupt_share in [data] to {math.ceil(1000 * blank / total) / 1000:g} or more"
+        )
+    yield line
 
 
 def _add(digest: Any, place: str, raw: bytes) -> None:

@@ -3,7 +3,7 @@
 import io
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,16 @@ class File:
     @property
     def size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
+
+    @property
+    def identity(self) -> Hashable:
+        """The device and inode of the file, or its path if it is missing. All names of a file, including links, have
+        the same."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return self.path
+        return found.st_dev, found.st_ino
 
     def stamp(self) -> FileStamp | None:
         return file_stamp(self.path)

@@ -2,7 +2,7 @@
 
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -48,7 +48,27 @@ class SourceParts(NamedTuple):
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
     validation: tuple[TokenPart, ...] = ()  # parts with the token ids that ``validation`` of the source names
-    empty: tuple[Path, ...] = ()  # empty folders that the pattern has matched: a disk may not be mounted there
+    notes: tuple[str, ...] = ()  # lines about what the pattern has matched and is not read
+
+
+class _NotRead(NamedTuple):
+    """Paths that the pattern of a source has matched, but in which there is nothing to read."""
+
+    empty: dict[Path, None]  # empty folders: a disk may not be mounted there; a set that keeps the order
+    other: dict[Path, None]  # folders and pipes that have the name of a file
+
+    def notes(self, source: str) -> Iterator[str]:
+        if self.empty:
+            more = f" and {len(self.empty) - 1:,} more folders are" if len(self.empty) > 1 else " is"
+            yield f"{next(iter(self.empty))}{more} empty; if a disk belongs there, mount it, and begin again"
+        if self.other:
+            many = len(self.other) - 1
+            what = f" and {many:,} more match" if many else " matches"
+            are = "are not files and are" if many else "is not a file and is"
+            yield (
+                f"{min(self.other)}{what} data.source {source!r}, but {are} not read; to read the files in a folder, "
+                "give a pattern of them"
+            )
 
 
 def source_parts(source: DataSource) -> SourceParts:
@@ -76,18 +96,56 @@ def source_parts(source: DataSource) -> SourceParts:
     held_out = _parts(source.model_copy(update={"source": source.validation}))
     if not held_out.ids:
         raise InputError(f"validation {source.validation!r} is text, but the source has token ids; give token ids")
-    return found._replace(validation=held_out.ids, empty=found.empty + held_out.empty)
+    return found._replace(validation=held_out.ids, notes=found.notes + held_out.notes)
 
 
 def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
         return SourceParts(ids=(split,)) if isinstance(split, HubTokens) else SourceParts(texts=(split,))
-    empty: dict[Path, None] = {}  # a set that keeps the order
-    found = _files(source.source, empty)
+    not_read = _NotRead({}, {})
+    found = _files(source.source, not_read)
+    notes = [*not_read.notes(source.source)]
     if found[0][1].suffix in TOKEN_SUFFIXES:
-        return SourceParts(ids=tuple(TokenFile(key, path, source.dtype) for key, path in found), empty=tuple(empty))
-    return SourceParts(texts=tuple(File(key, path, source.text) for key, path in found), empty=tuple(empty))
+        ids = tuple(TokenFile(key, path, source.dtype) for key, path in found)
+        return SourceParts(ids=ids, notes=_lines(notes))
+    files = tuple(File(key, path, source.text) for key, path in found)
+    if source.source == "python-stdlib":
+        return SourceParts(texts=files)
+    texts, links = _without_links(files)
+    if links:
+        link, to = links[0]
+        notes.append(
+            f"data.source {source.source!r}: {len(links):,} of {len(files):,} files are links to others, which are "
+            f"read once, such as {link.key}, a link to {to.key}"
+        )
+    return SourceParts(texts=texts, notes=_lines(notes))
+
+
+def _lines(notes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(note.encode(errors="replace").decode() for note in notes)  # a file name can be invalid UTF-8
+
+
+def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
+    """Return each file of ``files`` under one of its names, and pairs of another name and this one.
+
+    Documents under two keys could be used for both training and validation. The name that stays is the first one that
+    does not lead through a link, so that a link that is added later does not change the keys of documents.
+    """
+    names: dict[Hashable, list[File]] = {}
+    for file in files:
+        names.setdefault(file.identity, []).append(file)
+    if len(names) == len(files):
+        return tuple(files), []
+    kept = {same: min(some, key=lambda file: (_is_behind_link(file), file.key)) for same, some in names.items()}
+    links = [(file, kept[file.identity]) for file in files if file is not kept[file.identity]]
+    return tuple(file for file in files if file is kept[file.identity]), links
+
+
+def _is_behind_link(file: File) -> bool:
+    """Return whether a part of a file's key is a link."""
+    root = file.path.parents[file.key.count("/")]
+    return file.path.resolve() != root.resolve() / file.key
 
 
 def estimated_tokens(source: DataSource) -> int | None:
@@ -122,9 +180,9 @@ def opened(part: TokenPart) -> MappedTokens:
         raise InputError(f"{part.name} {error}".encode(errors="replace").decode()) from None
 
 
-def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
-    """Return (key, path) of each file of a source, sorted by key. Empty folders that the pattern searches are added
-    to ``empty``."""
+def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
+    """Return (key, path) of each file of a source, sorted by key. What else the pattern matches is added to
+    ``not_read``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -145,7 +203,7 @@ def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
         root = Path(*path.parts[:fixed])
         pattern = path.parts[fixed:]
         try:
-            paths = set(_matches(root, pattern, empty)) if pattern and root.is_dir() else set[Path]()
+            paths = set(_matches(root, pattern, not_read)) if pattern and root.is_dir() else set[Path]()
         except OSError as error:
             raise InputError(
                 f"data.source {source!r}: {error.filename} cannot be read: {error.strerror}; make it readable, or "
@@ -169,7 +227,7 @@ def _files(source: str, empty: dict[Path, None]) -> list[tuple[str, Path]]:
 
 
 def _matches(
-    folder: Path, pattern: tuple[str, ...], empty: dict[Path, None], above: frozenset[tuple[int, int]] = frozenset()
+    folder: Path, pattern: tuple[str, ...], not_read: _NotRead, above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
     """Yield the files below a folder that match a pattern, as in ``glob.glob(recursive=True)``.
 
@@ -177,28 +235,30 @@ def _matches(
 
     Args:
         pattern: the parts between the slashes: ``("**", "*.txt")`` for ``**/*.txt``.
-        empty: receives the empty folders.
+        not_read: receives the empty folders, and matching folders and pipes. Below ``**`` it receives no matching
+            folders, because files in them are found as well.
         above: (device, inode) of the folders that ``**`` has matched. A link may lead back to one of them.
     """
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):
-        empty[folder] = None
+        not_read.empty[folder] = None
     recursive = name == "**"
     while recursive and rest[:1] == ("**",):
         rest = rest[1:]
     if not (recursive or _MAGIC & set(name)):  # no entry is named "..", and a disk may ignore case
-        _require_target(folder / name)
-        if rest and (folder / name).is_dir():
-            yield from _matches(folder / name, rest, empty, above)
-        elif not rest and (folder / name).is_file():
-            yield folder / name
+        path = folder / name
+        _require_target(path)
+        if rest and path.is_dir():
+            yield from _matches(path, rest, not_read, above)
+        elif not rest and path.exists():
+            yield from _file(path, path.is_file(), not_read)
         return
     if recursive:
         found = folder.stat()
         if (found.st_dev, found.st_ino) in above:
             return
         above |= {(found.st_dev, found.st_ino)}
-        yield from _matches(folder, rest or ("*",), empty, above)
+        yield from _matches(folder, rest or ("*",), not_read, above)
     with os.scandir(folder) as entries:
         for entry in entries:
             hidden = entry.name.startswith(".") and not name.startswith(".")
@@ -208,9 +268,16 @@ def _matches(
             if not recursive:
                 _require_target(path)
             if entry.is_dir() and (rest or recursive):
-                yield from _matches(path, pattern if recursive else rest, empty, above)
-            elif not (recursive or rest) and entry.is_file():
-                yield path
+                yield from _matches(path, pattern if recursive else rest, not_read, above)
+            elif not (recursive or rest or (above and entry.is_dir())):
+                yield from _file(path, entry.is_file(), not_read)
+
+
+def _file(path: Path, is_file: bool, not_read: _NotRead) -> Iterator[Path]:
+    if is_file:
+        yield path
+    else:
+        not_read.other[path] = None
 
 
 def _is_of_leaven(path: Path) -> bool:

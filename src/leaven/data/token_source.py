@@ -35,6 +35,11 @@ STRETCH_TOKENS = 2**20
 one stretch. The end of each stretch is held out. So validation covers a file evenly, even if the file is sorted or
 consists of several corpora."""
 
+LONGEST_END = 2**10
+"""If more than this many ids at the end of a file are all the same, a line says so. If the last part that would be
+held out has no other id, the file is refused. A program that was stopped while it filled a file of a fixed size
+leaves zeros there. Padding to a whole number of sequences may be as long as a sequence."""
+
 _BLOCK = 2**20  # ids that are read at once
 
 
@@ -122,7 +127,8 @@ class TokenReader:
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are unknown
-                but needed, or the same ids have different uses (see :func:`refuse_two_uses`).
+                but needed, the end of a file is one id only (see `LONGEST_END`), or the same ids have different uses
+                (see :func:`refuse_two_uses`).
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -205,6 +211,8 @@ class TokenReader:
                 "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
                 "packed documents"
             )
+        for part, ids in zip(parts, mapped.values(), strict=True):
+            notes += _same_at_the_end(part.name, ids, None if adds else end_of_text)
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):
                 array.set_checksums(checksums)
@@ -270,6 +278,29 @@ def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[File
     at = 0
     for array in mapped.arrays:
         yield array, survey.blocks[at : (at := at + checksums_size(array.n_bytes))]
+
+
+def _same_at_the_end(name: str, mapped: MappedTokens, end_of_text: int | None) -> Iterator[str]:
+    """Yield a line if the end of a file is one id only (see `LONGEST_END`). Raise InputError if that is all of the
+    last part that would be held out. The other arguments are those of :func:`_held_out`."""
+    tokens, size = ShardedTokens(mapped.arrays), len(mapped)
+    if size <= LONGEST_END or len(np.unique(tokens[size - LONGEST_END - 1 :])) > 1:
+        return
+    last, start = int(tokens[size - 1 :][0]), size
+    while start:
+        first = max(start - _BLOCK, 0)
+        others = np.flatnonzero(tokens[first:start] != last)
+        if others.size:
+            start = first + int(others[-1]) + 1
+            break
+        start = first
+    line = f"{name}: the last {size - start:,} of {size:,} token ids are all {last:,}"
+    if start <= [*_held_out(mapped, end_of_text)][-1][0]:
+        raise InputError(
+            f"{line}, as a program leaves them that was stopped while it wrote the file; write it again, or cut it "
+            f"after {start:,} ids"
+        )
+    yield f"{line}; if a program was stopped while it wrote the file, write it again"
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ The cache contains the folders ``surveys`` (sizes and hashes of source files), `
 tokens that the cache lacks, one process writes them, while the others wait and then read the files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -154,10 +154,6 @@ def prepare(
         ) from None
     sources = [found[source.source] for source in data.sources]
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
-    empty = [path for found_parts in parts.values() for path in found_parts.empty]
-    if empty:
-        more = f" and {len(empty) - 1:,} more folders are" if len(empty) > 1 else " is"
-        skipped.append(f"{empty[0]}{more} empty; if a disk belongs there, mount it, and begin again")
     fingerprint = sources[0].fingerprint
     if len(sources) > 1:
         fingerprint = storage.digest("".join(source.fingerprint for source in sources).encode(), 16)
@@ -169,7 +165,11 @@ def prepare(
         end_of_text=end_of_text,
         fingerprint=fingerprint,
         tokenizer_path=path,
-        notes=(*skipped, *(note for source in sources for note in source.notes)),
+        notes=(
+            *skipped,
+            *(note for found_parts in parts.values() for note in found_parts.notes),
+            *(note for source in sources for note in source.notes),
+        ),
     )
 
 
@@ -200,15 +200,14 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
     """Raise InputError if a text file belongs to two sources."""
-    owner: dict[Path, str] = {}
+    owner: dict[Hashable, str] = {}
     for source, parts in texts.items():
-        for path in {part.path.resolve() for part in parts if isinstance(part, File)}:
-            if path in owner:
+        for part in parts:
+            if isinstance(part, File) and (other := owner.setdefault(part.identity, source)) != source:
                 raise InputError(
-                    f"{path} belongs to two sources, {owner[path]!r} and {source!r}, so a document could be used "
-                    "for both training and validation; change the patterns so that each file belongs to one source"
+                    f"{part.path.resolve()} belongs to two sources, {other!r} and {source!r}, so a document could be "
+                    "used for both training and validation; change the patterns so that it belongs to one source"
                 )
-            owner[path] = source
 
 
 def _tokenizer(

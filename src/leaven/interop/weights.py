@@ -37,7 +37,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; other dtypes are of quantised weights
 WHOLE = "model.safetensors"  # the file with all weights; several files (shards) have other names
 SHARD_BYTES = 5 * 10**9
-SAMPLES, SAMPLE_BYTES = 64, 2**16
+SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file
+WHOLE_TENSOR = 2**18  # bytes; larger tensors are compared by samples
+TENSOR_SAMPLES, TENSOR_SAMPLE_BYTES = 4, 2**14
+LONGEST_HEADER = 10**8  # bytes, as in the library safetensors
 STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
 # Keys of [model] whose values may differ from those of the start weights. With learned positions, seq_len may not.
 _FREE = {"seq_len", "dropout", "rope_theta"}
@@ -310,13 +313,8 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 def weights_fingerprint(folder: Path) -> str:
     """Return a hash of a folder's config.json and weight files. Only `SAMPLES` pieces of each file are read."""
-    content, index = blake2b(digest_size=16), b""
-    with suppress(OSError):
-        index = storage.read(folder / "model.safetensors.index.json")
-    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors*")]):
-        # Files with other names are read only if the index names them.
-        if not path.name.startswith(("config", "model")) and json.dumps(path.name).encode() not in index:
-            continue
+    content = blake2b(digest_size=16)
+    for path in _weight_files(folder):
         with suppress(OSError), storage.open_file(path) as file:
             size = path.stat().st_size
             content.update(f"{path.name} {size} ".encode())
@@ -324,6 +322,48 @@ def weights_fingerprint(folder: Path) -> str:
                 file.seek(sample * size // SAMPLES)
                 content.update(file.read(SAMPLE_BYTES))
     return content.hexdigest()
+
+
+def tensors_fingerprint(folder: Path) -> str:
+    """Return a hash of the tensors in a folder's weight files, which :func:`weights_fingerprint` may miss.
+
+    The header of each file and tensors of up to `WHOLE_TENSOR` bytes are read whole, and `TENSOR_SAMPLES` pieces of
+    each larger tensor, from its beginning to its end. A file that is not in the format of safetensors is left out.
+    """
+    content = blake2b(digest_size=16)
+    for path in _weight_files(folder):
+        with suppress(OSError, ValueError, TypeError, KeyError), storage.open_file(path) as file:
+            length = min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)
+            header = file.read(length)
+            tensors = storage.json_object(header) or {}
+            tensors.pop("__metadata__", None)
+            content.update(header)
+            end = 0
+            for start, stop in sorted(tensor["data_offsets"] for tensor in tensors.values()):
+                if not end <= start <= stop:  # damaged; bytes that are read several times could be very many
+                    break
+                end = stop
+                size = stop - start
+                pieces = [(0, size)]
+                if size > WHOLE_TENSOR:
+                    last = size - TENSOR_SAMPLE_BYTES
+                    places = (number * last // (TENSOR_SAMPLES - 1) for number in range(TENSOR_SAMPLES))
+                    pieces = [(place, TENSOR_SAMPLE_BYTES) for place in places]
+                for place, n_bytes in pieces:
+                    file.seek(8 + length + start + place)
+                    content.update(file.read(n_bytes))
+    return content.hexdigest()
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    """Yield config.json and the weight files of a folder. Those with other names are read only if the index names
+    them."""
+    index = b""
+    with suppress(OSError):
+        index = storage.read(folder / "model.safetensors.index.json")
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors*")]):
+        if path.name.startswith(("config", "model")) or json.dumps(path.name).encode() in index:
+            yield path
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:

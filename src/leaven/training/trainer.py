@@ -57,7 +57,7 @@ from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
 from leaven.errors import AGAIN_AFTER, STOPPING, InputError, Settled, TextUnreadable, out_of_memory
-from leaven.interop.weights import weights_fingerprint
+from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import utilisation
 from leaven.recipe.recipe import Difference, Recipe, differing, rearrangement
 from leaven.training.checkpoint import (
@@ -268,7 +268,7 @@ def _require_one_recipe(
     require_seen(run.events_file, lambda: (seen := RunLines(run).events_digest()) != group.broadcast(seen), group)
     start = None if run.begun else recipe.start.folder
     mine = {
-        "[start] weights": start and weights_fingerprint(start),
+        "[start] weights": start and f"{weights_fingerprint(start)} {tensors_fingerprint(start)}",
         "recipe": recipe.model_dump(exclude={"why", "start", "data"}),
         "data": recipe.data.model_dump(exclude={"source", "tokenizer"}),
         "data.source": [str(share) for share in tokens.proportions]

@@ -27,7 +27,7 @@ from leaven import storage
 from leaven.data.pool import exit_with_parent, new_processes, signals_blocked
 from leaven.data.tokens import TokenSet, prepare
 from leaven.errors import InputError
-from leaven.interop.weights import weights_fingerprint
+from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import flops_per_token
 from leaven.planning.this_machine import VISIBLE
 from leaven.recipe.recipe import Recipe
@@ -123,7 +123,9 @@ def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
 def fingerprint_of(recipe: Recipe, tokens: TokenSet) -> str:
     """Return a fingerprint of a trial's text and tokenizer, and of its start weights if it has any."""
     start = recipe.start.folder
-    return tokens.fingerprint if start is None else f"{tokens.fingerprint} {weights_fingerprint(start)}"
+    if start is None:
+        return tokens.fingerprint
+    return f"{tokens.fingerprint} {weights_fingerprint(start)} {tensors_fingerprint(start)}"
 
 
 def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet) -> Path:

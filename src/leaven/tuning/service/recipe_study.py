@@ -12,7 +12,7 @@ from typing import Any
 
 from leaven.data.tokens import TokenSet
 from leaven.errors import InputError, out_of_memory
-from leaven.interop.weights import weights_fingerprint
+from leaven.interop.weights import tensors_fingerprint, weights_fingerprint
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.training.device import default_device
@@ -26,6 +26,7 @@ from leaven.tuning.service.search_loop import Objectives, Proposal, TrialRelease
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
 from leaven.tuning.service.study import BaseStudy
 from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
+from leaven.tuning.service.study_settings import TENSORS
 from leaven.tuning.space import Space
 
 CHECKPOINT_SECONDS = 60.0  # between checkpoints of a trial
@@ -275,6 +276,7 @@ class Study(BaseStudy):
         shared: dict[str, Any] = {"text": tokens.fingerprint, "durations": list(durations)}
         if recipe.start.folder is not None:
             shared["weights"] = weights_fingerprint(recipe.start.folder)
+            shared[TENSORS] = tensors_fingerprint(recipe.start.folder)
         super().__init__(
             out,
             space,

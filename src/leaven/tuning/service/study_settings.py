@@ -26,6 +26,7 @@ from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.stored_study import ABOUT, DIGEST, ID, RESTORE, StoredStudy, digest_of_json
 
 EXPECTED, EARLIER = "expected", "earlier"  # the settings that are prior knowledge
+TENSORS = "tensors"  # the setting with a hash of the start weights' tensors; studies of earlier versions lack it
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
 LISTED = 3  # the most settings that a message about different settings lists
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
@@ -95,6 +96,7 @@ def join_study(
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
     if EARLIER in there and not own_noise:
         here["noise"] = noise = there["noise"]
+    here = {key: value for key, value in here.items() if key != TENSORS or key in there}
     keys = [*here, "near"]  # a call without a box does not continue in the box of the study
     if changes := differing({key: there.get(key) for key in keys}, {key: here.get(key) for key in keys}):
         more = f"; and {len(changes) - LISTED} more" if len(changes) > LISTED else ""
