@@ -804,34 +804,48 @@ def test_losses_are_read_while_they_are_written(tmp_path: Path) -> None:
         read_losses(source, lines, complete=True)
 
 
-TWO = [{"i": 1, "loss": 3, "norm": 1}, {"i": 2, "loss": 2}]
-LOSSES = [{"i": 1, "loss": 3, "train_loss": 2}, {"i": 2, "loss": 2, "train_loss": 2}]
+def rows_of(text: str, **others: object) -> list[dict[str, object]]:
+    """Return the rows of a log, of the steps 1, 2, ... A digit in ``text`` is a loss, and n is null."""
+    return [{"i": step, "loss": None if each == "n" else int(each), **others} for step, each in enumerate(text, 1)]
 
 
 @pytest.mark.parametrize(
-    ("rows", "diverged"),
+    ("rows", "means"),
     [
-        ([*TWO, {"i": 3, "loss": None, "norm": None}, {"i": 4, "loss": None, "norm": None}], True),
-        ([*TWO, {"i": 2, "val": 2}, {"i": 3, "loss": None}, {"i": 4}, {"i": 5, "loss": None}], True),
-        ([*TWO, {"i": 3, "loss": None}], False),  # perhaps a last step without a validation
-        ([*LOSSES, {"i": 3, "loss": None, "train_loss": 1}, {"i": 4, "loss": None, "train_loss": 1}], False),
-        ([{"i": 1, "loss": 3}, {"i": 2, "loss": 2}, {"i": 3, "loss": None}, {"i": 4, "loss": 2}], False),
-        ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}, {"i": 3, "loss": 2}, {"i": 4, "loss": None}], False),
-        ([{"i": 1, "loss": 3}, {"i": 2, "loss": None}], False),  # perhaps of every tenth step
-        ([*TWO, {"i": 2, "loss": None, "test": 2}, {"i": 2, "loss": None, "test": 2}], False),  # summaries
-        ([*TWO, {"loss": None}, {"loss": None}], False),
+        (rows_of("32nn"), "NaN"),
+        (rows_of("3nn"), "NaN"),
+        ([*rows_of("32"), {"i": 2, "val": 2}, {"i": 3, "loss": None}, {"i": 4}, {"i": 5, "loss": None}], "NaN"),
+        (rows_of("32nnn", loss_scale=65536, grad_norm=None, learning_rate=1e-3), "NaN"),
+        ([*rows_of("32"), *({"i": i, "loss": None, "found_nan": i} for i in (3, 4, 5))], "NaN"),
+        (rows_of("32nn", train_loss=math.nan), "NaN"),
+        (rows_of("n3n2nnn"), "NaN"),  # of every second step
+        (rows_of("32nn", train_loss=2.5), "doubt"),
+        (rows_of("32nn", **{"best/Loss": 2}), "doubt"),
+        (rows_of("32n"), "doubt"),  # perhaps a last step without a validation
+        (rows_of("3n"), "doubt"),
+        (rows_of("n3n2nn"), "doubt"),
+        ([*rows_of("32"), {"i": 4, "loss": None, "runtime": 9}], "doubt"),  # perhaps a summary
+        (rows_of("n3n2n"), "no loss"),
+        (rows_of("32n2"), "no loss"),
+        ([*rows_of("32"), {"i": 2, "loss": None, "test": 2}, {"i": 2, "loss": None, "test": 2}], "no loss"),
+        ([*rows_of("32"), {"loss": None, "runtime": 9}, {"i": None, "loss": None}], "no loss"),  # summaries
+        ([*rows_of("32"), {"i": {}, "loss": None}], "doubt"),
+        # A resumed attempt repeats steps.
+        ([*rows_of("4321"), {"i": 2, "loss": None}, {"i": 3, "loss": None}, {"i": 4, "loss": None}], "NaN"),
     ],
 )
-def test_null_after_losses_in_every_line_is_nan(
-    rows: list[dict[str, object]], diverged: bool, tmp_path: Path
+def test_more_lines_of_null_than_between_losses_are_nan(
+    rows: list[dict[str, object]], means: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = LossSource.model_validate({"jsonl": "x", "key": "loss", "step": "i"})
-    assert math.isnan(read_losses(source, log, complete=True)[-1][1]) == diverged
-    unnumbered = source.model_copy(update={"step": None})
-    assert math.isnan(read_losses(unnumbered, log, complete=True)[-1][1]) == (diverged or "i" not in rows[-1])
+    with refused("after the last loss, it is null", "write NaN") if means == "doubt" else nullcontext():
+        assert math.isnan(read_losses(source, log, complete=True)[-1][1]) == (means == "NaN")
     assert all(math.isfinite(loss) for _, loss in read_losses(source, log, complete=False))  # more may follow
+    if rows == rows_of("32nn"):  # the rule needs no steps
+        unnumbered = source.model_copy(update={"step": None})
+        assert math.isnan(read_losses(unnumbered, log, complete=True)[-1][1])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
     if complete and source.jsonl is not None:
         _require_last_line(source, where)
     rows = [(step, row) for step, row in _rows(source, where, resumed) if str(source.key) in row]
-    for step, row in _nan_for_null(rows, str(source.key)) if complete else rows:
+    for step, row in _nan_for_null(rows, source, where) if complete else rows:
         if (loss := row[str(source.key)]) is None:  # loggers write null for a value that a step does not have
             continue
         has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # false for NaN
@@ -110,34 +111,40 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
             ) from None
 
 
-def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
-    """Return ``rows`` with NaN for null in the last rows. Many loggers write null for NaN, which JSON does not have.
+def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[Row]:
+    """Yield ``rows``, with NaN for null in the last ones if the loss was NaN there. Many loggers write null for NaN,
+    which JSON does not have.
 
-    All rows have ``key``, the name of the loss. A null may also mean that a step has no loss. So the rows are
-    returned unchanged in each of these cases:
+    All rows have ``source.key``, the name of the loss. Null may also mean that a step has no loss. It means NaN if
+    more rows with null follow the last loss than lie between two losses or before the first one. A row after the last
+    loss that has the same step as this loss, or no step although the loss has one, is a summary and does not count.
 
-    - Fewer than two losses precede the first null.
-    - A loss follows the first null.
-    - There is only one null.
-    - A row with a null has a value under another name with "loss" in it, such as "val_loss".
-
-    Summary rows after the first null do not count and are left out. A row is a summary if it has a name that no row
-    before the first null has. It is also one if the row has a step and the first row has none, or the reverse.
+    Raises:
+        InputError: after the last loss, if null probably means NaN, but may not: it is only one row more, or the last
+            row has a finite number under another name that ends with "loss".
     """
-    first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
-    if first < 2 or any(row[key] is not None for _, row in rows[first:]):
-        return rows
-    known = set[str]().union(*(_named(row) for _, row in rows[:first]))
-    stepped = rows[0][0] is not None
-    nulls = [(step, row) for step, row in rows[first:] if _named(row) <= known and (step is not None) == stepped]
-    if len(nulls) < 2 or any("loss" in name for _, row in nulls for name in _named(row)):
-        return rows
-    return rows[:first] + [(step, row | {key: math.nan}) for step, row in nulls]
+    key = str(source.key)
+    losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]
+    if not losses:
+        return
+    yield from rows[: losses[-1] + 1]
+    (last, _), *after = rows[losses[-1] :]
+    nulls = [(step, row) for step, row in after if last is None or (step is not None and step != last)]
+    more = len(nulls) - max(end - start - 1 for start, end in pairwise([-1, *losses]))
+    if more <= 0:
+        return
+    others = [name for name, value in nulls[-1][1].items() if name.lower().endswith("loss") and _is_finite(value)]
+    if more == 1 or others:
+        beside = f" and {others[0]} is a number" if others else ""
+        raise InputError(
+            f"{where}: after the last {key}, it is null{beside}, so it may be NaN or no loss; write NaN for NaN, and "
+            f"leave {key} out of lines without a loss"
+        )
+    yield from ((step, row | {key: math.nan}) for step, row in nulls)
 
 
-def _named(row: dict[str, Any]) -> set[str]:
-    """Return the names of the values in a row that are not null."""
-    return {name for name, value in row.items() if value is not None}
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < math.inf
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
