@@ -853,19 +853,24 @@ def test_more_lines_of_null_than_between_losses_are_nan(
     [
         ("loss 3.25, next", [3.25]),
         ("loss 3.25. loss 3. loss .5 loss 1.5E-1;", [3.25, 3.0, 0.5, 0.15]),
-        ("loss 2,3.25,1", []),
+        ("loss 2,3.25,1", "2,3.25,1"),
         ("loss 3.25,7 loss 7nats loss ckpt", [3.25, 7.0]),
-        ("loss 1,234.5 loss 3,25 loss 1_000.5 loss 1.2.3 loss 12,345", []),
+        ("loss 1,234.5 loss 3,25 loss 1_000.5 loss 1.2.3 loss 12,345 loss 1", [1.0]),
+        ("loss 1\nother 3\nloss -1,234.5", "-1,234.5"),
+        ("loss 1 loss *****", "*****"),
+        ("loss 1 loss 1.2.3 loss null", "1.2.3"),
         ("loss information loss nano loss nan_count 0 loss infinite", []),
         ("loss nan, loss -inf loss Infinity. loss NaN_100", ["nan", "-inf", "inf", "nan"]),
         ("other 3 or loss", []),
     ],
 )
-def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses: list[float | str]) -> None:
+def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses: list[float | str] | str) -> None:
     source = LossSource.model_validate({"pattern": "other|loss {loss}"})
     (tmp_path / "log").write_text(text)
-    found = [loss for _, loss in read_losses(source, tmp_path / "log", complete=True)]
-    assert list(map(repr, found)) == [repr(float(loss)) for loss in losses]
+    with refused(f"the last loss may be {losses}, which is") if isinstance(losses, str) else nullcontext():
+        found = [loss for _, loss in read_losses(source, tmp_path / "log", complete=True)]
+        assert list(map(repr, found)) == [repr(float(loss)) for loss in losses]
+    read_losses(source, tmp_path / "log", complete=False)  # a number may be incomplete
     greedy = source.model_copy(update={"pattern": "loss.*{loss}"})
     (tmp_path / "log").write_text("loss = 3.25e-05\nloss = -12.5")
     assert read_losses(greedy, tmp_path / "log", complete=True)[0] == (1, 3.25e-05)
@@ -1207,7 +1212,11 @@ def test_logs_of_several_attempts_are_in_order_of_steps_not_of_clocks(tmp_path: 
     assert read_losses(source, tmp_path, complete=True, resumed=True)[-1] == (3, 3.0)
 
 
-@pytest.mark.parametrize("last", ['{"val": 2, "lr"{"val": 1}\n', '{"val": 2, "l'], ids=["two in one", "cut"])
+@pytest.mark.parametrize(
+    "last",
+    ['{"val": 2, "lr"{"val": 1}\n', '{"val": 2, "l', "\0" * 20, "\0" * 20 + '{"val": 2}\n'],
+    ids=["two in one", "cut", "zeros", "zeros before"],
+)
 def test_a_damaged_last_line_is_not_passed_over(tmp_path: Path, last: str) -> None:
     source = LossSource.model_validate({"jsonl": "x", "key": "val"})
     file = tmp_path / "log.jsonl"

@@ -73,18 +73,23 @@ def why_none(source: LossSource, where: Path) -> str:
 
 def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
     if source.pattern is not None:
-        return _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
+        return _of_text(source, where, complete)
     return _of_rows(source, where, complete, resumed)
 
 
-def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
+def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
     text = storage.read(file).decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
-    for found in pattern.finditer(text if complete else text[: text.rfind("\n") + 1]):
+    end = 0  # of the last loss
+    for found in re.finditer(source.expression, text if complete else text[: text.rfind("\n") + 1], re.MULTILINE):
         step = re.sub("[,_]", "", found.groupdict().get("step") or "")
         if len(step) > len(str(LARGEST_STEP)):
             raise InputError(f"{file}: a loss has the step {step:.60}, which is too large")
         if found["loss"] is not None:  # the pattern may have an alternative without a loss
+            end = found.end()
             yield int(step) if step else None, float(found["loss"])
+    later = re.compile(source.unreadable, re.MULTILINE).finditer(text, end) if complete else ()
+    if unreadable := next((found["loss"] for found in later if found["loss"] is not None), None):
+        raise InputError(f"{file}: the last loss may be {unreadable:.60}, which is not a number; print it as 1234.5")
 
 
 def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
@@ -148,11 +153,14 @@ def _is_finite(value: object) -> bool:
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
-    """Raise InputError if a damaged JSON object, which may contain a later loss, follows the last loss."""
+    """Raise InputError if a damaged JSON object, or the zeros that a crash left in its place, follow the last loss.
+    It may contain a later loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
         row = storage.json_object(line)
-        if row is None and line.lstrip().startswith(b"{"):
-            raise InputError(f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace'):.60}")
+        if row is None and line.lstrip().startswith((b"{", b"\0")):
+            raise InputError(
+                f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace')[:60]!r}"
+            )
         if row is not None and row.get(str(source.key)) is not None:
             return
 
