@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from io import BytesIO
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -936,6 +937,19 @@ def wandb_row(**values: bytes) -> bytes:
     return field(2, b"".join(field(1, field(1, key.encode()) + field(16, value)) for key, value in values.items()))
 
 
+def tfevents(rows: list[tuple[int, int]]) -> bytes:
+    """Return a TensorBoard event file with the given (step, loss) pairs."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    log = BytesIO()
+    for step, loss in rows:
+        summary = Summary(value=[Summary.Value(tag="loss", simple_value=loss)])
+        RecordWriter(log).write(Event(step=step, summary=summary).SerializeToString())
+    return log.getvalue()
+
+
 LARGE = b"1" + b"0" * 400  # beyond a float
 
 
@@ -1210,6 +1224,27 @@ def test_logs_of_several_attempts_are_in_order_of_steps_not_of_clocks(tmp_path: 
         (tmp_path / f"{name}.wandb").write_bytes(log)
     source = LossSource.model_validate({"wandb": "x", "key": "loss"})
     assert read_losses(source, tmp_path, complete=True, resumed=True)[-1] == (3, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_the_loss_is_that_of_the_last_stage_whatever_its_folder(tmp_path: Path, kind: str) -> None:
+    """The last stage has the first name, and begins again at step 1."""
+    for stage, number, rows in (("pretrain", 1, [(1, 5), (9, 2)]), ("anneal", 2, [(1, 4), (2, 3)])):
+        folder = tmp_path / stage
+        if kind == "tensorboard":
+            log = tfevents(rows)
+            file = folder / f"events.out.tfevents.170000000{number}.host.9.0"
+        else:
+            log = wandb_log(*(wandb_row(_step=b"%d" % step, loss=b"%d" % loss) for step, loss in rows))
+            file = folder / "wandb" / f"offline-run-20260101_00000{number}-abc" / "run-abc.wandb"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(log)
+    source = LossSource.model_validate({kind: "x", "key": "loss"})
+    assert read_losses(source, tmp_path, complete=True)[-1] == (2, 3.0)
+    # Attempts may have been on machines with other clocks, so the highest step is taken for the last one ...
+    assert read_losses(source, tmp_path, complete=True, resumed=True)[-1] == (9, 2.0)
+    # ... unless the path of the losses is that of the last stage.
+    assert read_losses(source, tmp_path / "anneal", complete=True, resumed=True)[-1] == (2, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -166,15 +166,20 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each logged row. Several files of TensorBoard or W&B are read in the order of
-    their names; with ``resumed``, in the order of their last steps."""
+    """Yield (step, values by name) for each logged row.
+
+    Several files of TensorBoard or W&B are read in the order of the times in their names, or in the names of W&B's
+    folders, whatever folders contain them. With ``resumed``, they are read in the order of their last steps.
+    """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:
-        found = [list(tensorboard_rows(file, str(source.key))) for file in sorted(where.rglob("*tfevents*"))]
+        files = sorted(where.rglob("*tfevents*"), key=lambda file: (file.name, file))
+        found = [list(tensorboard_rows(file, str(source.key))) for file in files]
     else:
-        found = [list(wandb_rows(file)) for file in sorted(where.rglob("*.wandb"))]
-    # File names sort by the clock of the machine, and the clocks of several machines may differ.
+        files = sorted(where.rglob("*.wandb"), key=lambda file: (file.parent.name, file))
+        found = [list(wandb_rows(file)) for file in files]
+    # The times are by the clock of a machine. Attempts may run on several machines, whose clocks may differ.
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 
