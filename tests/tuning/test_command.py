@@ -259,9 +259,10 @@ def test_a_trial_does_not_get_the_files_of_one_that_the_store_has_lost(write: Wr
     shutil.move("study", "lost")
     tune(file, "--study", "study", "--trials", 1, "--noise", 0.01)
     shutil.copytree("lost/trials/000000", "study/trials/000001")
+    Path("study/trials/000001.1").symlink_to("away")  # to a disk that is not mounted
     assert "000001 was left by a trial" in tune(file, "--study", "study", "--trials", 2, "--noise", 0.01)
     assert [trial.loss for trial in document().trials] == [3, 3]
-    assert Path("study/trials/000001.1/out/log").read_text() == "iter 1: val loss 2"
+    assert Path("study/trials/000001.2/out/log").read_text() == "iter 1: val loss 2"
 
 
 def test_a_trial_that_would_resume_does_not_begin_again_without_a_word(write: Write) -> None:

@@ -431,6 +431,10 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
     assert not (tmp_path / "fewest.toml").exists()
 
 
+def interrupted(note: str) -> None:
+    raise InterruptedError(note)
+
+
 def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, tmp_path: Path) -> None:
     around, notes = space(short, LR), list[str]()
     answers = [answer_at(around, {LR: x}) for x in (1.0, 0.5)]
@@ -463,6 +467,16 @@ def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, 
     write_results(tmp_path, around, answers[1], notes.append, inputs)
     assert (config.read_text(), kept.read_text()) == ("lr: 1, of a newer version", "# in git")
     assert (config.with_name("base.yaml.1").read_text(), best.is_symlink()) == ("# with Ben", False)
+    # A link to a disk that is away is not replaced, and a kill leaves nothing renamed without a line.
+    away = tmp_path / "best.toml.3"
+    away.symlink_to(tmp_path / "away")
+    best.write_text("# again")
+    with pytest.raises(InterruptedError):
+        write_results(tmp_path, around, answers[0], interrupted)
+    assert best.read_text() == "# again"
+    write_results(tmp_path, around, answers[0], notes.append)
+    assert away.is_symlink()
+    assert (tmp_path / "best.toml.4").read_text() == "# again"
 
 
 @pytest.mark.usefixtures("in_this_process")

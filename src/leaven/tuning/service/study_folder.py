@@ -59,6 +59,12 @@ def attempts(folder: Path) -> list[tuple[int, Path]]:
     ]
 
 
+def free_name(path: Path) -> Path:
+    """Return ``path`` with the first of the endings .1, .2, ... that no file, folder or link has."""
+    names = (path.with_name(f"{path.name}.{k}") for k in count(1))
+    return next(name for name in names if not os.path.lexists(name))  # exists is false for a link to a missing disk
+
+
 @dataclass(frozen=True)
 class StudyFolder:
     """The folder of a study."""
@@ -226,9 +232,10 @@ def write_results(
                 note(f"{path} was edited, so it is not overwritten; remove it to have it written again")
                 written[file] = known.get(file, new)
                 continue
-            moved = next(free for k in count(1) if not (free := out / f"{file}.{k}").exists())
+            moved = free_name(path)
+            # Before it is renamed: a kill in between must not leave it renamed without a line.
+            note(f"{path} was edited; it is renamed to {moved}, because the search has another answer")
             path.rename(moved)
-            note(f"{path} was edited; it was renamed to {moved}, because the search has another answer")
         make_folder(path.parent)
         write_text(path, text)
         written[file] = new
