@@ -292,6 +292,55 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
 
 
+class Notes(Screen):
+    """A screen that collects the lines to the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = list[str]()
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_copy_with_a_link_to_checkpoints_leaves_those_of_the_original(
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping, found = threading.Event(), list[list[str]]()
+
+    def leave(checkpoint: Path) -> None:
+        found.append([file.name for file in checkpoint.iterdir()])
+        (checkpoint / f"{3:024x}").touch()
+        stopping.set()
+
+    def attempt() -> list[str]:
+        stopping.clear()
+        notes = Notes()
+        with study() as opened:
+            opened.run(1, 1, screen=notes, stop=stopping.is_set)
+        return notes.lines
+
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(leave))
+    folder, copy, original = (tmp_path / name for name in ("study", "copy", "original"))
+    (tmp_path / "scratch").mkdir()
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert attempt() == []
+    shutil.copytree(folder, copy, symlinks=True)
+    folder.rename(original)
+    copy.rename(folder)
+    (line,) = attempt()
+    assert re.match("trial 1 begins again, because .* has no folder of its earlier attempt; possible causes", line)
+    folder.rename(copy)
+    original.rename(folder)
+    assert attempt() == []
+    assert found == [[], [], [f"{3:024x}"]]
+    shutil.rmtree(tmp_path / "scratch")  # or its disk is not mounted
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(lambda checkpoint: stopping.set()))
+    (line,) = attempt()
+    assert "begins again" in line
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_checkpoints_of_another_program_are_no_study_and_stay(study: Make, tmp_path: Path) -> None:
     folder = tmp_path / "study" / "checkpoints"

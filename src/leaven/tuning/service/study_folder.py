@@ -182,10 +182,17 @@ class StudyFolder:
             f"{self.path} has {results}, but the store of {self.study} has {missing}; restore the store, or {way}"
         )
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the trials' checkpoints. A copy of a study may have the same link ``checkpoints``. So in a
+        linked folder, each study has a subfolder, with the inode of the study's folder as its name."""
+        folder = self.path / CHECKPOINTS
+        return folder / str(self.path.stat().st_ino) if folder.is_symlink() else folder
+
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
         """Remove the checkpoints of those of the ``trials`` that have ended."""
         ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
-        for origin, folder in attempts(self.path / CHECKPOINTS):
+        for origin, folder in attempts(self.checkpoints):
             if origin in ended:
                 shutil.rmtree(folder, ignore_errors=True)
 
