@@ -292,6 +292,55 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
 
 
+class Notes(Screen):
+    """A screen that collects the lines to the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = list[str]()
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_copy_with_a_link_to_checkpoints_leaves_those_of_the_original(
+    study: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping, found = threading.Event(), list[list[str]]()
+
+    def leave(checkpoint: Path) -> None:
+        found.append([file.name for file in checkpoint.iterdir()])
+        (checkpoint / f"{3:024x}").touch()
+        stopping.set()
+
+    def attempt() -> list[str]:
+        stopping.clear()
+        notes = Notes()
+        with study() as opened:
+            opened.run(1, 1, screen=notes, stop=stopping.is_set)
+        return notes.lines
+
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(leave))
+    folder, copy, original = (tmp_path / name for name in ("study", "copy", "original"))
+    (tmp_path / "scratch").mkdir()
+    folder.mkdir()
+    (folder / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert attempt() == []
+    shutil.copytree(folder, copy, symlinks=True)
+    folder.rename(original)
+    copy.rename(folder)
+    (line,) = attempt()
+    assert re.match("trial 1 begins again, because .* has no folder of its earlier attempt; possible causes", line)
+    folder.rename(copy)
+    original.rename(folder)
+    assert attempt() == []
+    assert found == [[], [], [f"{3:024x}"]]
+    shutil.rmtree(tmp_path / "scratch")  # or its disk is not mounted
+    monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(lambda checkpoint: stopping.set()))
+    (line,) = attempt()
+    assert "begins again" in line
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_checkpoints_of_another_program_are_no_study_and_stay(study: Make, tmp_path: Path) -> None:
     folder = tmp_path / "study" / "checkpoints"
@@ -431,6 +480,10 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
     assert not (tmp_path / "fewest.toml").exists()
 
 
+def interrupted(note: str) -> None:
+    raise InterruptedError(note)
+
+
 def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, tmp_path: Path) -> None:
     around, notes = space(short, LR), list[str]()
     answers = [answer_at(around, {LR: x}) for x in (1.0, 0.5)]
@@ -463,6 +516,16 @@ def test_an_edited_best_toml_stays_until_there_is_another_answer(short: Recipe, 
     write_results(tmp_path, around, answers[1], notes.append, inputs)
     assert (config.read_text(), kept.read_text()) == ("lr: 1, of a newer version", "# in git")
     assert (config.with_name("base.yaml.1").read_text(), best.is_symlink()) == ("# with Ben", False)
+    # A link to a disk that is away is not replaced, and a kill leaves nothing renamed without a line.
+    away = tmp_path / "best.toml.3"
+    away.symlink_to(tmp_path / "away")
+    best.write_text("# again")
+    with pytest.raises(InterruptedError):
+        write_results(tmp_path, around, answers[0], interrupted)
+    assert best.read_text() == "# again"
+    write_results(tmp_path, around, answers[0], notes.append)
+    assert away.is_symlink()
+    assert (tmp_path / "best.toml.4").read_text() == "# again"
 
 
 @pytest.mark.usefixtures("in_this_process")

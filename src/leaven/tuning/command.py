@@ -56,6 +56,7 @@ _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in wh
 _BEFORE, _AFTER = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])", r"(?!\.?\d|[eE][-+]?\d)"
 _DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
+_UNREADABLE = r"[-+]?[.,]?\d[\d.,_]*|\*+"  # a text like a number, or the asterisks that Fortran prints for one
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
 # Keys that may differ between the processes of one study, for example on another machine.
@@ -125,7 +126,15 @@ class LossSource(Part):
     @property
     def expression(self) -> str:
         """The ``pattern`` as a regular expression: {loss} and {step} become named groups."""
-        once = (self.pattern or "").replace("{loss}", f"(?P<loss>{_NUMBER})", 1)
+        return self._with_loss(_NUMBER)
+
+    @property
+    def unreadable(self) -> str:
+        """The regular expression with which a loss is found that :attr:`expression` cannot read, such as 1,234.5."""
+        return self._with_loss(_UNREADABLE)
+
+    def _with_loss(self, loss: str) -> str:
+        once = (self.pattern or "").replace("{loss}", f"(?P<loss>{loss})", 1)
         return once.replace("{step}", f"(?P<step>{_STEP})", 1)
 
     @property

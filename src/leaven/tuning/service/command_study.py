@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -50,6 +49,7 @@ from leaven.tuning.service.processes import Commands
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.stores import StoreGone
 from leaven.tuning.service.study import BaseStudy
+from leaven.tuning.service.study_folder import free_name
 from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import StudyDocument
 
@@ -187,7 +187,7 @@ class CommandTrainer:
         made_before = self.folder.exists()
         make_folder(self.folder)
         if folder.exists() and not retry:
-            moved = next(new for k in count(1) if not (new := self.folder / f"{folder.name}.{k}").exists())
+            moved = free_name(folder)
             folder.rename(moved)
             self.note(f"{folder} was left by a trial that the store does not have; it was renamed to {moved}")
         elif retry and not folder.exists():

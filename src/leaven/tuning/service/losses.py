@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,25 +73,30 @@ def why_none(source: LossSource, where: Path) -> str:
 
 def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
     if source.pattern is not None:
-        return _of_text(re.compile(source.expression, re.MULTILINE), where, complete)
+        return _of_text(source, where, complete)
     return _of_rows(source, where, complete, resumed)
 
 
-def _of_text(pattern: re.Pattern[str], file: Path, complete: bool) -> Losses:
+def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
     text = storage.read(file).decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
-    for found in pattern.finditer(text if complete else text[: text.rfind("\n") + 1]):
+    end = 0  # of the last loss
+    for found in re.finditer(source.expression, text if complete else text[: text.rfind("\n") + 1], re.MULTILINE):
         step = re.sub("[,_]", "", found.groupdict().get("step") or "")
         if len(step) > len(str(LARGEST_STEP)):
             raise InputError(f"{file}: a loss has the step {step:.60}, which is too large")
         if found["loss"] is not None:  # the pattern may have an alternative without a loss
+            end = found.end()
             yield int(step) if step else None, float(found["loss"])
+    later = re.compile(source.unreadable, re.MULTILINE).finditer(text, end) if complete else ()
+    if unreadable := next((found["loss"] for found in later if found["loss"] is not None), None):
+        raise InputError(f"{file}: the last loss may be {unreadable:.60}, which is not a number; print it as 1234.5")
 
 
 def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
     if complete and source.jsonl is not None:
         _require_last_line(source, where)
     rows = [(step, row) for step, row in _rows(source, where, resumed) if str(source.key) in row]
-    for step, row in _nan_for_null(rows, str(source.key)) if complete else rows:
+    for step, row in _nan_for_null(rows, source, where) if complete else rows:
         if (loss := row[str(source.key)]) is None:  # loggers write null for a value that a step does not have
             continue
         has_step = isinstance(step, int | float) and abs(step) <= LARGEST_STEP  # false for NaN
@@ -110,56 +116,70 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
             ) from None
 
 
-def _nan_for_null(rows: list[Row], key: str) -> list[Row]:
-    """Return ``rows`` with NaN for null in the last rows. Many loggers write null for NaN, which JSON does not have.
+def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[Row]:
+    """Yield ``rows``, with NaN for null in the last ones if the loss was NaN there. Many loggers write null for NaN,
+    which JSON does not have.
 
-    All rows have ``key``, the name of the loss. A null may also mean that a step has no loss. So the rows are
-    returned unchanged in each of these cases:
+    All rows have ``source.key``, the name of the loss. Null may also mean that a step has no loss. It means NaN if
+    more rows with null follow the last loss than lie between two losses or before the first one. A row after the last
+    loss that has the same step as this loss, or no step although the loss has one, is a summary and does not count.
 
-    - Fewer than two losses precede the first null.
-    - A loss follows the first null.
-    - There is only one null.
-    - A row with a null has a value under another name with "loss" in it, such as "val_loss".
-
-    Summary rows after the first null do not count and are left out. A row is a summary if it has a name that no row
-    before the first null has. It is also one if the row has a step and the first row has none, or the reverse.
+    Raises:
+        InputError: after the last loss, if null probably means NaN, but may not: it is only one row more, or the last
+            row has a finite number under another name that ends with "loss".
     """
-    first = next((at for at, (_, row) in enumerate(rows) if row[key] is None), len(rows))
-    if first < 2 or any(row[key] is not None for _, row in rows[first:]):
-        return rows
-    known = set[str]().union(*(_named(row) for _, row in rows[:first]))
-    stepped = rows[0][0] is not None
-    nulls = [(step, row) for step, row in rows[first:] if _named(row) <= known and (step is not None) == stepped]
-    if len(nulls) < 2 or any("loss" in name for _, row in nulls for name in _named(row)):
-        return rows
-    return rows[:first] + [(step, row | {key: math.nan}) for step, row in nulls]
+    key = str(source.key)
+    losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]
+    if not losses:
+        return
+    yield from rows[: losses[-1] + 1]
+    (last, _), *after = rows[losses[-1] :]
+    nulls = [(step, row) for step, row in after if last is None or (step is not None and step != last)]
+    more = len(nulls) - max(end - start - 1 for start, end in pairwise([-1, *losses]))
+    if more <= 0:
+        return
+    others = [name for name, value in nulls[-1][1].items() if name.lower().endswith("loss") and _is_finite(value)]
+    if more == 1 or others:
+        beside = f" and {others[0]} is a number" if others else ""
+        raise InputError(
+            f"{where}: after the last {key}, it is null{beside}, so it may be NaN or no loss; write NaN for NaN, and "
+            f"leave {key} out of lines without a loss"
+        )
+    yield from ((step, row | {key: math.nan}) for step, row in nulls)
 
 
-def _named(row: dict[str, Any]) -> set[str]:
-    """Return the names of the values in a row that are not null."""
-    return {name for name, value in row.items() if value is not None}
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < math.inf
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
-    """Raise InputError if a damaged JSON object, which may contain a later loss, follows the last loss."""
+    """Raise InputError if a damaged JSON object, or the zeros that a crash left in its place, follow the last loss.
+    It may contain a later loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
         row = storage.json_object(line)
-        if row is None and line.lstrip().startswith(b"{"):
-            raise InputError(f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace'):.60}")
+        if row is None and line.lstrip().startswith((b"{", b"\0")):
+            raise InputError(
+                f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace')[:60]!r}"
+            )
         if row is not None and row.get(str(source.key)) is not None:
             return
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each logged row. Several files of TensorBoard or W&B are read in the order of
-    their names; with ``resumed``, in the order of their last steps."""
+    """Yield (step, values by name) for each logged row.
+
+    Several files of TensorBoard or W&B are read in the order of the times in their names, or in the names of W&B's
+    folders, whatever folders contain them. With ``resumed``, they are read in the order of their last steps.
+    """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:
-        found = [list(tensorboard_rows(file, str(source.key))) for file in sorted(where.rglob("*tfevents*"))]
+        files = sorted(where.rglob("*tfevents*"), key=lambda file: (file.name, file))
+        found = [list(tensorboard_rows(file, str(source.key))) for file in files]
     else:
-        found = [list(wandb_rows(file)) for file in sorted(where.rglob("*.wandb"))]
-    # File names sort by the clock of the machine, and the clocks of several machines may differ.
+        files = sorted(where.rglob("*.wandb"), key=lambda file: (file.parent.name, file))
+        found = [list(wandb_rows(file)) for file in files]
+    # The times are by the clock of a machine. Attempts may run on several machines, whose clocks may differ.
     return (row for rows in (sorted(found, key=_last_step) if resumed else found) for row in rows)
 
 

@@ -25,7 +25,7 @@ from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKE
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
 from leaven.tuning.service.study import BaseStudy
-from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
+from leaven.tuning.service.study_folder import attempts
 from leaven.tuning.service.study_settings import TENSORS
 from leaven.tuning.space import Space
 
@@ -148,6 +148,7 @@ class TrialTrainer:
     folder: Path  # of the checkpoints
     devices: Sequence[str | None]  # the GPU of each worker, as in ``CUDA_VISIBLE_DEVICES``; None: all GPUs
     stop: Callable[[], bool]  # returns whether to stop; running trials then run again later
+    note: Callable[[str], None]  # shows a line to the user
     inputs: str  # the fingerprint that text and start weights must have
     # Number of trials that a worker trains at once. If it is above 1, no trial is pruned, because the other trials of
     # the stack would not become faster.
@@ -218,15 +219,23 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt. If an earlier attempt at the trial has a folder, rename it to
-        this one, so that the training resumes.
+        """Make and return the checkpoint folder of this attempt. If an earlier attempt at the trial has a folder,
+        rename it to this one, so that the training resumes. If it has lost its folder, a note says so.
 
         Each attempt has its own folder, because a killed worker may still write for half a second.
         """
         folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
-        for last in [path for origin, path in attempts(self.folder) if origin == proposal.origin][-1:]:
-            with suppress(OSError):  # another attempt has moved or removed it: train from the first step
+        with suppress(OSError):  # another attempt has moved it
+            for last in [path for origin, path in attempts(self.folder) if origin == proposal.origin][-1:]:
                 last.rename(folder)
+                return folder
+        if proposal.number != proposal.origin:
+            self.note(
+                f"trial {proposal.number} begins again, because {self.folder} has no folder of its earlier attempt; "
+                "possible causes: it was removed, or its disk is not mounted"
+            )
+        with suppress(OSError):  # a line says so when the first checkpoint cannot be saved
+            folder.mkdir(parents=True, exist_ok=True)  # a later attempt knows by it that nothing was removed
         return folder
 
 
@@ -294,9 +303,10 @@ class Study(BaseStudy):
             self.space,
             self._tokens,
             self._durations,
-            self.out / CHECKPOINTS,
+            self._folder.checkpoints,
             devices,
             self._stop,
+            self._note,
             self._fingerprint,
             self.stack,
         )

@@ -59,6 +59,12 @@ def attempts(folder: Path) -> list[tuple[int, Path]]:
     ]
 
 
+def free_name(path: Path) -> Path:
+    """Return ``path`` with the first of the endings .1, .2, ... that no file, folder or link has."""
+    names = (path.with_name(f"{path.name}.{k}") for k in count(1))
+    return next(name for name in names if not os.path.lexists(name))  # exists is false for a link to a missing disk
+
+
 @dataclass(frozen=True)
 class StudyFolder:
     """The folder of a study."""
@@ -176,10 +182,17 @@ class StudyFolder:
             f"{self.path} has {results}, but the store of {self.study} has {missing}; restore the store, or {way}"
         )
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the trials' checkpoints. A copy of a study may have the same link ``checkpoints``. So in a
+        linked folder, each study has a subfolder, with the inode of the study's folder as its name."""
+        folder = self.path / CHECKPOINTS
+        return folder / str(self.path.stat().st_ino) if folder.is_symlink() else folder
+
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
         """Remove the checkpoints of those of the ``trials`` that have ended."""
         ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
-        for origin, folder in attempts(self.path / CHECKPOINTS):
+        for origin, folder in attempts(self.checkpoints):
             if origin in ended:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -226,9 +239,10 @@ def write_results(
                 note(f"{path} was edited, so it is not overwritten; remove it to have it written again")
                 written[file] = known.get(file, new)
                 continue
-            moved = next(free for k in count(1) if not (free := out / f"{file}.{k}").exists())
+            moved = free_name(path)
+            # Before it is renamed: a kill in between must not leave it renamed without a line.
+            note(f"{path} was edited; it is renamed to {moved}, because the search has another answer")
             path.rename(moved)
-            note(f"{path} was edited; it was renamed to {moved}, because the search has another answer")
         make_folder(path.parent)
         write_text(path, text)
         written[file] = new
