@@ -421,9 +421,7 @@ def test_results_on_another_text_are_refused_and_those_of_another_factory_named(
         store.run([replace(trial, text="b")])
     with RunStore(here, 1, note=notes.append, stop=lambda: True) as store, pytest.raises(ChecksStopped):
         store.run([replace(trial, key="c")])
-    assert notes == [
-        f"no result in {here}/runs.jsonl fits this model, its settings and this version; every run is trained"
-    ]
+    assert notes == [f"no result in {here}/runs.jsonl fits this model and its settings; every run is trained"]
 
 
 def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
