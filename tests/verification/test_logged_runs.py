@@ -151,8 +151,13 @@ def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -
     whole = file.read_text().removesuffix("\n")
     file.write_text(whole)  # only the newline is missing
     transfer_of_runs(file)
-    file.write_text(whole[: whole.rindex(",")])
-    with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+    cuts = [whole.rindex(",")] + ([len(whole) - 1] if suffix == ".jsonl" else [])
+    for cut in cuts:
+        file.write_text(whole[:cut])
+        with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+            transfer_of_runs(file)
+    if suffix == ".csv":  # a number that is cut looks like a whole one
+        file.write_text(whole[: whole.rindex(".") + 2])
         transfer_of_runs(file)
 
 
