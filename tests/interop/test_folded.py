@@ -196,6 +196,59 @@ class Headless(Home):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
+class NormLinear(nn.Linear):
+    """A matrix whose rows have the norm 1, whatever their weights are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, nn.functional.normalize(self.weight, dim=-1), self.bias)
+
+
+class Gained(nn.Linear):
+    """A matrix of another class whose output is still proportional to its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape  # as in many models, it takes sequences only
+        return 2 * super().forward(x.view(batch, length, -1))
+
+
+def with_linear(kind: type[nn.Linear], *paths: str) -> Build:
+    """Return the build of a llama with larger heads than its base, whose matrices at ``paths`` are of a ``kind``."""
+
+    def build(width: int, depth: int) -> nn.Module:
+        model = llama(width, depth, heads=4)
+        for path, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and path.endswith(paths):
+                parent, _, name = path.rpartition(".")
+                setattr(model.get_submodule(parent), name, kind(module.in_features, module.out_features, bias=False))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("path", ["o_proj", "down_proj", "q_proj"])
+def test_a_multiplier_is_folded_only_into_a_linear_module_that_is_proportional_to_its_weight(path: str) -> None:
+    model = trained(with_linear(NormLinear, path))
+    before = copy.deepcopy(dict(model.named_parameters()))
+    with pytest.raises(InputError, match="folded into a NormLinear, whose output is not proportional"):
+        leaven.fold(model)
+    assert all(torch.equal(before[key], value) for key, value in model.named_parameters())
+    other = trained(with_linear(Gained, path))
+    wanted = outputs(other)
+    torch.testing.assert_close(outputs(leaven.fold(other)), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_a_multiplier_on_the_input_of_a_normalised_unembedding_is_not_folded() -> None:
+    def build(width: int, depth: int) -> Headless:
+        model = Headless(width, depth)
+        model.head = NormLinear(width, model.head.out_features)
+        return model
+
+    model = build(64, 2)
+    leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, rule="completep")
+    with pytest.raises(InputError, match="folded into a NormLinear, whose output is not proportional"):
+        leaven.fold(model)
+
+
 def test_models_that_cannot_be_folded_are_refused() -> None:
     model = Odd(64, 2)
     leaven.parametrize(model, base=Odd(32, 2), hyperparameters={"lr": 0.01}, rule="completep")

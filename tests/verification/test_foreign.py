@@ -131,6 +131,18 @@ class Own(torch.optim.SGD):
             for p in group["params"]:
                 p.data -= group["lr"] * p.grad
 
+class Quiet(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.training else 0.1)
+
+def quiet(width, depth):
+    model = nn.Sequential(nn.Embedding(64, width), Quiet(width, 64))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def unseeded(width, depth, seed=0):
+    torch.manual_seed(0)
+    return plain(width, depth)
+
 def owning(width, depth):
     model, _ = plain(width, depth)
     return model, Own(model.parameters(), lr=0.01)
@@ -380,6 +392,26 @@ def test_the_key_of_a_run_changes_with_an_own_optimizer_and_later_batches(
     assert key() != before
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "changed"),
+    [
+        ("unseeded", "torch.manual_seed(0)", "torch.manual_seed(seed)", [False, True, True]),
+        ("quiet", "0.1)", "1)", [True, True, True]),
+    ],
+)
+def test_the_key_of_a_run_changes_with_what_its_own_seed_and_eval_mode_give(
+    here: Path, name: str, old: str, new: str, changed: list[bool]
+) -> None:
+    def keys() -> list[str]:
+        sys.modules.pop("their_model", None)
+        return [theirs(name).trial(RunSetting(SCALE, 1.0, seed)).key for seed in range(3)]
+
+    before = keys()
+    assert keys() == before
+    (here / "their_model.py").write_text((here / "their_model.py").read_text().replace(old, new))
+    assert [one != other for one, other in zip(before, keys(), strict=True)] == changed
+
+
 def test_results_on_another_text_are_refused_and_those_of_another_factory_named(here: Path) -> None:
     notes: list[str] = []
     trial = theirs("plain").trial(RunSetting(SCALE, 1.0, 0))
@@ -389,9 +421,7 @@ def test_results_on_another_text_are_refused_and_those_of_another_factory_named(
         store.run([replace(trial, text="b")])
     with RunStore(here, 1, note=notes.append, stop=lambda: True) as store, pytest.raises(ChecksStopped):
         store.run([replace(trial, key="c")])
-    assert notes == [
-        f"no result in {here}/runs.jsonl fits this model, its settings and this version; every run is trained"
-    ]
+    assert notes == [f"no result in {here}/runs.jsonl fits this model and its settings; every run is trained"]
 
 
 def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,13 @@ def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -
     whole = file.read_text().removesuffix("\n")
     file.write_text(whole)  # only the newline is missing
     transfer_of_runs(file)
-    file.write_text(whole[: whole.rindex(",")])
-    with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+    cuts = [whole.rindex(",")] + ([len(whole) - 1] if suffix == ".jsonl" else [])
+    for cut in cuts:
+        file.write_text(whole[:cut])
+        with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+            transfer_of_runs(file)
+    if suffix == ".csv":  # a number that is cut looks like a whole one
+        file.write_text(whole[: whole.rindex(".") + 2])
         transfer_of_runs(file)
 
 
@@ -209,6 +214,22 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
     events.write_text("".join(line for line in events.open() if '"finish"' not in line))
     with pytest.raises(InputError, match="has not finished; resume it, or remove it from the folder"):
         curves_of(tmp_path)
+
+
+def test_a_copy_of_a_run_is_no_other_seed(tmp_path: Path) -> None:
+    own_run(tmp_path / "own" / "a")
+    shutil.copytree(tmp_path / "own" / "a", tmp_path / "own" / "a.bak")
+    with pytest.raises(InputError, match=r"own/a\.bak repeats the size and seed of .*own/a; move one of the two"):
+        curves_of(tmp_path / "own")
+    for name, seed in (("a", 0), ("b", 1), ("c", 0.0)):
+        points: list[Row] = [{"width": 64, "seed": seed, "step": step, "loss": loss} for step, loss in POINTS]
+        write(tmp_path / f"{name}.csv", points)
+    assert curves_of(tmp_path / "a.csv") == {"width 64": [POINTS]}
+    shutil.rmtree(tmp_path / "own")
+    with pytest.raises(InputError, match=r"c\.csv repeats the size and seed of .*a\.csv; move one of the two"):
+        curves_of(tmp_path)
+    (tmp_path / "c.csv").unlink()
+    assert curves_of(tmp_path) == {"width 64": [POINTS] * 2}
 
 
 @pytest.mark.parametrize("changed", ["metrics", "events"])
@@ -469,8 +490,13 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove the shorter"):
         transfer_of_runs(tmp_path / "tb", loss="val/loss")
     shutil.rmtree(tmp_path / "tb" / "width64" / "lr=1_seed-1")
+    with pytest.raises(InputError, match=r"_seed-0 repeats the size and seed of .*_seed-0; move one of the two"):
+        curves_of(tmp_path / "tb", loss="val/loss")  # runs with other lrs are no other seeds
+    for folder in (tmp_path / "tb").glob("*/*"):
+        if not folder.name.startswith(f"lr={2.0**-6}_"):
+            shutil.rmtree(folder)
     curves = curves_of(tmp_path / "tb", loss="val/loss")
-    assert {name: len(of) for name, of in curves.items()} == {"width 64": 18, "width 256": 18}
+    assert {name: len(of) for name, of in curves.items()} == {"width 64": 3, "width 256": 3}
     (tmp_path / "wb" / "0.5b" / "run").mkdir(parents=True)
     theirs = Path(__file__).parents[1] / "tuning" / "wandb" / "offline.wandb"
     (tmp_path / "wb" / "0.5b" / "run" / "run-x.wandb").write_bytes(theirs.read_bytes())

@@ -315,6 +315,7 @@ def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
         roles = {known[parameter].role for parameter in module.parameters() if parameter in known}
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if isinstance(hook, ScaleInput):
+                _require_scalable(module, offset, by_input=True)
                 multiply(module, [cast(nn.Parameter, module.weight)], hook.factor)
             elif isinstance(hook, ScaleOutput) and Role.EXPERT_WEIGHT in roles:
                 for end in (each for each in module.parameters() if modules[each] == "mlp.experts.out"):
@@ -326,15 +327,18 @@ def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
         attention = target.get_submodule(path)
         factor = getattr(attention, attribute) / scale
         for owner, parameter, share in _queries(attention, path, modules, factor):
+            if is_linear(owner):
+                _require_scalable(owner, offset)
             multiply(owner, [parameter], share)
     return factors, offset
 
 
-def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
+def _require_scalable(module: nn.Module, offset: set[nn.Parameter], *, by_input: bool = False) -> None:
     """Check that a module has parameters, and that its output doubles if they are doubled.
 
-    To check the output, a copy of the module is run. Linear modules, and norms with a weight in ``offset``, pass
-    without a run. Modules that are sharded or on the meta device also pass, because they cannot be run here.
+    With ``by_input``, doubling the weight alone must have the effect of doubling the input. To check the output, a
+    copy of the module is run. Modules with the forward pass of ``nn.Linear``, and norms with a weight in ``offset``,
+    pass without a run. Modules that are sharded or on the meta device also pass, because they cannot be run here.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:
@@ -343,21 +347,23 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter]) -> None:
             "folded; use a norm with a gain"
         )
     if (
-        is_linear(module)
+        type(module).forward is nn.Linear.forward  # a subclass may do anything with its weight
         or offset & set(parameters)
         or any(isinstance(each, DTensor) or each.is_meta for each in parameters)
     ):
         return
     probe = copy.deepcopy(module)
     probe._forward_hooks.clear()
-    x = torch.randn(2, parameters[0].shape[-1], dtype=parameters[0].dtype, device=parameters[0].device)
-    once = probe(x)
-    for parameter in probe.parameters():
+    first = parameters[0]
+    width = first.shape[0 if is_a(module, "Conv1D") else -1]
+    x = torch.randn(1, 2, width, dtype=first.dtype, device=first.device)
+    doubled = probe(2 * x) if by_input else 2 * probe(x)
+    for parameter in [cast(nn.Parameter, probe.weight)] if by_input else probe.parameters():
         parameter.mul_(2)
-    if not torch.allclose(probe(x), 2 * once):
+    if not torch.allclose(probe(x), doubled):
         raise InputError(
             f"a multiplier cannot be folded into a {type(module).__name__}, whose output is not proportional to its "
-            "parameters; fold it yourself into the matrix that reads the output"
+            "parameters; fold it yourself into another matrix or gain"
         )
 
 

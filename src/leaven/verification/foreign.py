@@ -67,8 +67,8 @@ class ForeignFamily:
     seq_len: int  # number of tokens in a sequence
     tokens: int  # number of tokens in a training run
     alpha: float = 1.0  # the model's rule multiplies residual branches by depth^-alpha
-    # by scale, a hash of the model that the factory makes there
-    _states: dict[RunScale, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # by scale and seed, a hash of the model that the factory makes with them
+    _states: dict[tuple[RunScale, int], str] = field(default_factory=dict, init=False, compare=False, repr=False)
     rule = None
     unit = "multiple of the factory's"
 
@@ -110,9 +110,9 @@ class ForeignFamily:
                 f"{self.name}: {scale.batch:g} times the batch of {self.sequences} sequences is not a whole number "
                 "of sequences; choose other batch ratios or a larger batch"
             )
-        at = setting.ruled_scale
+        at = setting.ruled_scale, setting.seed
         if at not in self._states:
-            self._states[at] = self._state(at)
+            self._states[at] = self._state(*at)
         key = storage.digest(repr((self, self._states[at], setting)).encode(), 12)
         # The trial is sent to another process, so its family is a copy without the cached text.
         return ForeignTrial(replace(self), setting, key, self._fingerprint)
@@ -132,9 +132,10 @@ class ForeignFamily:
             return synthetic(self.vocab_size, self.seq_len, self.sequences)
         return corpus(self._tokens, self.seq_len, self.sequences)
 
-    def _state(self, scale: RunScale) -> str:
-        """Return a hash of the model at a scale: initial values, optimizer, first loss and gradient, two updates."""
-        instance = self.build(scale, 0)
+    def _state(self, scale: RunScale, seed: int) -> str:
+        """Return a hash of the model at a scale with a seed: initial values, optimizer, first loss and gradient, two
+        updates, and then the held-out loss in eval mode. It costs about as much as three steps of a run."""
+        instance = self.build(scale, seed)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
         found = [type(instance.optimizer).__name__]
@@ -146,7 +147,7 @@ class ForeignFamily:
                 found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
-        found.append("{:.3g} {:.4g}".format(*_two_steps(instance)))
+        found.append("two steps: {:.3g}, in eval mode: {:.4g}".format(*_two_steps(instance)))
         return storage.digest(" ".join(found).encode(), 12)
 
 
@@ -263,7 +264,8 @@ def foreign(
 
 
 def _two_steps(instance: ModelInstance) -> tuple[float, float]:
-    """Take two optimizer steps. Return the sum over parameters of the norm of their change, and the held-out loss."""
+    """Take two optimizer steps. Return the sum over parameters of the norm of their change, and the held-out loss in
+    eval mode, in which a run's result is measured."""
     before = [parameter.detach().clone() for parameter in instance.model.parameters()]
     for step in range(2):
         instance.optimizer.zero_grad(set_to_none=True)
@@ -271,6 +273,7 @@ def _two_steps(instance: ModelInstance) -> tuple[float, float]:
         instance.optimizer.step()
     pairs = zip(before, instance.model.parameters(), strict=True)
     change = math.fsum((after.detach() - value).norm().item() for value, after in pairs)
+    instance.model.eval()
     with torch.no_grad():
         return change, instance.loss_of(instance.batches(HELD_OUT, 0)).item()
 

@@ -352,6 +352,7 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
         return _curves_of_own_runs(folders)
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
+    seeds: dict[Hashable, Path] = {}  # size and seed, and the file that has them
     for file in _data_files(path):
         rows = _rows(file, path, loss, {"width", "depth", "batch", "seed"})
         columns = dict.fromkeys(column for row in rows for column in row.values)
@@ -369,7 +370,9 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
         for row in rows:
             if row.has("loss"):
                 runs.setdefault((_scale_name(_scale_of(row, axes), axes) or own_name, row.seed()), []).append(row)
-        for (name, _), run in runs.items():
+        for (name, seed), run in runs.items():
+            if seed is not None:
+                _require_new(seeds, (name, seed), file)
             found.setdefault(name, []).append(_points(run, time))
     if not found:
         raise InputError(f"{path} has no losses; fill the column loss")
@@ -384,6 +387,13 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add width"
         )
     return {name: found[name] for name in sorted(found, key=_by_numbers)}
+
+
+def _require_new(seen: dict[Hashable, Path], run: Hashable, path: Path) -> None:
+    """Add ``run``, a size and a seed, to those ``seen``. Raise InputError if another path has them, because the check
+    would take a copy of a run for another seed."""
+    if (first := seen.setdefault(run, path)) != path:
+        raise InputError(f"{path} repeats the size and seed of {first}; move one of the two to another folder")
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
@@ -499,7 +509,9 @@ def _final_loss(run: RunFolder) -> float:
 
 def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
     found: dict[RunScale, list[Points]] = {}
-    for scale, _, run in _read_own_runs(folders, "data.seed"):
+    seeds: dict[Hashable, Path] = {}
+    for scale, recipe, run in _read_own_runs(folders, "data.seed"):
+        _require_new(seeds, (scale, recipe.data.seed), run.path)
         if run.finish() is None:
             raise InputError(f"the run in {run.path} has not finished; resume it, or remove it from the folder")
         lines = [(line["tokens"], line["loss"]) for line in run.metrics()]

@@ -141,7 +141,7 @@ class RunStore:
             self._note(f"caution: {lost} missing or changed in {file}, and will be trained again")
             self._lost = 0
         elif all_of_others and self._ended:
-            self._note(f"no result in {file} fits this model, its settings and this version; every run is trained")
+            self._note(f"no result in {file} fits this model and its settings; every run is trained")
 
     def _save(self) -> bool:
         """Write the lines of finished runs. Return False if a line cannot be written; it stays for the next call."""
