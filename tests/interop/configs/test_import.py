@@ -265,6 +265,30 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
     assert ignored.unread == ("--num-query-groups: Megatron reads it only with --group-query-attention",)
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--min-lr 1e-4 --decoupled-lr 1e-2 --decoupled-min-lr 1e-3", None),
+        ("--min-lr 1e-4 --decoupled-lr 1e-2 --decoupled-min-lr 1e-5", "final lr 1e-05 of embedding"),
+        ("--min-lr 1e-4 --decoupled-lr 1e-2", "final lr 0.0001 of embedding"),  # Megatron takes --min-lr for all
+        ("--reset-position-ids --reset-attention-mask --eod-mask-loss", None),
+        ("--reset-position-ids --reset-attention-mask", "no --eod-mask-loss: with isolated documents"),
+        ("--eod-mask-loss", "--eod-mask-loss: with packed documents"),
+        ("--reset-attention-mask", "--reset-attention-mask alone"),
+        ("--max-position-embeddings 128", None),
+        ("--max-position-embeddings 256", "--max-position-embeddings 256"),
+        ("--max-position-embeddings 256 --position-embedding-type rope", None),
+        ("--no-bias-gelu-fusion", "exact gelu"),
+        ("--no-bias-gelu-fusion --openai-gelu", None),
+        ("--no-bias-gelu-fusion --swiglu", None),
+    ],
+)
+def test_what_leaven_cannot_take_from_megatron_is_listed(flags: str, says: str | None) -> None:
+    unread = from_megatron.read(f"{MINIMAL} --vocab-size 512 --lr 1e-3 {flags}", "args.sh", "x").unread
+    assert len(unread) == (says is not None)
+    assert says is None or unread[0].startswith(says)
+
+
 # Round trips ------------------------------------------------------------------------------------------------------
 
 COMPUTED = ("model", "batch", "schedule", "data", "precision")
