@@ -265,6 +265,30 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
     assert ignored.unread == ("--num-query-groups: Megatron reads it only with --group-query-attention",)
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--min-lr 1e-4 --decoupled-lr 1e-2 --decoupled-min-lr 1e-3", None),
+        ("--min-lr 1e-4 --decoupled-lr 1e-2 --decoupled-min-lr 1e-5", "final lr 1e-05 of embedding"),
+        ("--min-lr 1e-4 --decoupled-lr 1e-2", "final lr 0.0001 of embedding"),  # Megatron takes --min-lr for all
+        ("--reset-position-ids --reset-attention-mask --eod-mask-loss", None),
+        ("--reset-position-ids --reset-attention-mask", "no --eod-mask-loss: with isolated documents"),
+        ("--eod-mask-loss", "--eod-mask-loss: with packed documents"),
+        ("--reset-attention-mask", "--reset-attention-mask alone"),
+        ("--max-position-embeddings 128", None),
+        ("--max-position-embeddings 256", "--max-position-embeddings 256"),
+        ("--max-position-embeddings 256 --position-embedding-type rope", None),
+        ("--no-bias-gelu-fusion", "exact gelu"),
+        ("--no-bias-gelu-fusion --openai-gelu", None),
+        ("--no-bias-gelu-fusion --swiglu", None),
+    ],
+)
+def test_what_leaven_cannot_take_from_megatron_is_listed(flags: str, says: str | None) -> None:
+    unread = from_megatron.read(f"{MINIMAL} --vocab-size 512 --lr 1e-3 {flags}", "args.sh", "x").unread
+    assert len(unread) == (says is not None)
+    assert says is None or unread[0].startswith(says)
+
+
 # Round trips ------------------------------------------------------------------------------------------------------
 
 COMPUTED = ("model", "batch", "schedule", "data", "precision")
@@ -431,9 +455,13 @@ CONFIG = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "i
 
 def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None:
     alone = from_transformers.read(folder(tmp_path, CONFIG) / "config.json", "x")
-    assert {line.split(":")[0] for line in alone.unknown} == {
+    assert [line.split(":")[0] for line in alone.unknown] == [
+        "model.seq_len",
+        "schedule.decay, schedule.min_lr_ratio, precision.compute, hyperparameters.weight_decay, "
+        "hyperparameters.beta1, hyperparameters.beta2, hyperparameters.eps, hyperparameters.grad_clip, data.seed",
         "data.tokens", "batch.tokens", "hyperparameters.lr", "schedule.warmup_tokens", "data.source",
-    }  # fmt: skip
+    ]  # fmt: skip
+    assert alone.recipe.why["schedule.decay"].endswith("config.json: leaven's default")
     assert alone.recipe.why["model.d_model"] == "hidden_size of config.json"
     arguments = {"max_steps": 100, "per_device_train_batch_size": 4, "learning_rate": 1e-4, "warmup_steps": 0.1,
                  "lr_scheduler_type": "cosine", "report_to": "none", "label_smoothing_factor": 0.1}  # fmt: skip
@@ -446,6 +474,11 @@ def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None
         assert (recipe.hyperparameters.beta2, recipe.hyperparameters.weight_decay) == (0.999, 0.0)
         assert "default" in recipe.why["hyperparameters.beta2"]
         assert found.unread == ("label_smoothing_factor",)
+        assert (
+            "model.seq_len: 128 is used, the longest sequence of the model; if yours are shorter" in found.unknown[0]
+        )
+    exported = from_transformers.read(folder(tmp_path, CONFIG | {"leaven": {"dp": 1}}), "x")
+    assert not any(line.startswith("model.seq_len") for line in exported.unknown)
 
 
 def test_a_mixture_of_experts_is_compared_with_mixtures(tmp_path: Path) -> None:
@@ -455,6 +488,49 @@ def test_a_mixture_of_experts_is_compared_with_mixtures(tmp_path: Path) -> None:
     why = from_transformers.read(folder(tmp_path, config), "x").recipe.why
     for path in ("hyperparameters.lr", "schedule.warmup_tokens"):
         assert "olmoe-1b-7b" in why[path]
+
+
+def assert_trainer_defaults(found: Any) -> None:
+    values, schedule = found.recipe.hyperparameters, found.recipe.schedule
+    assert (schedule.decay, schedule.min_lr_ratio, schedule.warmup_tokens) == ("linear", 0.0, 0)
+    assert (values.weight_decay, values.beta2, values.grad_clip.limit) == (0.0, 0.999, 1.0)
+    (listed,) = [line for line in found.unknown if line.endswith("the Trainer's defaults are used")]
+    assumed = ("weight_decay", "beta2", "grad_clip", "schedule.decay", "min_lr_ratio", "warmup_tokens", "data.seed")
+    assert all(key in listed for key in assumed)
+
+
+def test_a_model_that_the_trainer_saved_without_its_state(tmp_path: Path) -> None:
+    folder(tmp_path, CONFIG)
+    (tmp_path / "training_args.bin").write_bytes(b"a pickle")
+    found = from_transformers.read(tmp_path, "x", 2)
+    assert_trainer_defaults(found)
+    assert (found.recipe.batch.tokens, found.recipe.hyperparameters.lr) == (2 * 8 * 128, 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch", "micro_batch", "unread"),
+    [
+        ({"accelerator_config": {"split_batches": True}}, 12, 3, ()),
+        ({"accelerator_config": {"split_batches": False}}, 24, 6, ()),
+        ({"per_gpu_train_batch_size": 2}, 8, 2, ()),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, 24, 6,
+         ("gradient_accumulation_kwargs of accelerator_config",)),
+    ],
+)  # fmt: skip
+def test_batches_that_are_split_or_of_older_versions(
+    tmp_path: Path, arguments: dict[str, Any], batch: int, micro_batch: int, unread: tuple[str, ...]
+) -> None:
+    both = {"max_steps": 100, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
+    found = from_transformers.read(folder(tmp_path, CONFIG, both | arguments), "x", 2)
+    assert (found.recipe.batch.tokens, found.recipe.batch.micro_batch) == (batch * 128, micro_batch)
+    assert found.recipe.data.tokens == 100 * batch * 128
+    assert found.unread == unread
+
+
+def test_a_warmup_that_is_a_share_of_epochs(tmp_path: Path) -> None:
+    arguments = {"num_train_epochs": 2, "warmup_ratio": 0.1, "max_steps": -1}
+    recipe = from_transformers.read(folder(tmp_path, CONFIG, arguments), "x").recipe
+    assert recipe.schedule.warmup_tokens == round(0.1 * recipe.data.tokens)
 
 
 def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
@@ -468,6 +544,7 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     assert found.recipe.hyperparameters.lr == 3e-4
     assert any("gradient_accumulation_steps" in line for line in found.unknown)
     assert [line.split(",")[0] for line in found.unread] == ["training_args.bin"]
+    assert_trainer_defaults(found)
     folder(
         tmp_path, None, {"max_steps": 7, "learning_rate": 1e-4, "label_smoothing_factor": 0.0, "num_train_epochs": 3}
     )
@@ -504,10 +581,13 @@ KWARGS = {"lr_scheduler_type": "cosine_with_min_lr"}
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
         (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"min_lr_rate": [1]}}, "min_lr_rate [1] must be a number"),
+        (CONFIG, KWARGS | {"lr_scheduler_kwargs": {"num_cycles": 1}}, "supports cosine_with_min_lr only with 0.5"),
+        (CONFIG, {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 5},
+         "per_device_train_batch_size 5 must be a multiple of the 2 processes"),
         (None, {"learning_rate": 1.0}, "no config.json with the shape of a model is there"),
     ],
-)
+)  # fmt: skip
 def test_unsupported_transformers_files_are_refused(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:
     path = folder(tmp_path, config, arguments)
     with refused(says):
-        from_transformers.read(path if config else path / "training_args.json", "x")
+        from_transformers.read(path if config else path / "training_args.json", "x", 2)

@@ -9,9 +9,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from tests.errors import refused
 from tests.interop.configs.recipes import FAMILIES, MIXTURES, PER_MODULE, rows_of, transferred
+from tests.interop.configs.test_import import CONFIG
+from tests.interop.configs.test_import import folder as import_folder
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, get_scheduler
 
+from leaven.interop.configs import from_transformers
 from leaven.interop.configs.export import export, write
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.schedule import Decay
@@ -262,3 +266,53 @@ def test_biases_of_experts_are_lost_where_an_architecture_has_none(tiny: Recipe,
     assert len(whys) == (2 if said == "loss" else 1)
     config = json.loads(exported.files["config.json"])
     assert ("router_aux_loss_coef" in config and config.get("output_router_logits", False)) is (said == "loss")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "unread"),
+    [
+        ("linear", {}, False),
+        ("cosine", {"num_cycles": 0.5}, False),
+        ("cosine", {"num_cycles": 1.0}, None),
+        ("cosine_with_min_lr", {"min_lr": 2e-4}, False),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.3, "num_cycles": 1.0}, None),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.3}, False),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.3, "warmup_lr_rate": 0.5}, True),
+        ("polynomial", {"lr_end": 1e-4}, False),
+        ("polynomial", {"power": 2.0}, None),
+        ("inverse_sqrt", {"timescale": 10}, False),
+        ("inverse_sqrt", {"timescale": 50}, True),
+        ("constant", {}, False),
+        ("constant_with_warmup", {}, False),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "1-sqrt"}, False),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "1-sqrt", "num_stable_steps": 70}, False),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "1-sqrt", "num_stable_steps": 40}, True),
+        ("warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "1-sqrt", "warmup_type": "cosine"}, None),
+        ("warmup_stable_decay", {"num_decay_steps": 20}, None),
+        ("warmup_stable_decay", {"decay_type": "1-sqrt"}, None),
+    ],
+)
+def test_an_imported_schedule_is_that_of_transformers_or_says_what_differs(
+    tmp_path: Path, kind: str, options: dict[str, Any], unread: bool | None
+) -> None:
+    """``unread``: whether something is listed as ignored; None: the schedule is refused."""
+    arguments = {"max_steps": 100, "learning_rate": 1e-3, "warmup_steps": 10, "lr_scheduler_type": kind}
+    where = import_folder(tmp_path, CONFIG, arguments | {"lr_scheduler_kwargs": options})
+    if unread is None:
+        with refused("lr_scheduler_kwargs."):
+            from_transformers.read(where, "x")
+        return
+    found = from_transformers.read(where, "x")
+    assert bool(found.unread) == unread
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    scheduler = get_scheduler(kind, optimizer, 10, 100, options)
+    schedule, tokens = found.recipe.schedule, found.recipe.data.tokens
+    differences = []
+    for step in range(100):
+        lr = optimizer.param_groups[0]["lr"] / 1e-3
+        # transformers' is that of the beginning of a step or, with cosine_warmup_with_min_lr, of its end
+        ours = [schedule.multiplier(at * tokens // 100, tokens) for at in (step, step + 1)]
+        differences.append(min(abs(lr - each) for each in ours))
+        optimizer.step()
+        scheduler.step()
+    assert (max(differences) < 1e-3) == (not unread)

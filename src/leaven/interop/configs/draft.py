@@ -122,23 +122,27 @@ class Draft:
                 set_path(values, path.removeprefix("model."), value)
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
+    def guess(self, path: str, value: Any, why: str) -> None:
+        """Set an estimate of a value that is missing in the files, and list it as unknown."""
+        self.set(path, value, f"not in {self.origin}: {why}")
+        self.unknown.append(f"{path}: {why}")
+
+    def guess_tokens(self, shape: ModelShape) -> None:
+        """Set an estimate of the number of training tokens."""
+        tokens = TOKENS_PER_PARAMETER * shape.params_active
+        self.guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} tokens per parameter, as for a run from scratch")
+
     def finish(self, name: str, shape: ModelShape) -> Imported:
         """Return the imported recipe, with estimates of missing training tokens, batch size, lr and warm-up."""
-
-        def guess(path: str, value: Any, why: str) -> None:
-            self.set(path, value, f"not in {self.origin}: {why}")
-            self.unknown.append(f"{path}: {why}")
-
         if "data.tokens" not in self.values:
-            tokens = TOKENS_PER_PARAMETER * shape.params_active
-            guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} tokens per parameter, as for a run from scratch")
+            self.guess_tokens(shape)
         tokens = self.values["data.tokens"]
         if "batch.tokens" not in self.values:
-            guess("batch.tokens", *likely_batch(shape, tokens))
+            self.guess("batch.tokens", *likely_batch(shape, tokens))
         if "hyperparameters.lr" not in self.values:
-            guess("hyperparameters.lr", *likely_lr(shape, tokens))
+            self.guess("hyperparameters.lr", *likely_lr(shape, tokens))
         if "schedule.warmup_tokens" not in self.values:
-            guess("schedule.warmup_tokens", *likely_warmup(shape, tokens))
+            self.guess("schedule.warmup_tokens", *likely_warmup(shape, tokens))
         self.unknown.append("data.source: the default is used; set it to your own text")
         # The values are for the size of the model itself, so no rule may change them.
         self.values.setdefault("scaling.rule", "standard")
@@ -163,7 +167,8 @@ class Settings:
     - ``default``: the trainer's default; without one, reading a count or number that is not given is an InputError;
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
-    - ``optional``: if true, ``path`` stays unset when the setting is not given.
+    - ``optional``: if true, ``path`` stays unset when the setting is not given;
+    - ``unused``: why the setting has no effect on a recipe, if it has none.
     """
 
     draft: Draft  # the recipe that `put` and `put_all` fill

@@ -136,18 +136,34 @@ def _kind(given: Settings) -> None:
         raise InputError(f"{given.origin}: {' and '.join(found)}: these are two activations; remove one")
     flag, ours = next(iter(found.items()), ("Megatron's default", "gelu"))
     draft.set("model.activation", ours, flag)
+    fused = "no-bias-gelu-fusion" not in given and "disable-bias-linear" not in given
+    if ours == "gelu" and not fused and "openai-gelu" not in given:
+        draft.unread.append("exact gelu, as Megatron's is not fused with a bias: leaven has its tanh approximation")
 
     rotary = "use-rotary-position-embeddings" in given or given["position-embedding-type"] == "rope"
     if rotary and given["rotary-percent"] != 1:
         draft.set("model.rotary_fraction", given["rotary-percent"], "--rotary-percent")
     if "disable-bias-linear" in given and "add-qkv-bias" in given:
         draft.set("model.attention_bias", "qkv", "--add-qkv-bias")
+    rows = given["max-position-embeddings"] if "max-position-embeddings" in given else given["seq-length"]
+    if not rotary and rows != given["seq-length"]:
+        draft.unread.append(f"--max-position-embeddings {rows:,}: leaven has a position for each of --seq-length")
     attention = given["attention-dropout"]
     if attention != given["hidden-dropout"]:
         draft.unread.append(f"--attention-dropout {attention:g}: leaven has one rate, and uses --hidden-dropout")
     isolated = "reset-position-ids" in given and "reset-attention-mask" in given
     flags = ("reset-attention-mask", "reset-position-ids")
     given.put("data.documents", "isolated" if isolated else "packed", *flags)
+    if not isolated and (alone := next((flag for flag in flags if flag in given), None)):
+        draft.unread.append(f"--{alone} alone: leaven has {' and '.join(flags)} only together")
+    if isolated and "eod-mask-loss" not in given:
+        draft.unread.append(
+            "no --eod-mask-loss: with isolated documents leaven never trains the token after an end of text"
+        )
+    if "eod-mask-loss" in given and not isolated:
+        draft.unread.append(
+            "--eod-mask-loss: with packed documents leaven also trains the token after an end of text"
+        )
     compute = "bf16" if "bf16" in given else "fp16" if "fp16" in given else "fp32"
     given.put("precision.compute", compute, "bf16", "fp16")
 
@@ -270,6 +286,13 @@ def _modules(given: Settings, shape: ModelShape) -> None:
     if "lr" in given and "decoupled-lr" in given:
         modules = ["embedding"] if shape.tied_embeddings else ["embedding", "unembedding"]
         multiply("lr", modules, given["decoupled-lr"] / given["lr"], "--decoupled-lr / --lr")
+        floor = given["decoupled-min-lr" if "decoupled-min-lr" in given else "min-lr"]
+        share = given["min-lr"] / given["lr"]
+        if not math.isclose(floor, share * given["decoupled-lr"], rel_tol=1e-6):
+            given.draft.unread.append(
+                f"final lr {floor:g} of {' and '.join(modules)}, of --decoupled-min-lr or else --min-lr: in leaven, "
+                f"all modules end at the same share of their peak, {share:g}"
+            )
 
 
 def _batch_and_duration(given: Settings, length: int) -> None:

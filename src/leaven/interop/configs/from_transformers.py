@@ -9,15 +9,29 @@ keys of a recipe.
 
 import math
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from leaven.errors import InputError
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
-from leaven.interop.huggingface_config import read_config, read_json
+from leaven.interop.huggingface_config import HuggingFaceModel, read_config, read_json
+from leaven.recipe.shape import ModelShape
 
 CONFIG, ARGUMENTS, STATE, PICKLE = "config.json", "training_args.json", "trainer_state.json", "training_args.bin"
 TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.toml").read_text(encoding="utf-8"))
+IGNORED = tuple(chain(*TABLE["ignored"].values()))
+DEFAULT = "TrainingArguments' default of"  # how the reason of a default begins
+# Values that TrainingArguments give and that change what is trained, except those that `Draft.finish` estimates.
+GIVEN = [
+    *("schedule.decay", "schedule.min_lr_ratio", "precision.compute"),
+    *(
+        row["path"]
+        for row in TABLE["fields"].values()
+        if row.get("path", "").startswith(("hyperparameters.", "data."))
+    ),
+]
+GIVEN.remove("hyperparameters.lr")
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
@@ -42,28 +56,48 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     draft.unread += [without] * architecture.logits_bias
     if shape.experts and shape.experts.balanced_by_loss:
         _balance_loss(draft, model.config, shape.n_layers - shape.experts.dense_layers, shape.experts.active)
-    state_path = config_path.parent / STATE
-    if arguments_path is None and (config_path.parent / PICKLE).exists():
-        draft.unread.append(f"{PICKLE}, a pickle: write trainer.args.to_json_string() to {ARGUMENTS} beside it")
-    if arguments_path is not None or state_path.exists():
-        leaven = model.config.get("leaven")
-        exported = leaven.get("dp") if isinstance(leaven, dict) else None
-        if ranks is not None:
-            draft.set("layout.dp", ranks, "--ranks")
-        elif isinstance(exported, int) and exported > 0:
-            draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
-        else:
-            draft.unknown.append(
-                "layout.dp: 1 is used; give the number of processes with --ranks N, as the batch grows with it"
-            )
-        ranks = draft.values.get("layout.dp", 1)
-        if arguments_path is not None:
-            _arguments(draft, shape.seq_len, read_json(arguments_path), ranks)
-        else:
-            _state(draft, shape.seq_len, read_json(state_path), ranks)
+    _training(draft, model, arguments_path, ranks)
     if (config_path.parent / "parameters.json").exists():
         draft.unread.append(f"parameters.json: values of single parameters; the recipe has the values of {ARGUMENTS}")
     return draft.finish(name, shape)
+
+
+def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None, ranks: int | None) -> None:
+    """Set what the files beside the config.json say about the training, and list what they do not say.
+
+    In a folder of the Trainer without the training arguments, their defaults are used. With a config.json alone, it
+    is the defaults of leaven.
+    """
+    shape = model.shape
+    leaven = model.config.get("leaven")  # what an export of leaven adds
+    if not isinstance(leaven, dict):
+        longest = f"model.seq_len: {shape.seq_len:,} is used, the longest sequence of the model"
+        draft.unknown.append(f"{longest}; if yours are shorter, correct it, and batch, tokens and warm-up with it")
+    state_path, pickle_path = model.folder / STATE, model.folder / PICKLE
+    if arguments_path is None and pickle_path.exists():
+        draft.unread.append(f"{PICKLE}, a pickle: write trainer.args.to_json_string() to {ARGUMENTS} beside it")
+    by_trainer = arguments_path is not None or state_path.exists() or pickle_path.exists()
+    exported = leaven.get("dp") if isinstance(leaven, dict) else None
+    if ranks is not None:
+        draft.set("layout.dp", ranks, "--ranks")
+    elif by_trainer and isinstance(exported, int) and exported > 0:
+        draft.set("layout.dp", exported, f"leaven.dp of {CONFIG}")
+    elif by_trainer:
+        draft.unknown.append(
+            "layout.dp: 1 is used; give the number of processes with --ranks N, as the batch grows with it"
+        )
+    ranks = draft.values.get("layout.dp", 1)
+    if arguments_path is not None:
+        _arguments(draft, shape, read_json(arguments_path), ranks)
+    elif by_trainer:
+        if state_path.exists():
+            _state(draft, shape.seq_len, read_json(state_path), ranks)
+        _arguments(draft, shape, {}, ranks)
+        defaults = [path for path, why in draft.why.items() if why.startswith(DEFAULT)]
+        draft.unknown.append(f"{', '.join(defaults)}: no {ARGUMENTS} there; the Trainer's defaults are used")
+    else:
+        draft.unknown.append(f"{', '.join(GIVEN)}: leaven's defaults are used")
+        draft.why |= dict.fromkeys(GIVEN, f"not in {draft.origin}: leaven's default")
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
@@ -100,13 +134,16 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
     return folder / config, folder / arguments if (folder / arguments).exists() else None
 
 
-def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
-    """Set recipe values from the fields of TrainingArguments. Missing fields have their defaults."""
+def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks: int) -> None:
+    """Set recipe values from the fields of TrainingArguments. Missing fields have their defaults.
+
+    Values that the draft already has, from a trainer_state.json, stay.
+    """
     given = Settings(
         draft,
         draft.origin,
         TABLE["fields"],
-        default=f"TrainingArguments' default of {{}}, not in {ARGUMENTS}",
+        default=f"{DEFAULT} {{}}, not in {ARGUMENTS}",
         suffix=f" of {ARGUMENTS}",
         given={key: value for key, value in document.items() if value is not None},
     )
@@ -114,25 +151,47 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
         raise InputError(f"{draft.origin}: optim {given['optim']}: leaven supports only adamw and adam")
     if given["learning_rate"] <= 0:  # the floor of the schedule is divided by it
         raise InputError(f"{draft.origin}: learning_rate {given['learning_rate']:g} must be above 0")
+    if "batch.tokens" not in draft.values:
+        _batch(given, shape.seq_len, ranks)
     given.put_all()
-    batch = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * ranks * seq_len
-    factors = given.why("per_device_train_batch_size", "gradient_accumulation_steps")
-    draft.set("batch.tokens", batch, f"{factors} x max_position_embeddings x {ranks} processes")
+    batch = draft.values["batch.tokens"]
     if given["max_steps"] > 0:
         draft.set("data.tokens", given["max_steps"] * batch, f"{given.why('max_steps')} x batch")
+    elif "data.tokens" not in draft.values:
+        draft.guess_tokens(shape)  # before the schedule, which may need it
     compute = "bf16" if given["bf16"] else "fp16" if given["fp16"] else "fp32"
     given.put("precision.compute", compute, "bf16", "fp16")
     warmup = given["warmup_steps"] or given["warmup_ratio"]
     # A warm-up below 1 is a share of the run, as in transformers 5.
-    tokens = warmup * (batch if warmup >= 1 else draft.values.get("data.tokens", 0))
+    tokens = warmup * (batch if warmup >= 1 else draft.values["data.tokens"])
     given.put("schedule.warmup_tokens", round(tokens), "warmup_steps", "warmup_ratio")
     _schedule(given)
     known = {*TABLE["fields"], *(["num_train_epochs"] if given["max_steps"] > 0 else [])}
     draft.unread += [
-        key
-        for key, value in given.given.items()
-        if value and key not in known and not key.startswith(tuple(TABLE["ignored"]))
+        key for key, value in given.given.items() if value and key not in known and not key.startswith(IGNORED)
     ]
+
+
+def _batch(given: Settings, seq_len: int, ranks: int) -> None:
+    """Set the batch, and the micro-batch of a process."""
+    draft, accelerate = given.draft, given["accelerator_config"]
+    field = "per_gpu_train_batch_size" if given["per_gpu_train_batch_size"] else "per_device_train_batch_size"
+    sequences, accumulated = given[field], given["gradient_accumulation_steps"]
+    factors = f"{given.why(field, 'gradient_accumulation_steps')} x max_position_embeddings"
+    if accelerate.get("split_batches"):
+        if sequences % ranks:
+            raise InputError(
+                f"{given.label(field)} {sequences} must be a multiple of the {ranks} processes, because "
+                "accelerator_config.split_batches divides it among them"
+            )
+        sequences //= ranks
+        factors += "; split_batches of accelerator_config divides it among the processes"
+    else:
+        factors += f" x {ranks} processes"
+    given.put("batch.micro_batch", sequences, field)
+    draft.set("batch.tokens", sequences * accumulated * ranks * seq_len, factors)
+    if accelerate.get("gradient_accumulation_kwargs"):
+        draft.unread.append("gradient_accumulation_kwargs of accelerator_config")
 
 
 def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
@@ -140,6 +199,7 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
     fields = {key: {"kind": "count", "min": 1} for key in ("max_steps", "train_batch_size")}
     given = Settings(draft, f"{draft.origin}: {STATE}", fields, default="", suffix=f" of {STATE}", given=document)
     batch = given["train_batch_size"] * ranks * seq_len
+    given.put("batch.micro_batch", given["train_batch_size"], "train_batch_size")
     draft.set("batch.tokens", batch, f"{given.why('train_batch_size')} x max_position_embeddings x {ranks} processes")
     draft.unknown.append(f"batch.tokens: {STATE} lacks gradient_accumulation_steps; 1 is used")
     draft.set("data.tokens", given["max_steps"] * batch, f"{given.why('max_steps')} x batch")
@@ -155,30 +215,34 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
 def _schedule(given: Settings) -> None:
     """Set the decay, the final lr and the share of a cooldown from lr_scheduler_type and lr_scheduler_kwargs."""
     draft = given.draft
-    kind, options, why = given["lr_scheduler_type"], given["lr_scheduler_kwargs"], given.why("lr_scheduler_type")
-    floor, peak = 0.0, draft.values["hyperparameters.lr"]
-    where = f"{draft.origin}: lr_scheduler_kwargs"
-    options = {key: value for key, value in options.items() if value is not None}
-    for key in ("min_lr", "min_lr_rate", "power", "lr_end", "min_lr_ratio", "num_decay_steps"):
-        options |= {key: as_number(options[key], f"{where}: {key}")} if key in options else {}
-    match kind:
-        case "cosine" | "linear" | "inverse_sqrt":
-            decay = kind
-        case "constant" | "constant_with_warmup":
-            decay = "constant"
-        case "cosine_with_min_lr" | "cosine_warmup_with_min_lr":
-            decay = "cosine"
-            floor = options.get("min_lr_rate") or options.get("min_lr", 0.0) / peak
-        case "polynomial" if options.get("power", 1.0) == 1.0:
-            decay, floor = "linear", options.get("lr_end", 1e-7) / peak
-        case "warmup_stable_decay" if options.get("decay_type") == "1-sqrt":
-            decay, floor = "wsd", options.get("min_lr_ratio", 0.0)
-            tokens = options.get("num_decay_steps", 0) * draft.values["batch.tokens"]
-            if tokens and "data.tokens" in draft.values:
-                draft.set("schedule.decay_ratio", tokens / draft.values["data.tokens"], "num_decay_steps / max_steps")
-        case _:
-            raise InputError(
-                f"{draft.origin}: lr_scheduler_type {kind} {options or ''}: leaven does not have this schedule"
-            )
-    draft.set("schedule.decay", decay, why)
+    kind, why, peak = given["lr_scheduler_type"], given.why("lr_scheduler_type"), draft.values["hyperparameters.lr"]
+    schedule = TABLE["schedules"].get(kind)
+    if schedule is None:
+        raise InputError(f"{draft.origin}: lr_scheduler_type {kind}: leaven does not have this schedule")
+    options = Settings(
+        draft,
+        draft.origin,
+        schedule.get("options", {}),
+        default="",
+        prefix="lr_scheduler_kwargs.",
+        given={key: value for key, value in given["lr_scheduler_kwargs"].items() if value is not None},
+    )
+    for name, row in options.table.items():
+        if "only" in row and options[name] != row["only"]:
+            raise InputError(f"{options.label(name)} {options[name]}: leaven supports {kind} only with {row['only']}")
+    draft.unread += [f"lr_scheduler_kwargs.{name}" for name in options.given if name not in options.table]
+    if kind == "constant":  # transformers has no warm-up with it
+        draft.set("schedule.warmup_tokens", 0, why)
+    warmup, batch, tokens = (draft.values[key] for key in ("schedule.warmup_tokens", "batch.tokens", "data.tokens"))
+    if "timescale" in options and options["timescale"] * batch != warmup:
+        draft.unread.append(f"lr_scheduler_kwargs.timescale {options['timescale']:g}: leaven uses the warm-up")
+    if schedule["decay"] == "wsd":
+        cooldown = options["num_decay_steps"] * batch
+        draft.set("schedule.decay_ratio", cooldown / tokens, "num_decay_steps / max_steps")
+        if "num_stable_steps" in options and warmup + options["num_stable_steps"] * batch + cooldown != tokens:
+            stable = f"lr_scheduler_kwargs.num_stable_steps {options['num_stable_steps']:g}"
+            draft.unread.append(f"{stable}: leaven's cooldown ends with the run")
+    units = {"min_lr_rate": 1, "min_lr_ratio": 1, "min_lr": peak, "lr_end": peak}
+    floor = next((options[key] / unit for key, unit in units.items() if key in options.table and options[key]), 0.0)
+    draft.set("schedule.decay", schedule["decay"], why)
     draft.set("schedule.min_lr_ratio", float(f"{floor:.12g}"), f"{why}, lr_scheduler_kwargs")
