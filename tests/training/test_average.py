@@ -70,6 +70,14 @@ def test_the_average_is_that_of_the_weights_of_every_step(
     assert averaged != loss
 
 
+def test_before_the_average_begins_the_weights_are_validated(tiny: Recipe, tokens: TokenSet) -> None:
+    training = Training(tiny.replace({"average": {"last": 0.5}}), tokens)
+    training.step()
+    assert training.average
+    assert not training.average.begun
+    assert training.evaluate(averaged=True) == training.evaluate()
+
+
 def test_a_stop_and_a_return_to_a_checkpoint_do_not_change_the_average(tiny: Recipe, tokens: TokenSet) -> None:
     recipe = tiny.replace({"average": {"last": 0.9}, "data.tokens": 2_560})
     whole = Training(recipe, tokens)

@@ -35,7 +35,10 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Swap the average into the model inside the ``with`` block, and restore the weights at its end."""
+        """Swap the average into the model inside the ``with`` block, and restore the weights at its end.
+
+        The average must have begun.
+        """
         self._exchange()
         try:
             yield

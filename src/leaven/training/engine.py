@@ -246,12 +246,16 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss of the weights or, if ``averaged``, of their average, in nats per token."""
+        """Return the mean validation loss, in nats per token.
+
+        It is that of the weights or, if ``averaged`` and an average has begun, that of the averaged weights.
+        """
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))
         batch = self._batch(windows[start : start + max(count, 1)] if count else windows[:1], count, len(windows))
-        with self.average.in_model() if averaged and self.average else nullcontext():
+        average = self.average if averaged and self.average and self.average.begun else None
+        with average.in_model() if average else nullcontext():
             loss = self.sharded.total(self.sharded.forward(batch.micro_batches))
         self.progress = replace(self.progress, seconds=self.progress.seconds + time.perf_counter() - began)
         return float(loss) / batch.targets
