@@ -274,3 +274,11 @@ def test_unsupported_saved_files_are_refused(tiny: Recipe, tmp_path: Path) -> No
         imported(tmp_path, "", name="x.py")
     with refused("no such file"):
         from_torchtitan.read(tmp_path / "nowhere.toml", "x")
+
+
+def test_training_with_rare_synchronisation_is_listed(tmp_path: Path) -> None:
+    section = '[fault_tolerance]\nenable = true\nsemi_sync_method = "diloco"\n[experimental]\ncustom_import = "'
+    listed = {"fault_tolerance.semi_sync_method", "experimental.custom_import"}
+    for name, expected in (("", {"fault_tolerance.semi_sync_method"}), ("mine", listed)):
+        unread = imported(tmp_path, f'{TOML}{section}{name}"').unread
+        assert {line for line in unread if line.startswith(("fault", "experimental"))} == expected

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,12 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
         for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
             stated = section if key is None else f"{section}.{key}"
             name = TABLE["aliases"].get(stated, stated)
-            if value is None or value == [] or (saved and name == "optimizer.param_groups"):
+            if value in (None, [], "") or (saved and name == "optimizer.param_groups"):
                 continue
             if name in TABLE["keys"]:
                 # without clipping, the limit is infinite in torchtitan and 0 in leaven
                 given.given[name] = 0.0 if name == "training.max_norm" and value == math.inf else value
-            elif not any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in TABLE["ignored"]):
+            elif not any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in chain(*TABLE["ignored"].values())):
                 draft.unread.append(stated)
     return given
 
