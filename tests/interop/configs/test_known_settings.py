@@ -49,7 +49,7 @@ WORDS: dict[str, list[Any]] = {
 
 def values_of(name: str, row: Mapping[str, Any]) -> Iterable[Any]:
     counts = [row["min"]] if "min" in row else []
-    by_kind = {
+    by_kind: dict[str, list[Any]] = {
         "switch": [True, False],
         "count": [*counts, 1, 2, 8, 64, 512, 2048, 2**20],
         "number": [0.25, 0.002, 1e-4, 20],
