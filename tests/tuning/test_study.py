@@ -702,16 +702,25 @@ def lose_ended_trials(folder: Path) -> None:
     journal.write_bytes(b"".join(lines[: began[-1]]))
 
 
+def cut_settings(folder: Path) -> None:
+    """Cut the journal within the line of the settings, and damage study.json."""
+    journal = folder / "journal.log"
+    created, settings, *_ = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(created + settings[:300])
+    (folder / "study.json").write_text("[[[")
+
+
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("lose", "said"),
     [
+        (cut_settings, "has no study of this"),
         (lambda folder: (folder / "journal.log").unlink(), "has none of them"),
         (lambda folder: [(folder / name).unlink() for name in ("journal.log", "study.json")], "has no study of this"),
         (lambda folder: (folder / "journal.log").write_bytes(b""), "has none of them"),
         (lose_ended_trials, "has lost 1 of them"),
     ],
-    ids=["no journal", "neither", "empty", "cut"],
+    ids=["cut settings", "no journal", "neither", "empty", "cut"],
 )
 def test_a_study_that_has_lost_its_trials_does_not_start_again(
     study: Make, tmp_path: Path, lose: Callable[[Path], object], said: str

@@ -221,10 +221,11 @@ class BaseStudy(ABC):
                         f"chmod g+w {file}"
                     )
         store, name = open_store(self._where, self._waited), self.space.name
-        stored = [study.study_name for study in store.get_all_studies()]
+        stored = {study.study_name: study.user_attrs for study in store.get_all_studies()}
         if stored and name not in stored and isinstance(self._where, Path):
-            raise InputError(f"{self._name} contains the study {stored[0]}, not {name}; use another --study")
-        if begun and name not in stored:
+            raise InputError(f"{self._name} contains the study {next(iter(stored))}, not {name}; use another --study")
+        # The settings are missing if a journal was cut within the line that has them.
+        if begun and not stored.get(name):
             raise self._folder.store_lost(ended)
         return store
 
