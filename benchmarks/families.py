@@ -6,7 +6,8 @@ which find planted faults.
 
 The models are small, and are built from configurations without downloads. They are trained on made-up text. A
 family passes if `leaven check coordinates` and `leaven check gradients` pass on it, over width and depth, and if all
-planted faults are found:
+planted faults are found. A check finds a fault if a row fails with it that does not fail in the control, which is the
+same check without the fault. The faults:
 
 - *multiplier before the norm*: the multiplier of a branch has no effect, as before a norm on the branch's output; in
   a family without such norms, it is left out;
@@ -21,7 +22,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ PAGE = Path(__file__).parents[1] / "docs/concepts/checks.md"
 BEGIN, END = "<!-- benchmarks.families -->", "<!-- end of benchmarks.families -->"
 WIDTH, DEPTH, HEAD = 64, 2, 16  # of the base
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
+SIZES = {"width": (WIDTHS, (DEPTH,)), "depth": ((WIDTH,), DEPTHS)}  # widths and depths of a check along one axis
+FAULT_SEEDS = (1, 3)  # seeds of a check with a fault and of its control; with one seed, a row may fail in both
 VOCABULARY = 256
 CHECKS: dict[str, type[CoordinateCheck | GradientCheck]] = {
     "coordinates": CoordinateCheck,
@@ -211,11 +214,25 @@ def checked(
     return CHECKS[check](family, widths, depths, seeds=seeds, **options).run()
 
 
+@cache  # all faults along an axis have the same control
+def failures(name: str, check: str, fault: str, axis: str, seeds: int) -> frozenset[tuple[str, str]]:
+    """Return module and axis of the rows that fail if a family is checked along one axis."""
+    widths, depths = SIZES[axis]
+    document = checked(name, check, fault, widths=widths, depths=depths, seeds=seeds)
+    return frozenset((row.module, row.axis) for row in document.rows if row.passed is False)
+
+
 def found(name: str, fault: str) -> list[str]:
-    """Return the checks that find a planted fault, along the axis that it depends on."""
-    widths, depths = ((WIDTH,), DEPTHS) if fault == "multiplier" else (WIDTHS, (DEPTH,))
+    """Return the checks that find a planted fault, along the axis that it depends on.
+
+    A check finds it if a row fails that does not fail in the control, which is the same check without the fault. If
+    there is no such row with one seed, both are run with more.
+    """
+    axis = "depth" if fault == "multiplier" else "width"
     return [
-        check for check in CHECKS if not checked(name, check, fault, widths=widths, depths=depths, seeds=1).passed
+        check
+        for check in CHECKS
+        if any(failures(name, check, fault, axis, n) - failures(name, check, "", axis, n) for n in FAULT_SEEDS)
     ]
 
 
