@@ -4,15 +4,12 @@ from functools import cache
 
 import pytest
 from benchmarks.planner.judge import judge
-from benchmarks.planner.page import EXPERTS, PAGE, PICTURE, SEARCHED, blind_means, picture, renewed
+from benchmarks.planner.page import EXPERTS, PAGE, PICTURE, SEARCHED, as_printed, blind_means, picture, renewed
 from benchmarks.planner.tables import read
 from benchmarks.planner.verdict import BARS, TableVerdict
 from benchmarks.planner_accuracy import PUBLISHED, TIMES, accuracy_line, lines, published_times
 
-from leaven.planning.arrangement import Arrangement
 from leaven.planning.plan import ACCURACY, ACCURACY_OF_EXPERTS
-from leaven.planning.timing import step_time
-from leaven.recipe.layout import Layout
 
 TABLES = {
     "korthikanti2022_table5": 4,
@@ -80,10 +77,7 @@ def test_the_mean_of_the_rows_with_experts_is_stated_with_the_row_of_fsdp_as_its
     )
     assert (rows, round(first, 3), round(second, 3), round(today, 3)) == (13, 0.417, 0.323, 0.090)
     (point,) = (each for each in found["megatron_experts_h100"].points if each.where.endswith("row 3"))
-    assert point.case is not None
-    case = point.case
-    printed = Arrangement(Layout(dp=128, tp=2, ep=4, zero=3, recompute="full"), 4, 4)
-    error = step_time(case.shape, printed, case.cluster, case.stack.code).step / point.measured - 1
+    error = as_printed(point)
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     assert f"As printed it is planned {error:.0%} too slow" in text
     assert f"the 13 rows then {today + (error - abs(point.error)) / 13:.1%}" in text
