@@ -84,10 +84,10 @@ def _blind_cells(names: list[str], found: dict[str, TableVerdict]) -> list[str]:
 
 def blind_means(names: list[str], found: dict[str, TableVerdict], kind: str, runs: slice) -> list[float]:
     """The number of rows of some tables, and their mean errors in earlier ``runs`` and today."""
-    rows, totals = 0, [0.0] * (len(BLIND[names[0]][runs]) + 1)
+    rows, totals = 0, [0.0] * (len([*BLIND[names[0]]][runs]) + 1)
     for name in names:
         errors = [*map(abs, found[name].errors(kind))]
-        means = [*(run or 0.0 for run in BLIND[name][runs]), sum(errors) / max(1, len(errors))]
+        means = [*(run or 0.0 for run in [*BLIND[name]][runs]), sum(errors) / max(1, len(errors))]
         rows += len(errors)
         totals = [total + len(errors) * mean for total, mean in zip(totals, means, strict=True)]
     return [rows, *(total / max(1, rows) for total in totals)]
