@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.planner.conventions import CONVENTIONS
 from benchmarks.planner.tables import PublishedRow
@@ -38,10 +39,13 @@ def _tensors(name: str) -> TrainingCode:
 
 
 _MEGATRON = _tensors("megatron-2026")
+# Megatron-MoE-ModelZoo of May 2025, whose rows are older than the flags of the training codes megatron-moe and
+# megatron-deepep: no --tp-comm-overlap and no --cross-entropy-loss-fusion.
+_OF_MAY_2025: dict[str, Any] = {"behind_products": False, "logit": TRAINING_CODES["megatron"].logit}
 STACKS: dict[str, RowStack] = {
     "simumax": RowStack(_MEGATRON, zero=1),
     "megatron-bridge": RowStack(replace(_MEGATRON, overlap=True), zero=1),
-    "megatron-moe-modelzoo": RowStack(_tensors("megatron-moe"), zero=1),
+    "megatron-moe-modelzoo": RowStack(replace(_tensors("megatron-moe"), **_OF_MAY_2025), zero=1),
     "nanotron": RowStack(TRAINING_CODES["nanotron"], gb=GIB, first_rank=True),
     "torchtitan": RowStack(TRAINING_CODES["torchtitan"], stages=2, zero=3, split_batch=True),
     "llm-foundry": RowStack(TRAINING_CODES["llm-foundry"], zero=3),
@@ -95,7 +99,8 @@ def stack_of(row: PublishedRow) -> RowStack:
         stack = STACKS["narayanan"]  # Megatron-LM in those years
     code, options = stack.code, str(row.get("options", ""))
     if "DeepEP" in options:
-        code = _tensors("megatron-deepep-overlap" if "1f1b overlap" in options else "megatron-deepep")
+        name = "megatron-deepep-overlap" if "1f1b overlap" in options else "megatron-deepep"
+        code = replace(_tensors(name), **_OF_MAY_2025)
     if code is TRAINING_CODES["megatron-deepspeed-fp16"] and str(row.get("precision", "")).startswith("bf16"):
         code = TRAINING_CODES["megatron-deepspeed-bf16"]
     if in_fp8(row):

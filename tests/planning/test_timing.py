@@ -248,21 +248,43 @@ def test_tokens_are_sent_behind_another_micro_batch_only_if_there_is_one() -> No
 
     once, overlap = "megatron-deepep", "megatron-deepep-overlap"
     assert sent(1, overlap) == sent(1, once) > 0  # nothing is hidden
-    assert sent(8, overlap) == pytest.approx(sent(1, overlap)) == pytest.approx(sent(8, once) / 8)
+    assert sent(8, once) == pytest.approx(8 * sent(1, once))
+    # seven are sent behind compute, which has 15% of its multiprocessors less while they are
+    assert sent(8, overlap) == pytest.approx((1 + 7 * 0.15) * sent(1, once))
 
 
 def test_tokens_are_copied_for_their_experts_and_sorted_again_on_other_ranks() -> None:
     block = published_blueprint(find_run("deepseek-v3").arch, 4096).blocks[-1]
 
-    def sorting(**how: int) -> float:
-        found = block_operators(block, Work(4096, 4096, 7168, **how), ROUND, TrainingCode())
+    def sorting(code: TrainingCode = TrainingCode(), **how: int) -> float:  # noqa: B008 (frozen)
+        found = block_operators(block, Work(4096, 4096, 7168, **how), ROUND, code)
         return next(each.forward for each in found if each.name == "sorting")
 
     token = 2 * 4096 * 7168 / (1e12 * STREAMED)  # seconds to read every token once, in 16 bits
     assert sorting() == pytest.approx((1 + 8 + 8 + 1) * token)
     assert sorting(ep=8) == pytest.approx((1 + 8 + 4 * 8 + 8 + 1) * token)
+    # a code whose kernels copy tokens at a fifth of that speed; sorting in whole chunks is as fast as before
+    slow = TrainingCode(permuted=STREAMED / 5)
+    assert sorting(code=slow) == pytest.approx(5 * (1 + 8 + 8 + 1) * token)
+    assert sorting(code=slow, ep=8) == pytest.approx((5 * (1 + 8 + 8 + 1) + 4 * 8) * token)
     dense = block_operators(blueprint(LLAMA_8B).blocks[0], Work(4096, 4096, 4096), ROUND, TrainingCode())
     assert "sorting" not in {each.name for each in dense}
+
+
+def test_products_of_experts_run_four_at_a_time_in_transformer_engine() -> None:
+    # 8 experts of a rank, each of 256 tiles: four of them fill 4 multiprocessors, and half of 2,048
+    table = published_blueprint(find_run("olmoe-1b-7b").arch, 4096)
+
+    def products(multiprocessors: int, at_once: int) -> float:
+        accelerator = replace(BUSY, multiprocessors=multiprocessors)
+        code = TrainingCode(experts_at_once=at_once)
+        found = block_operators(table.blocks[0], Work(4096, 4096, 2048, ep=8), accelerator, code)
+        return next(each.forward for each in found if each.name.startswith("mlp.experts.out"))
+
+    assert products(4, 4) == pytest.approx(products(4, 0))
+    assert products(2048, 4) > 1.05 * products(2048, 0)
+    assert products(2048, 100) == pytest.approx(products(2048, 0))  # no more than there are
+    assert TRAINING_CODES["megatron-moe"].experts_at_once == 4
 
 
 def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipeline_everything_is() -> None:

@@ -132,17 +132,22 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products with the same input. All experts of a rank run in one launch."""
+    """Return one operator for matrix products with the same input.
+
+    All experts of a rank run in one launch, or ``code.experts_at_once`` of them at a time.
+    """
     first, dtype = rows[0], code.products
     whole = first.routed and code.whole_experts
     tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)
     k, n = first.on_rank(tp)[0], sum(row.on_rank(tp)[1] for row in rows)
     count = max(1, first.stored // ranks) if first.routed else 1
     m = ceil(work.tokens * first.passed * tp / (work.tp * count))
+    at_once = min(code.experts_at_once or count, count)  # products that run at the same time
+    turns = count / at_once
     forward, inputs = (
-        matmul_seconds(sizes, accelerator, count=count, dtype=dtype) for sizes in ((m, n, k), (m, k, n))
+        turns * matmul_seconds(sizes, accelerator, count=at_once, dtype=dtype) for sizes in ((m, n, k), (m, k, n))
     )
-    weight = matmul_seconds((n, k, m), accelerator, count=count, dtype=dtype, over_tokens=True)
+    weight = turns * matmul_seconds((n, k, m), accelerator, count=at_once, dtype=dtype, over_tokens=True)
     return Operator(" + ".join(row.name for row in rows), forward, inputs + weight, weight)
 
 
@@ -198,12 +203,16 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
     """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
 
-    With expert parallelism, the ranks of the experts sort the copies once more, before and after the experts.
+    A token is read once and written once for each of its experts, and the outputs are read and summed. With expert
+    parallelism, the ranks of the experts sort the copies once more, before and after the experts, in whole chunks.
     """
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)
     if not copies:
         return []
     rows = work.tokens / (work.tp if code.sequence_parallel else 1)
-    moved = 2 * (1 + copies) + (4 * copies if work.ep > 1 else 0)
-    seconds = stream_seconds(code.element * rows * work.width * moved, accelerator)
+    each = code.element * rows * work.width
+    slower = STREAMED / code.permuted if code.permuted else 1.0
+    seconds = stream_seconds(2 * (1 + copies) * each * slower, accelerator)
+    if work.ep > 1:
+        seconds += stream_seconds(4 * copies * each, accelerator)
     return [Operator("sorting", seconds, seconds)]

@@ -33,8 +33,8 @@ ACCURACY = (
     "(worst -11%), 5% over 18 rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
 ACCURACY_OF_EXPERTS = (
-    "mean error on published mixtures of experts: time 16% over 6 rows of DeepSeek-V2 (worst -18%), 12% over 6 "
-    "rows of DeepSeek-V3 (worst -16%), 38% over 5 rows of Qwen3 (worst +90%); memory 2% over 6 rows of "
+    "mean error on published mixtures of experts: time 13% over 6 rows of DeepSeek-V2 (worst -15%), 7% over 6 "
+    "rows of DeepSeek-V3 (worst -12%), 13% over 5 rows of Qwen3 (worst -30%); memory 2% over 6 rows of "
     "DeepSeek-V2 (worst -3%), 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
 )
 

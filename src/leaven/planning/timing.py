@@ -93,7 +93,8 @@ def _block_time(  # noqa: PLR0917 (a cache)
         passes = 3 if recompute == "full" else 2  # full recomputation repeats the forward pass
         sends = passes * _sends(block, work, accelerator, code)
         computed = sum(operator.forward + operator.backward for operator in operators) + again
-        sends -= hidden * min(sends, computed)
+        # Behind compute, sends take no time of their own, but occupy a share of the multiprocessors.
+        sends -= (1 - code.sending_share) * hidden * min(sends, computed)
         exchanged += share * (passes * _exchange(block, work, accelerator, code) + sends)
     return BlockTime(forward, backward, exchanged, weight)
 

@@ -92,6 +92,9 @@ class TrainingCode:
     sends: Sends = "expert"
     network_share: float = LINK_SHARE  # share of the network's bandwidth that sending tokens reaches
     hidden_sends: bool = False  # tokens are sent while another micro-batch is computed
+    sending_share: float = 0.0  # with hidden_sends: share of the multiprocessors that sending tokens occupies
+    permuted: float | None = None  # share of the memory bandwidth that copying tokens reaches; None: as other copies
+    experts_at_once: int = 0  # number of products of experts that run at the same time; 0: all of a rank
 
     def __hash__(self) -> int:
         return self._hash
