@@ -233,9 +233,7 @@ class Neighbours:
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
-def mixtures(
-    params: int, alike: tuple[int, int] | None = None, reference: PublishedRun | None = None
-) -> Neighbours:
+def mixtures(params: int, alike: tuple[int, int] | None = None, reference: PublishedRun | None = None) -> Neighbours:
     """Return published mixtures of experts, one of each lineage, the nearest in size first, with any optimizer.
 
     Args:

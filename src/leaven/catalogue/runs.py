@@ -216,7 +216,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_tokens(self) -> float | None:
-        """Return the warm-up in tokens. In a linear ramp or stages, steps are converted with the batch of each step."""
+        """Return the warm-up in tokens. In ramps, steps are converted with the batch of each step."""
         if self.warmup_fraction is not None and self.tokens:
             return self.warmup_fraction * self.tokens
         steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins

@@ -60,9 +60,7 @@ _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.experts.balance": _balance,
     "hyperparameters.z_loss": lambda run: (run.optim and run.optim.z_loss) or None,
     # An update RMS of 0.2 is that of Muon's ``adamw_rms``.
-    "hyperparameters.muon.match": lambda run: (
-        "adamw_rms" if run.optim and run.optim.muon_update_rms == 0.2 else None
-    ),
+    "hyperparameters.muon.match": lambda run: "adamw_rms" if run.optim and run.optim.muon_update_rms == 0.2 else None,
     "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
 }
 # Paths at which the value of a recipe must be computed.

@@ -119,11 +119,8 @@ def _lacks(run: PublishedRun) -> str | None:
         return f"its learning rate {schedule.peak_lr:g} is for {how} and cannot be used with plain AdamW or Muon"
     if run.batch_tokens is None or run.tokens is None:
         return "its batch or its number of tokens is not published, so its learning rate says little"
-    if run.arch.d_model is None or run.arch.n_layers is None:
-        return "its shape is not published"
-    if run.kind == "moe" and run.expert_ratio is None:
-        return "the sizes of its experts are not published"
-    return None
+    unknown = run.aspect is None or (run.kind == "moe" and run.expert_ratio is None)
+    return "its shape is not published" if unknown else None
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,7 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
     muon = bool(run and run.optimizer == "muon")
     path = "hyperparameters.optimizer"
     draft.decide(path, *(("muon", "muon of the reference") if muon else ("adamw",)))
-    for path in ("match", "momentum", "ns_steps") if muon else ():
-        path = f"hyperparameters.muon.{path}"
+    for path in (f"hyperparameters.muon.{name}" for name in ("match", "momentum", "ns_steps") if muon):
         if run and (known := term(run, path)) is not None:
             draft.decide(path, known, "muon of the reference")
     voters: list[str] = []

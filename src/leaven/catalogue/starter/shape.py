@@ -424,8 +424,9 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
     for name in (*_SIZES, *(["d_attention"] if model.d_attention else [])):
         known = draft.reference if name == "d_attention" or f"model.{name}" in published else None
         draft.decide(f"model.{name}", getattr(model, name), **facts, reference=known)
-    odd = {"router": model.experts and model.experts.shared, "normalise": model.experts and request.experts[1] == 1}
-    for name, value in model.experts or ():
+    own = model.experts
+    odd = {"router": own and own.shared, "normalise": own and own.active == 1}
+    for name, value in own or ():
         path = f"model.experts.{name}"
         if published.get(path) == value:
             draft.decide(path, value, "experts of the reference")
