@@ -99,6 +99,9 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+MUON: dict[str, Any] = {"hyperparameters__optimizer": "muon"}
+
+
 def experts(**changes: Any) -> dict[str, Any]:
     return EXPERTS | {"model__experts": EXPERTS["model__experts"] | changes}
 
@@ -106,6 +109,13 @@ def experts(**changes: Any) -> dict[str, Any]:
 # Check, severity, a fault that it must find, and a similar recipe that passes.
 PLANTED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("size", "note", {"model__n_layers": 1, "model__d_model": 128, "model__n_heads": 2, "model__n_kv_heads": 2}, {}),
+    ("z-loss weight", "far outside", {"hyperparameters__z_loss": 0.5}, {"hyperparameters__z_loss": 1e-4}),
+    ("muon lr", "far outside", MUON | {"hyperparameters__muon": {"lr": 0.5}}, MUON),
+    # The same size of a step: lr sqrt(max(1, out / in)) is 0.2 x lr sqrt(max(out, in)) at an eighth of this lr.
+    ("muon lr", "far outside", MUON | {"hyperparameters__muon": {"match": "spectral", "lr": 0.5}},
+     MUON | {"hyperparameters__muon": {"match": "spectral", "lr": 0.003}}),
+    ("muon decay", "outside", MUON | {"hyperparameters__muon": {"weight_decay": 0.0}}, MUON),
+    ("muon momentum", "far outside", MUON | {"hyperparameters__muon": {"momentum": 0.1}}, MUON),
     ("lr", "outside", {"hyperparameters__lr": 5e-3}, {"hyperparameters__lr": 2.9e-3}),
     ("lr", "outside", {"hyperparameters__lr": 5e-5}, {"hyperparameters__lr": 2e-4}),
     ("lr", "far outside", {"hyperparameters__lr": 0.2}, {}),

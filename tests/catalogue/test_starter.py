@@ -4,6 +4,7 @@ import math
 import re
 import tomllib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from benchmarks.road import untuned
@@ -20,7 +21,7 @@ from leaven.catalogue.starter.draft import StarterRecipes, StarterRequest, used_
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.shape import TIED_SHARE
 from leaven.catalogue.starter.starter import starter
-from leaven.catalogue.terms import diff_in_terms
+from leaven.catalogue.terms import diff_in_terms, read
 from leaven.errors import InputError
 from leaven.interop.architectures import ARCHITECTURES
 from leaven.planning.hardware import parse_cluster
@@ -167,7 +168,7 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
         ({"tokens": 1_000}, "fewer than 2,000 sequences of 128 tokens; give 256 k"),
         ({"vocab": 5}, "--vocab 5: give 257"),
         ({"params": 20 * 10**6, "tokens": B, "vocab": 10**6}, "has 192 M (+862%); give --vocab "),
-        ({"reference": "olmoe-1b-7b"}, "--from reads only dense models of text; give a run of similar size: olmo-1b"),
+        ({"reference": "glam-1.2t"}, "is for Adafactor relative lr and cannot be used with plain AdamW or Muon"),
         ({"reference": "nemotron-4-15b"}, "it publishes no learning rate; give a run of similar size: "),
         ({"reference": "cerebras-gpt-1.3b-mup"}, "is for muP"),
         ({"reference": "llama2-70b", "tokens": 10**8}, "of --from llama2-70b, 4.00 M tokens; give 800 M or more"),
@@ -256,12 +257,50 @@ def test_the_architecture_of_a_reference_is_repeated(id: str, values: dict[str, 
     assert not {path for path in others if path.startswith(("model.norm", "model.parallel", "model.rotary", "arch."))}
 
 
+@pytest.mark.parametrize(
+    ("id", "experts", "values"),
+    [
+        ("olmoe-1b-7b", (64, 8, 1024, 0, 0, "softmax", False, "loss"), {"model.experts.router_z_loss": 0.001}),
+        ("deepseek-v3", (256, 8, 2048, 1, 3, "sigmoid", True, "both"), {"model.experts.balance_loss": 1e-4}),
+        ("glm-4.5", (160, 8, 1536, 1, 3, "sigmoid", True, "bias"), {"hyperparameters.muon.momentum": 0.95}),
+    ],
+)
+def test_the_experts_of_a_reference_are_repeated(
+    id: str, experts: tuple[object, ...], values: dict[str, Any]
+) -> None:
+    recipe, run = at_own_scale(id), find_run(id)
+    own = recipe.model.experts
+    found = (own.number, own.active, own.d_expert, own.shared, own.dense_layers, own.router, own.normalise)
+    assert (*found, own.balance) == experts
+    assert (recipe.model.n_layers, recipe.model.d_model) == (run.arch.n_layers, run.arch.d_model)
+    assert recipe.model.params == pytest.approx(run.params_total, rel=0.03)
+    assert {path: read(recipe, path) for path in values} == values
+    assert (recipe.hyperparameters.optimizer, recipe.hyperparameters.lr) == (run.optimizer, run.peak_lr)
+    assert every_value_has_a_reason(recipe)
+    assert {recipe.why[f"model.experts.{name}"] for name in ("number", "d_expert", "router")} == {f"as {id}"}
+    small = new(20 * B, 400 * B, reference=id).target  # a smaller shape, with the run as its base
+    assert small.model.params == pytest.approx(20 * B, rel=0.03)
+    assert small.base_shape.experts == own
+
+
+def test_what_a_recipe_lacks_of_a_mixture_is_listed() -> None:
+    (step,) = (one for one in new(671 * B, 14.8 * T, reference="deepseek-v3").steps if one.title == "neighbours")
+    for lost in ("latent attention", "fp8 matrix products", "mtp_depth 1", "expert_groups 8"):
+        assert lost in step.reason
+
+
 def test_warm_up_and_cooldown_of_a_reference_are_repeated() -> None:
     marin = at_own_scale("marin-32b").schedule
     assert (marin.decay, marin.decay_ratio) == ("wsd", 0.4)
     assert marin.warmup_tokens == pytest.approx(0.01 * 6.44 * T, rel=1e-3)
     assert at_own_scale("smollm2-1.7b").schedule.decay_ratio == pytest.approx(0.1)
     # 8,000 steps: 63 of 4M until 252M tokens, the rest of 8M.
+    # 2,000 steps in a linear ramp from 12.6 M to 62.9 M tokens in 469 B: the sum of 2,000 growing batches.
+    batch = total = 3_072 * 4_096
+    for _ in range(1_999):
+        batch = 3_072 * 4_096 * (1 + 4 * total / 469e9)
+        total += batch
+    assert find_run("deepseek-v3").warmup_tokens == pytest.approx(total, rel=1e-3)
     llama = at_own_scale("llama3-405b").schedule.warmup_tokens
     assert llama == pytest.approx(252e6 + (8_000 - 63) * 8e6, rel=1e-3)
     # The bounds on the warm-ups of neighbours do not apply, but a warm-up longer than the run is refused.

@@ -101,6 +101,8 @@ def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> 
     assert shown["scale"]["base"]["d_ff"] == 32
     longer = leaven("transfer", tiny_file, "--width", "32", "--set", "model.seq_len=64", "--json")
     assert [warning["about"] for warning in json.loads(longer[1])["warnings"]] == ["seq_len"]
+    other = leaven("transfer", tiny_file, "--like", tiny_file, "--set", "model.vocab_size=640", "--json")
+    assert "vocab_size" in [warning["about"] for warning in json.loads(other[1])["warnings"]]
     near = leaven("transfer", tiny_file, "--width", "32", "--json")
     assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
 

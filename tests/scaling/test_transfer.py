@@ -6,7 +6,7 @@ from leaven.errors import InputError
 from leaven.recipe.batch import Ramp
 from leaven.recipe.recipe import Average, Recipe, differences
 from leaven.scaling.table import parameter_table
-from leaven.scaling.tested_ranges import untuned
+from leaven.scaling.tested_ranges import unlike, untuned
 from leaven.scaling.transfer import searched_paths, transfer, transfer_like
 
 
@@ -156,14 +156,22 @@ def test_searched_values_are_those_whose_reasons_name_a_trial(tiny: Recipe) -> N
     assert warning.message.startswith("no reason in [why] of the first recipe names a study")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("vocab_size", 640), ("norm", "layernorm"), ("activation", "relu"), ("qk_norm", False)]
-)
+@pytest.mark.parametrize(("field", "value"), [("norm", "layernorm"), ("activation", "relu"), ("qk_norm", False)])
 def test_a_model_of_another_family_is_refused_with_the_field(
     tiny: Recipe, target: Recipe, field: str, value: object
 ) -> None:
     with pytest.raises(InputError, match=f"different families: model.{field} is"):
         transfer_like(tiny, target.replace({f"model.{field}": value}))
+
+
+def test_another_vocabulary_changes_no_value_of_a_module(tiny: Recipe, target: Recipe) -> None:
+    """No rule scales with the vocabulary, so each parameter gets the same values, and the caller warns (`unlike`)."""
+    other = transfer_like(tiny, target.replace({"model.vocab_size": 640}))
+    assert other.model.vocab_size == 640
+    same = transfer_like(tiny, target)
+    pairs = zip(parameter_table(other).rows, parameter_table(same).rows, strict=True)
+    assert all((a.lr, a.init_std, a.eps, a.multiplier) == (b.lr, b.init_std, b.eps, b.multiplier) for a, b in pairs)
+    assert [one.about for one in unlike(dict(target.model), other)] == ["vocab_size"]
 
 
 def test_experts_of_another_number_are_refused_and_of_another_size_are_not(tiny: Recipe, target: Recipe) -> None:

@@ -29,7 +29,7 @@ from leaven.tuning.algorithm.surrogate import (
     prior_of_expectations,
     priors_of_earlier,
 )
-from leaven.tuning.earlier_study import earlier_trials
+from leaven.tuning.earlier_study import earlier_trials, unlike_earlier
 from leaven.tuning.point import BATCH, recipe_at
 from leaven.tuning.service.recipe_study import Study, check_request
 from leaven.tuning.space import space
@@ -218,6 +218,12 @@ def test_a_centre_with_which_the_study_did_not_begin_is_refused(folder: Path, ti
     write_recipe(tiny.replace({LR: tiny.hyperparameters.lr / 8}), folder / "centre.toml")
     with pytest.raises(InputError, match=r"lr is 0.00125 in its centre.toml, but the study began at 0.01; remove"):
         earlier_trials(folder, space(tiny, LR))
+
+
+def test_another_vocabulary_than_the_earlier_study_had_is_a_warning(folder: Path, tiny: Recipe) -> None:
+    assert unlike_earlier(folder, tiny) == []
+    (warning,) = unlike_earlier(folder, tiny.replace({"model.vocab_size": 640}))
+    assert warning.startswith(f"--from-study {folder}: the values are from a model with a vocabulary of 320")
 
 
 def test_a_request_is_checked_in_the_space_that_the_study_searches(folder: Path, tiny: Recipe) -> None:

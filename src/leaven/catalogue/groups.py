@@ -108,6 +108,11 @@ class PublishedArchitecture(PublishedGroup):
     experts_per_token: int | None = None
     n_shared_experts: int | None = None
     d_expert: int | None = None
+    router: Literal["softmax", "sigmoid"] | None = None  # how the router's logits become scores
+    router_normalised: bool | None = None  # whether the scores of the chosen experts are divided by their sum
+    router_scale: float | None = None  # factor on the weights of the chosen experts
+    expert_groups: int | None = None  # a token uses experts of only some groups (devices or nodes)
+    expert_groups_per_token: int | None = None
     mtp_depth: int | None = None  # extra layers for multi-token prediction; parameter counts leave them out
     # Latent attention (MLA, arXiv 2405.04434, section 2.1).
     q_lora_rank: int | None = None

@@ -233,13 +233,14 @@ class Neighbours:
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
-def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
+def mixtures(params: int, alike: tuple[int, int] | None = None, reference: PublishedRun | None = None) -> Neighbours:
     """Return published mixtures of experts, one of each lineage, the nearest in size first, with any optimizer.
 
     Args:
         params: parameters of the model that a token uses.
         alike: experts in a layer of the model, and how many of them a token uses. Only mixtures with similar numbers
             (`ALIKE`) are returned.
+        reference: the run of ``--from``, which decides the values that it publishes.
     """
 
     def fits(run: PublishedRun) -> bool:
@@ -250,7 +251,7 @@ def mixtures(params: int, alike: tuple[int, int] | None = None) -> Neighbours:
 
     runs = (run for run in load_runs() if run.kind == "moe" and fits(run))
     nearest_first = sorted(runs, key=lambda run: size_ratio(run, params))
-    return Neighbours(params, tuple(first_of_each(nearest_first)), experts=True)
+    return Neighbours(params, tuple(first_of_each(nearest_first)), reference, experts=True)
 
 
 def neighbours(

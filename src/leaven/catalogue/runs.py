@@ -216,10 +216,15 @@ class PublishedRun(Part):
 
     @property
     def warmup_tokens(self) -> float | None:
-        """Return the warm-up in tokens. In a ramp with stages, steps are converted with the batch of each step."""
+        """Return the warm-up in tokens. In ramps, steps are converted with the batch of each step."""
         if self.warmup_fraction is not None and self.tokens:
             return self.warmup_fraction * self.tokens
         steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
+        start, full, over = self.ramp_start_tokens, self.batch_tokens, self.ramp_tokens
+        if steps and self.ramp and self.ramp.kind == "linear" and start and full and over and full > start:
+            rate = (full - start) / over  # the growth of the batch for each token
+            within = min(steps, math.log(full / start) / rate)  # steps of the warm-up within the ramp
+            return start / rate * math.expm1(rate * within) + (steps - within) * full
         if not (steps and begins and self.ramp and self.ramp.stages):
             return None
         total, left = 0.0, float(steps)
@@ -284,6 +289,12 @@ class PublishedRun(Part):
         if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None
         return (arch.experts_per_token + (arch.n_shared_experts or 0)) * arch.d_expert / arch.d_model
+
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """Return the number of experts in a layer, and how many of them a token uses; None for a dense model."""
+        number, active = self.arch.n_experts, self.arch.experts_per_token
+        return (number, active) if number and active else None
 
     @property
     def query_groups(self) -> float | None:

@@ -39,6 +39,12 @@ def _rotary_fraction(arch: PublishedArchitecture) -> float | None:
     return arch.rotary_dims / arch.head_dim if arch.rotary_dims and arch.head_dim else arch.rotary_pct
 
 
+def _balance(run: PublishedRun) -> str | None:
+    """Return how a run balances its experts, by which of the two coefficients it publishes; None if neither."""
+    loss, bias = (run.optim and run.optim.moe_load_balance_loss), (run.optim and run.optim.moe_bias_update_speed)
+    return "both" if loss and bias else "loss" if loss else "bias" if bias else None
+
+
 L2_DECAY = "adam, L2 decay"
 # Paths of a recipe at which the value of a run must be computed.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
@@ -51,7 +57,10 @@ _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.experts.dense_layers": lambda run: (
         0 if run.kind == "moe" and run.arch.d_ff is None else run.arch.n_dense_layers
     ),
+    "model.experts.balance": _balance,
     "hyperparameters.z_loss": lambda run: (run.optim and run.optim.z_loss) or None,
+    # An update RMS of 0.2 is that of Muon's ``adamw_rms``.
+    "hyperparameters.muon.match": lambda run: "adamw_rms" if run.optim and run.optim.muon_update_rms == 0.2 else None,
     "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
 }
 # Paths at which the value of a recipe must be computed.

@@ -126,9 +126,11 @@ def new(
             raise InputError("--gpus is missing; name this machine's GPUs, for example --gpus 1xRTX-4090")
         machine = cluster or parse_cluster("cpu")
         params, tokens, fit = size_for_time(machine, time, text_tokens, vocab=vocab, seq_len=seq_len)
-    if from_run is not None and params is None:
+    if from_run is not None:
         reference = find_reference(from_run)
-        params, tokens = reference.params_total, tokens or reference.tokens
+        mixture = reference.experts
+        if params is None:
+            params, tokens = reference.params_total, tokens or reference.tokens
     if params is None:
         raise InputError("no size is given; type --params COUNT --tokens COUNT, --time TIME or --from-weights DIR")
     if tokens is None:

@@ -95,8 +95,7 @@ def transfer(
     from leaven.tuning.study_document import edited, worth_at
 
     tuned = load_recipe(recipe, None).model  # without --set, which may change the vocabulary or the sequence length
-    sizes_before = {"vocab_size": tuned.vocab_size, "seq_len": tuned.seq_len}
-    found = [*dropped(before, big), *unlike(sizes_before, big), *warnings(big)]
+    found = [*dropped(before, big), *unlike(dict(tuned), big), *warnings(big)]
     if like is not None:
         found = [*untuned(small), *found]
     if edited(recipe):

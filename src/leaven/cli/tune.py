@@ -23,7 +23,7 @@ from leaven.cli.common import (
     stop_on_signal,
 )
 from leaven.errors import InputError
-from leaven.views.terminal.console import errors
+from leaven.views.terminal.console import errors, warn
 from leaven.views.terminal.study import TuneScreen, answer_screen, expected_values
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def tune(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
+    from leaven.tuning.earlier_study import unlike_earlier
     from leaven.tuning.service.command_study import CommandStudy
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import BaseStudy
@@ -184,6 +185,8 @@ def tune(
         study_of = _study_of_recipe(around, method, folder, url, {"trials": trials, **budget}, stack, gpus, given)
     try:
         with stop_on_signal() as stop, study_of.reporting_to(errors.print, stop) as opened:
+            if from_study is not None and of_file is None:
+                warn(unlike_earlier(from_study, around.recipe))
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
             with TuneScreen(opened.state(), trials, workers, **budget, stack=opened.stack) as screen:

@@ -337,6 +337,14 @@ class ModelShape(Part):
             return parameter.size
         return parameter.size * self.experts.active // self.experts.number
 
+    def width_unit(self, step: int | None = None) -> int:
+        """Return the smallest width at which all heads together are ``step`` wide, at the same d_attention / d_model.
+
+        By default ``step`` is a key-value head with its query heads: every multiple of the result has whole ones.
+        """
+        step = step or self.d_head * self.n_heads // self.n_kv_heads
+        return self.d_model * step // math.gcd(self.n_heads * self.d_head, self.d_model * step)
+
     def scaled(
         self,
         width: int,
@@ -358,8 +366,7 @@ class ModelShape(Part):
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads
         step = d_head * group
         together = self.n_heads * self.d_head  # width of all heads at the present d_model
-        if width * together % (self.d_model * step):
-            unit = self.d_model * step // math.gcd(together, self.d_model * step)
+        if width % (unit := self.width_unit(step)):
             lower = max(width // unit, 1) * unit
             heads_of = f"groups of {group} heads" if group > 1 else "heads"
             raise ValueError(

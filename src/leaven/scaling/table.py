@@ -110,8 +110,9 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the rows of a recipe's parameter table, with AdamW in place of Muon."""
-    return parameter_table(recipe.without_muon).rows
+    """Return the rows of a recipe's parameter table, with AdamW in place of Muon, then those that Muon has."""
+    by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
+    return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:

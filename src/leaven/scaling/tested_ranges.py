@@ -69,10 +69,10 @@ def untuned(tuned: Recipe) -> list[CautionRow]:
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
-def unlike(source: Mapping[str, int | None], recipe: Recipe) -> list[CautionRow]:
+def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
     """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
 
-    ``source`` has the sizes of the model from which the hyperparameters come. Sizes that it lacks are not compared.
+    ``source`` has the fields of the model from which the hyperparameters come. Sizes that it lacks are not compared.
     """
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]

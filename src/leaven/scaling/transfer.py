@@ -43,6 +43,7 @@ _LARGEST = {
 _LEAST_BETA = 0.01  # with a smaller beta, Adam's moment is just the last gradient
 
 # Fields of the model in which tuned recipe and target may differ: sizes, and fields without effect on tuned values.
+# `leaven.scaling.tested_ranges.unlike` warns of another vocabulary or sequence length.
 _FREE_FIELDS = {
     "n_layers",
     "d_model",
@@ -51,6 +52,7 @@ _FREE_FIELDS = {
     "d_head",
     "d_attention",
     "d_ff",
+    "vocab_size",
     "seq_len",
     "norm_eps",
     "rope_theta",

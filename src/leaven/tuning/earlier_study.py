@@ -26,6 +26,7 @@ from leaven import storage
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.scaling.tested_ranges import unlike
 from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.surrogate import EarlierTrials
 from leaven.tuning.command import CommandFile, CommandSpace, is_command_file
@@ -73,6 +74,12 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
         ) from None
     noise = document.noise_floor if document.noise_runs >= EARLIER_DEGREES else None
     return EarlierTrials(np.array(rows), np.array([trial.loss for trial in ended], float), noise), noise
+
+
+def unlike_earlier(folder: Path, recipe: Recipe) -> list[str]:
+    """Return a warning for each of vocabulary and sequence length that differs from the study in ``folder``."""
+    model = read_recipe(folder / "centre.toml").model
+    return [f"--from-study {folder}: {one.message}" for one in unlike(dict(model), recipe)]
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:

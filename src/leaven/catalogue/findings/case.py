@@ -14,6 +14,7 @@ from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
 from leaven.catalogue.runs import PublishedRun, Stack, load_runs
 from leaven.catalogue.starter.draft import RunSize
 from leaven.catalogue.terms import read
+from leaven.recipe.hyperparameters import Muon
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
@@ -105,8 +106,26 @@ class Case:
     """The recipe to check, with the published runs and laws for its size."""
 
     recipe: Recipe
-    rows: Sequence[Any]  # the rows of its parameter table, of class `leaven.scaling.table.ParameterRow`
+    # Rows of its parameter table with AdamW, and of matrices that Muon updates: `leaven.scaling.table.adamw_rows`.
+    table: Sequence[Any]
     corpus_tokens: int | None = None  # tokens in its training text, if known
+
+    @cached_property
+    def rows(self) -> list[Any]:
+        """Return the rows of all parameters, as if AdamW updated them."""
+        return [row for row in self.table if not row.match]
+
+    def muon(self, quantity: str) -> float | None:
+        """Return the median of a quantity over the matrices that Muon updates; None without Muon.
+
+        ``lr`` and ``weight_decay`` are those with which AdamW would change the matrices as much: Moonlight (arXiv
+        2502.16982) takes 0.2 for the RMS of a step of AdamW at lr 1.
+        """
+        power = {"lr": 1, "weight_decay": -1}.get(quantity, 0)
+        of_adamw = Muon(match="adamw_rms")
+        rows = [row for row in self.table if row.match]
+        values = [getattr(row, quantity) * (row.match / of_adamw.matching(*row.shape[-2:])) ** power for row in rows]
+        return median(values) if values else None
 
     @cached_property
     def params(self) -> int:
@@ -136,8 +155,9 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the dense runs with a comparable lr, the nearest in size first."""
-        known = (run for run in load_runs() if run.kind == "dense" and run.lr_comparable)
+        """Return the runs with a comparable lr, nearest in size first: dense ones, and for experts mixtures."""
+        kinds = {"dense", "moe"} if self.recipe.model.experts else {"dense"}
+        known = (run for run in load_runs() if run.kind in kinds and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
 
     @cached_property

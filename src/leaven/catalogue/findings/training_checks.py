@@ -13,8 +13,9 @@ from statistics import median
 from leaven.catalogue import laws
 from leaven.catalogue.findings.case import Case, Check
 from leaven.catalogue.laws import find_law, power_lines_tau
-from leaven.catalogue.neighbours import ratio, size_ratio
+from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
 from leaven.catalogue.runs import PublishedRun, load_runs
+from leaven.catalogue.terms import term
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.shape import Role
 
@@ -99,6 +100,11 @@ def z_loss(check: Check, case: Case) -> Check | None:
     return replace(check, value=value, suggestions=suggestions, runs=users[:5], facts={"highest": highest})
 
 
+def z_loss_weight(check: Check, case: Case) -> Check | None:
+    """Compare the coefficient of the z-loss with the published ones, unless it is 0."""
+    return replace(check, of_run=lambda run: term(run, check.path)) if check.value else None
+
+
 def beta2(check: Check, case: Case) -> Check:
     """Compare beta2 with limits that depend on the batch: 0.999 is usual only at batches of at most 2^18 tokens."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
@@ -128,6 +134,38 @@ def muon(check: Check, case: Case) -> Check | None:
     return check if case.recipe.hyperparameters.optimizer == "muon" else None
 
 
+def muon_lr(check: Check, case: Case) -> Check | None:
+    """Compare the lr of Muon, converted to AdamW's, with the lrs of the nearest runs with Adam(W) or Muon."""
+    value = case.muon("lr")
+    near = [run for run in _with_muon() if size_ratio(run, case.params) <= FACTOR]
+    known = sorted([*case.near(attrgetter("peak_lr")), *(run.peak_lr for run in near if run.peak_lr)])
+    if value is None or not known:
+        return None
+    base, middle = case.recipe.hyperparameters.of_matrices("lr"), median(known)
+    facts = {"lowest": known[0], "highest": known[-1], "middle": middle}
+    facts |= {"lower": min(known[0], middle / 3), "upper": max(known[-1], 3 * middle)}
+    wanted = {"hyperparameters.muon.lr": float(f"{base * middle / value:.2g}")}
+    return replace(check, value=value, suggestions=[wanted], runs=[*near, *case.neighbours], facts=facts)
+
+
+def muon_decay(check: Check, case: Case) -> Check | None:
+    """Compare the decay of Muon, converted to AdamW's."""
+    value = case.muon("weight_decay")
+    if value is None:
+        return None
+    base = case.recipe.hyperparameters.of_matrices("weight_decay")
+    wanted = {"hyperparameters.muon.weight_decay": float(f"{base * 0.1 / value:.2g}") if value else 0.1}
+    return replace(check, value=value, suggestions=[wanted], runs=_with_muon())
+
+
+def muon_momentum(check: Check, case: Case) -> Check | None:
+    return replace(check, value=case.muon("beta1"), runs=_with_muon()) if case.recipe.hyperparameters.muon else None
+
+
+def _with_muon() -> list[PublishedRun]:
+    return [run for run in load_runs() if run.optimizer == "muon"]
+
+
 def timescale(check: Check, case: Case) -> Check | None:
     """Compare the timescale of weight decay with the best one by the Power Lines law.
 
@@ -143,7 +181,7 @@ def timescale(check: Check, case: Case) -> Check | None:
         if not (decay and run.peak_lr and run.batch_tokens and run.tokens):
             return None
         tau = run.batch_tokens / (run.peak_lr * decay * run.tokens)
-        return tau / power_lines_tau(run.params_total, run.tokens)
+        return tau / power_lines_tau(run.params_active, run.tokens)
 
     tau, best = case.batch / (case.hidden("lr") * decay * case.tokens), power_lines_tau(case.params, case.tokens)
     low, high = map(float, check.usual)
@@ -251,7 +289,7 @@ def critical_batch(check: Check, case: Case) -> Check:
     def of_run(run: PublishedRun) -> float | None:
         if not (run.batch_tokens and run.tokens):
             return None
-        return run.batch_tokens / _critical_batch(run.params_total, run.tokens)
+        return run.batch_tokens / _critical_batch(run.params_active, run.tokens)
 
     middle = laws.critical_batch(case.size.laws)
     return replace(

@@ -32,14 +32,15 @@ increment has the size of the first batch."""
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Return the starts and the lengths of published batch ramps without stages, each by run id.
 
-    A start is (first batch) / (last batch), a length is the ramp's share of the run. Only the largest dense run of
-    each model family, such as Pythia, counts.
+    A start is (first batch) / (last batch), a length is the ramp's share of the run. Only the largest of ``runs``, by
+    default the dense ones, of each model family, such as Pythia, counts.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
-    for run in runs or load_runs():  # from small to large, so that the largest run of a family is kept
+    # from small to large, so that the largest run of a family is kept
+    for run in runs or (run for run in load_runs() if run.kind == "dense"):
         ramp = run.ramp
-        if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
+        if ramp is None or ramp.kind not in ("increments", "linear"):
             continue
         if run.ramp_start:
             starts[run.family] = run.id, run.ramp_start

@@ -13,6 +13,7 @@ from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle, mixtures, nearest
 from leaven.catalogue.runs import PublishedRun, find_run, load_runs
 from leaven.catalogue.starter.proxy import TuningAdvice
+from leaven.catalogue.terms import term
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
 from leaven.errors import InputError
@@ -107,19 +108,19 @@ def find_reference(id: str) -> PublishedRun:
 def _lacks(run: PublishedRun) -> str | None:
     """Return why ``--from`` cannot use a run, or None if it can."""
     schedule = run.schedule
-    if run.kind != "dense":
-        what = "a mixture of experts (see --experts)" if run.kind == "moe" else "a model with vision"
-        return f"{what}, but --from reads only dense models of text"
+    if run.kind == "vlm":
+        return "a model with vision, but --from reads only models of text"
     if schedule is None or schedule.peak_lr is None:
         return "it publishes no learning rate"
-    if not run.lr_comparable:
+    # Without the size of its steps, an lr of Muon has no meaning.
+    unmatched = run.optimizer == "muon" and term(run, "hyperparameters.muon.match") is None
+    if unmatched or not run.comparable_lr(("adam", "adamw", "muon")):
         how = schedule.parametrisation or run.optimizer or "an unknown optimizer"
-        return f"its learning rate {schedule.peak_lr:g} is for {how} and cannot be used with plain AdamW"
+        return f"its learning rate {schedule.peak_lr:g} is for {how} and cannot be used with plain AdamW or Muon"
     if run.batch_tokens is None or run.tokens is None:
         return "its batch or its number of tokens is not published, so its learning rate says little"
-    if run.arch.d_model is None or run.arch.n_layers is None:
-        return "its shape is not published"
-    return None
+    unknown = run.aspect is None or (run.kind == "moe" and run.expert_ratio is None)
+    return "its shape is not published" if unknown else None
 
 
 @dataclass(frozen=True)

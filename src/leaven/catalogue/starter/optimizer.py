@@ -132,7 +132,12 @@ def _choose_decay(draft: StarterDraft, at: RunSize) -> None:
 def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None:
     """Choose AdamW and its settings, clipping, the z-loss and the initialisation."""
     near, run = at.near, at.reference
-    draft.decide("hyperparameters.optimizer", "adamw")
+    muon = bool(run and run.optimizer == "muon")
+    path = "hyperparameters.optimizer"
+    draft.decide(path, *(("muon", "muon of the reference") if muon else ("adamw",)))
+    for path in (f"hyperparameters.muon.{name}" for name in ("match", "momentum", "ns_steps") if muon):
+        if run and (known := term(run, path)) is not None:
+            draft.decide(path, known, "muon of the reference")
     voters: list[str] = []
     tau = power_lines_tau(at.model.params_active, at.tokens)
     by_tau = batch / (lr * at.tokens * tau)

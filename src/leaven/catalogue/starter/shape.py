@@ -6,14 +6,17 @@ Symbols: d is d_model, L is the number of layers, and f is d_ff, the width of th
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple, get_args
 
+from leaven.catalogue.groups import PublishedArchitecture
 from leaven.catalogue.laws import batches, evaluate
 from leaven.catalogue.neighbours import ALIKE, Neighbours, Votes, first_of_each, middle, mixtures, neighbours
 from leaven.catalogue.runs import PublishedRun, load_runs
 from leaven.catalogue.starter.draft import StarterDraft, StarterRequest, widths_of_experts
-from leaven.catalogue.terms import terms
+from leaven.catalogue.terms import term, terms
 from leaven.errors import InputError
+from leaven.recipe.experts import Experts
 from leaven.recipe.shape import GATED, Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity, parse_quantity
 
@@ -63,6 +66,24 @@ class Proportions(NamedTuple):
     group: int = 1  # query heads per key-value head
     n_kv_heads: int | None = None  # fixed number of key-value heads, used instead of group
     width: int | None = None  # width of the reference run (``--from``), which is allowed even if it is not round
+    attention: Fraction = Fraction(1)  # (width of all heads together) / d
+
+    def heads(self, d: int) -> dict[str, int | None]:
+        """Return the width ``d``, a multiple of :attr:`unit`, and the heads that belong to it."""
+        together = int(d * self.attention)
+        n_heads = together // self.d_head
+        return {
+            "d_model": d,
+            "d_head": self.d_head,
+            "n_heads": n_heads,
+            "n_kv_heads": self.n_kv_heads or n_heads // self.group,
+            "d_attention": together if together != d else None,
+        }
+
+    @property
+    def unit(self) -> int:
+        """Return the smallest width with whole groups of heads."""
+        return (Fraction(self.d_head * (self.n_kv_heads or self.group)) / self.attention).numerator
 
 
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
@@ -113,11 +134,9 @@ def shape_of(
 
     def shapes() -> Iterator[tuple[ModelShape, int]]:
         for d in _widths(usual, proportions):
-            heads = d // proportions.d_head
-            kv_heads = proportions.n_kv_heads or heads // proportions.group
-            sides = {"d_model": d, "d_head": proportions.d_head, "n_heads": heads, "n_kv_heads": kv_heads}
+            sides = fixed | proportions.heads(d) | {"n_layers": shallowest}
             for f in _mlp_widths(d, proportions):
-                one = ModelShape.model_validate(fixed | sides | _mlp(f, experts) | {"n_layers": shallowest})
+                one = ModelShape.model_validate(sides | _mlp(f, experts))
                 layer = one.model_copy(update={"n_layers": shallowest + 1}).params - one.params
                 ends = one.params - shallowest * layer
                 exact = (params - ends) / layer
@@ -130,26 +149,39 @@ def shape_of(
     return ModelShape.model_validate(best.model_dump())
 
 
-def _mlp(width: int, experts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return ``d_ff``, and ``experts`` if there are any. A token uses MLPs of about this ``width`` in total."""
+def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = None) -> dict[str, Any]:
+    """Return ``d_ff``, and ``experts`` if there are any. A token uses MLPs of about this ``width`` in total.
+
+    ``d_expert`` replaces the width of an expert that follows from ``width``.
+    """
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
     step = 64 if width >= 512 * used else 8
-    d_expert = max(round(width / used / step), 1) * step
+    d_expert = d_expert or max(round(width / used / step), 1) * step
     return {"d_ff": used * d_expert, "experts": {**experts, "d_expert": d_expert}}
 
 
-def _experts_of(request: StarterRequest) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, or None for a dense model."""
+def _experts_of(request: StarterRequest, run: PublishedRun | None) -> dict[str, Any] | None:
+    """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
+
+    ``run`` is the reference run, which decides the fields that it publishes.
+    """
     if request.experts is None:
         return None
     number, active = request.experts
-    near = mixtures(request.params_active, request.experts)
+    near = mixtures(request.params_active, request.experts, run)
     votes = {name: near.most(f"model.experts.{name}") for name in _VOTED}
     made = {name: most.value if most else 0 for name, most in votes.items()}
     router = "sigmoid" if made["shared"] else "softmax"
-    return made | {"number": number, "active": active, "normalise": active > 1, "router": router}
+    made |= {"number": number, "active": active, "normalise": active > 1, "router": router}
+    return made | {name: value for name, value in _published_experts(run).items() if name != "d_expert"}
+
+
+def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
+    """Return the fields of :class:`Experts` that a run publishes."""
+    known = {name: term(run, f"model.experts.{name}") for name in Experts.model_fields if run}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
@@ -158,7 +190,7 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
     The width of a reference run counts as round. If there is no round width, return all possible widths within the
     factor. If there is no possible width within the factor, return the smallest possible width.
     """
-    unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
+    unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
     round_ones = [d for d in widths if d % next(step for least, step in _ROUND if d >= least) == 0]
@@ -211,7 +243,8 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
     stack = _stack_of(run) if run else _STACK
     aspect = _usual_aspect(near)
     usual = middle(near.values("model.vocab_size")).value
-    vocab = request.vocab or (round(usual) if run else vocabulary(request.params_active, width, usual))
+    published = run and term(run, "model.vocab_size")
+    vocab = request.vocab or published or vocabulary(request.params_active, width, usual)
     tied = arch.tied_embeddings if arch else None
     if tied is None:
         tied = _embedding_share(request, near, vocab) > TIED_SHARE
@@ -219,23 +252,47 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
     fixed = stack | {"vocab_size": vocab, "seq_len": seq_len, "tied_embeddings": tied}
     if not run and seq_len > SHORT:
         fixed["rope_theta"], _ = _theta_of_long()
-    if arch and arch.n_heads and arch.n_kv_heads and arch.d_ff and arch.d_model:
-        d_head = arch.d_head or arch.d_model // arch.n_heads
-        if arch.n_layers and arch.n_heads * d_head == arch.d_model:
-            sides = {name: getattr(arch, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")}
-            own = ModelShape.model_validate(fixed | sides | {"d_head": d_head})
-            if abs(own.params / request.params - 1) <= TOLERANCE:
-                return own
-        group = arch.n_heads // arch.n_kv_heads
-        proportions = Proportions(aspect, arch.d_ff / arch.d_model, d_head, group, width=arch.d_model)
+    experts = _experts_of(request, run)
+    proportions = _proportions(near, aspect, width, str(stack["activation"]), experts)
+    if arch and arch.d_model and arch.n_layers and arch.d_model % proportions.unit == 0 and (arch.d_ff or experts):
+        own = _mlp(0, experts, arch.d_expert) | ({"d_ff": arch.d_ff} if arch.d_ff else {})
+        sides = fixed | proportions.heads(arch.d_model) | {"n_layers": arch.n_layers}
+        same = ModelShape.model_validate(sides | own)
+        if abs(same.params / request.params - 1) <= TOLERANCE:
+            return same
+    return shape_of(request.params, width, proportions, fixed, experts)
+
+
+def _proportions(
+    near: Neighbours, aspect: float, width: float, activation: str, experts: Mapping[str, Any] | None
+) -> Proportions:
+    """Return the proportions of the reference run. Those that it does not publish are chosen for the ``width``.
+
+    A run with latent attention has no key-value heads that a recipe can express.
+    """
+    run = near.reference
+    arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
+    heads: dict[str, Any]
+    if run and arch.d_model and arch.n_heads and arch.n_kv_heads and arch.head_dim:
+        together = arch.n_heads * arch.head_dim
+        # Else the width is not a multiple of d_head and will be rounded (GPT-3 13B), or the source contradicts its
+        # own count of parameters (GPT-3 1.3B).
+        other = abs(together - arch.d_model) >= arch.head_dim and run.params.shape_check is None
+        heads = {"d_head": arch.head_dim, "group": arch.n_heads // arch.n_kv_heads}
+        heads |= {"attention": Fraction(together, arch.d_model)} if other else {}
     else:
         d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
-        n_heads, kv_heads = round(width / d_head), 8 if _grouped(near) and width >= 2 * 8 * d_head else None
-        ratio = usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
-        if request.experts:
-            ratio = float(widths_of_experts(mixtures(near.params)).value)
-        proportions = Proportions(aspect, ratio, d_head, n_kv_heads=kv_heads)
-    return shape_of(request.params, width, proportions, fixed, _experts_of(request))
+        heads = {"d_head": d_head, "n_kv_heads": 8 if _grouped(near) and width >= 2 * 8 * d_head else None}
+    n_heads = round(width / heads["d_head"])
+    ratio = usual_ff_ratio(activation, n_heads, heads.get("n_kv_heads") or n_heads)
+    if experts and arch.d_expert and arch.d_model:
+        ratio = (experts["active"] + experts["shared"]) * arch.d_expert / arch.d_model
+    elif experts:
+        ratio = float(widths_of_experts(mixtures(near.params)).value)
+    elif arch.d_ff and arch.d_model:
+        ratio = arch.d_ff / arch.d_model
+    known = arch.d_model if experts or "group" in heads else None
+    return Proportions(aspect, ratio, **heads, width=known)
 
 
 def _usual_aspect(near: Neighbours) -> float:
@@ -326,8 +383,11 @@ def _predicted_batch(request: StarterRequest) -> float:
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     """Add the values of ``model``, a shape from :func:`choose_shape`, to the draft as one step, with reasons."""
     run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
-    aspects, grouped, experts = middle(near.values(lambda run: run.aspect)), _grouped(near), mixtures(near.params)
-    shares_heads = model.n_kv_heads < model.n_heads
+    aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
+    experts, alike = (mixtures(request.params_active, like, run) for like in (None, request.experts))
+    shares_heads, own_heads = model.n_kv_heads < model.n_heads, bool(run and run.arch.n_kv_heads)
+    used = model.experts.active + model.experts.shared if model.experts else 0
+    w = used * model.experts.d_expert if model.experts else model.d_ff
     shortened = not request.seq_len and model.seq_len < lengths.value / 1.5
     facts: dict[str, Any] = {
         "model": model,
@@ -335,9 +395,9 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "aspects": aspects,
         "even": model.n_layers % 4 == 0,
         "head_sizes": near.values("model.d_head"),
-        "shared": not run and shares_heads,
-        "narrow": not run and not shares_heads and grouped,
-        "unshared": not run and not shares_heads and not grouped,
+        "shared": not own_heads and shares_heads,
+        "narrow": not own_heads and not shares_heads and grouped,
+        "unshared": not own_heads and not shares_heads and not grouped,
         "groups": _groups(near),
         "ratio": model.d_ff / model.d_model,
         "usual": usual_ff_ratio(model.activation, model.n_heads, model.n_kv_heads),
@@ -355,21 +415,26 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "sequences": int(predicted / model.seq_len) if shortened else None,
         "wanted": SEQUENCES_A_BATCH,
         "shortest": SHORTEST,
-        "experts": model.experts,
+        "experts": model.experts and w == model.d_ff,
+        "used_width": w / model.d_model,
         "widths": widths_of_experts(experts),
         "actives": experts.values("model.experts.active"),
     }
-    for name in _SIZES:
-        draft.decide(f"model.{name}", getattr(model, name), **facts)
-    alike = mixtures(request.params_active, request.experts)
-    for name in ("number", "active", "d_expert", *_VOTED) if model.experts else ():
+    published = terms(run) if run else {}
+    for name in (*_SIZES, *(["d_attention"] if model.d_attention else [])):
+        known = draft.reference if name == "d_attention" or f"model.{name}" in published else None
+        draft.decide(f"model.{name}", getattr(model, name), **facts, reference=known)
+    own = model.experts
+    odd = {"router": own and own.shared, "normalise": own and own.active == 1}
+    for name, value in own or ():
         path = f"model.experts.{name}"
-        votes, others = alike.most(path), experts.values(path)
-        draft.decide(path, getattr(model.experts, name), **facts, votes=votes, others=others, factor=ALIKE)
-    if model.experts and model.experts.shared:
-        draft.decide("model.experts.router", model.experts.router)
-    if model.experts and not model.experts.normalise:
-        draft.decide("model.experts.normalise", False)
+        if published.get(path) == value:
+            draft.decide(path, value, "experts of the reference")
+        elif name in ("number", "active", "d_expert", *_VOTED) or odd.get(name):
+            votes, others = alike.most(path), experts.values(path)
+            known = draft.reference if path in published else None
+            more = {"votes": votes, "others": others, "factor": ALIKE, "reference": known}
+            draft.decide(path, value, **facts | more)
     for name in _CHOICES:
         path, value = f"model.{name}", getattr(model, name)
         by = near.values(path)

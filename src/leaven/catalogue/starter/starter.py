@@ -17,6 +17,7 @@ The method:
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import get_args
 
 from pydantic import ValidationError
@@ -33,7 +34,7 @@ from leaven.catalogue.terms import term, without_counterpart
 from leaven.errors import InputError
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.files import explain
-from leaven.recipe.recipe import Recipe, flatten
+from leaven.recipe.recipe import Precision, Recipe, flatten
 from leaven.recipe.shape import Activation, ModelShape, NormPlacement, Positions
 from leaven.recipe.units import format_quantity
 
@@ -63,6 +64,8 @@ def starter(request: StarterRequest) -> StarterRecipes:
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
+    if run and run.experts:
+        request = replace(request, experts=run.experts)
     near = neighbours(request.params_active, request.tokens, reference=run, experts=bool(request.experts))
     draft = StarterDraft(reference=request.reference)
     draft.decide("name", request.name)
@@ -131,7 +134,7 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
 def _left_behind(run: PublishedRun) -> Iterator[str]:
     """Yield the properties of a run that `leaven new --from` does not carry over into the recipe."""
     arch = run.arch
-    growth_known = True
+    dtype, growth_known = run.precision and run.precision.dtype, True
     if run.batch_grew and run.tokens and run.batch_tokens:
         growth_known = all(batch_ramps([run])) or repeated_growth(run, run.tokens, run.batch_tokens, 1) is not None
     stages = (run.ramp and run.ramp.stages) or ()
@@ -143,6 +146,8 @@ def _left_behind(run: PublishedRun) -> Iterator[str]:
             "placement": None if arch.norm_placement in get_args(NormPlacement) else arch.norm_placement,
             "activation": arch.activation if arch.activation not in get_args(Activation) else None,
             "instead": "swiglu" if arch.gated else "gelu",
+            "latent": arch.kv_lora_rank,
+            "precision": dtype if dtype not in get_args(Precision.model_fields["compute"].annotation) else None,
             "positions": positions if positions not in get_args(Positions) else None,
             "growth_known": growth_known,
             "other_lengths": any("seq_len" in stage for stage in stages),
@@ -193,14 +198,17 @@ def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None
         scale |= {"d_ff": shape.d_ff, "d_head": shape.d_head, "n_kv_heads": shape.n_kv_heads}
     message = "base: tuned" if base.tuned else "base: proxy" if base.tuning.proxy else "base: target"
     if run and run.arch.d_model and run.arch.n_layers:
-        unit = model.d_head * (model.n_heads // model.n_kv_heads)
+        unit = model.width_unit()
         width = max(round(run.arch.d_model / unit), 1) * unit
+        d_ff = run.arch.d_ff or round(model.d_ff / model.d_model * width)
+        if model.experts and run.arch.d_expert:  # d_expert / d_ff stays
+            d_ff = model.d_ff * run.arch.d_expert // model.experts.d_expert
         scale = {
             "width": width,
             "depth": run.arch.n_layers,
-            "d_ff": run.arch.d_ff or round(model.d_ff / model.d_model * width),
+            "d_ff": d_ff,
             "d_head": model.d_head,
-            "n_kv_heads": width // unit,
+            "n_kv_heads": width * model.n_kv_heads // model.d_model,
         }
         message = "base: reference"
     scale |= {"batch_tokens": base.batch_tokens, "tokens": base.size.tokens}
