@@ -77,7 +77,7 @@ REFUSED = {
     # transfer
     "transfer tiny.toml -o OUT": "--width",
     "transfer tiny.toml --like nowhere.toml -o OUT": "nowhere.toml: no such file",
-    "transfer tiny.toml --like target.toml --set model.vocab_size=640 -o OUT": "model.vocab_size is 320",
+    "transfer tiny.toml --like target.toml --set model.activation=gelu -o OUT": "model.activation is swiglu",
     "transfer tiny.toml --like target.toml --set hyperparameters.lr=0.1 -o OUT": "takes this value from tiny.toml",
     "transfer tiny.toml --width 1e9 -o OUT": "the widest published model",
     "transfer tiny.toml --width 0": "--width",

@@ -211,6 +211,13 @@ class Gained(nn.Linear):
         return 2 * super().forward(x.view(batch, length, -1))
 
 
+class Asking(nn.Linear):
+    """A matrix that takes another argument, so that it cannot be tried on one tensor."""
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]
+        return scale * super().forward(x)
+
+
 def with_linear(kind: type[nn.Linear], *paths: str) -> Build:
     """Return the build of a llama with larger heads than its base, whose matrices at ``paths`` are of a ``kind``."""
 
@@ -229,12 +236,21 @@ def with_linear(kind: type[nn.Linear], *paths: str) -> Build:
 def test_a_multiplier_is_folded_only_into_a_linear_module_that_is_proportional_to_its_weight(path: str) -> None:
     model = trained(with_linear(NormLinear, path))
     before = copy.deepcopy(dict(model.named_parameters()))
-    with pytest.raises(InputError, match="folded into a NormLinear, whose output is not proportional"):
+    with pytest.raises(InputError, match="folded into a NormLinear, whose output is not known to be proportional"):
         leaven.fold(model)
     assert all(torch.equal(before[key], value) for key, value in model.named_parameters())
     other = trained(with_linear(Gained, path))
     wanted = outputs(other)
     torch.testing.assert_close(outputs(leaven.fold(other)), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+def test_a_linear_module_that_cannot_be_tried_is_not_folded_into() -> None:
+    model = trained(with_linear(NormLinear, "o_proj"))
+    for module in model.modules():
+        if isinstance(module, NormLinear):
+            module.__class__ = Asking
+    with pytest.raises(InputError, match="folded into a Asking, whose output is not known to be proportional"):
+        leaven.fold(model)
 
 
 def test_a_multiplier_on_the_input_of_a_normalised_unembedding_is_not_folded() -> None:
@@ -245,7 +261,7 @@ def test_a_multiplier_on_the_input_of_a_normalised_unembedding_is_not_folded() -
 
     model = build(64, 2)
     leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, rule="completep")
-    with pytest.raises(InputError, match="folded into a NormLinear, whose output is not proportional"):
+    with pytest.raises(InputError, match="folded into a NormLinear, whose output is not known to be proportional"):
         leaven.fold(model)
 
 
@@ -253,7 +269,7 @@ def test_models_that_cannot_be_folded_are_refused() -> None:
     model = Odd(64, 2)
     leaven.parametrize(model, base=Odd(32, 2), hyperparameters={"lr": 0.01}, rule="completep")
     before = copy.deepcopy(dict(model.named_parameters()))
-    with pytest.raises(InputError, match="folded into a Exponential, whose output is not prop"):
+    with pytest.raises(InputError, match="folded into a Exponential, whose output is not known to be prop"):
         leaven.fold(model)
     assert all(torch.equal(before[key], value) for key, value in model.named_parameters())
     one_plus = Odd(64, 2, OnePlus)

@@ -352,18 +352,20 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter], *, by_input:
         or any(isinstance(each, DTensor) or each.is_meta for each in parameters)
     ):
         return
-    probe = copy.deepcopy(module)
+    probe = copy.deepcopy(module).eval().cpu().double()
     probe._forward_hooks.clear()
-    first = parameters[0]
-    width = first.shape[0 if is_a(module, "Conv1D") else -1]
-    x = torch.randn(1, 2, width, dtype=first.dtype, device=first.device)
-    doubled = probe(2 * x) if by_input else 2 * probe(x)
-    for parameter in [cast(nn.Parameter, probe.weight)] if by_input else probe.parameters():
-        parameter.mul_(2)
-    if not torch.allclose(probe(x), doubled):
+    x = torch.randn(1, 2, parameters[0].shape[0 if is_a(module, "Conv1D") else -1], dtype=torch.float64)
+    try:
+        doubled = probe(2 * x) if by_input else 2 * probe(x)
+        for parameter in [cast(nn.Parameter, probe.weight)] if by_input else probe.parameters():
+            parameter.mul_(2)
+        scalable = torch.allclose(probe(x), doubled)
+    except Exception:  # from the user's own code, for example because it takes another argument
+        scalable = False
+    if not scalable:
         raise InputError(
-            f"a multiplier cannot be folded into a {type(module).__name__}, whose output is not proportional to its "
-            "parameters; fold it yourself into another matrix or gain"
+            f"a multiplier cannot be folded into a {type(module).__name__}, whose output is not known to be "
+            "proportional to its parameters; fold it yourself into another matrix or gain"
         )
 
 

@@ -123,15 +123,19 @@ def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
 def fingerprint_of(recipe: Recipe, tokens: TokenSet) -> str:
     """Return a fingerprint of a trial's text and tokenizer, and of its start weights if it has any."""
     start = recipe.start.folder
-    if start is None:
-        return tokens.fingerprint
-    return f"{tokens.fingerprint} {weights_fingerprint(start)} {tensors_fingerprint(start)}"
+    return _fingerprint(recipe, tokens) + ("" if start is None else f" {tensors_fingerprint(start)}")
+
+
+def _fingerprint(recipe: Recipe, tokens: TokenSet) -> str:
+    start = recipe.start.folder
+    return tokens.fingerprint if start is None else f"{tokens.fingerprint} {weights_fingerprint(start)}"
 
 
 def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet) -> Path:
     """Return the subfolder of ``folder`` for the checkpoints of trials with these recipes and tokens."""
     values = [each.model_dump(mode="json", exclude={"name", "why"}) for each in recipes]
-    computed_from = json.dumps([values, fingerprint_of(recipes[0], tokens)], sort_keys=True).encode()
+    # Without the hash of the tensors, so that a folder of an earlier version is found; same_tokens compares the hash.
+    computed_from = json.dumps([values, _fingerprint(recipes[0], tokens)], sort_keys=True).encode()
     return folder / storage.digest(computed_from, 12)
 
 

@@ -147,7 +147,7 @@ class ForeignFamily:
                 found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
-        found.append("two steps: {:.3g}, in eval mode: {:.4g}".format(*_two_steps(instance)))
+        found.append("{:.3g} {:.4g}".format(*_two_steps(instance)))
         return storage.digest(" ".join(found).encode(), 12)
 
 

@@ -512,6 +512,8 @@ def test_a_model_that_the_trainer_saved_without_its_state(tmp_path: Path) -> Non
     [
         ({"accelerator_config": {"split_batches": True}}, 12, 3, ()),
         ({"accelerator_config": {"split_batches": False}}, 24, 6, ()),
+        ({"accelerator_config": "x.json"}, 24, 6,
+         ("accelerator_config x.json, with which the batch may be another one",)),
         ({"per_gpu_train_batch_size": 2}, 8, 2, ()),
         ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}, 24, 6,
          ("gradient_accumulation_kwargs of accelerator_config",)),

@@ -139,13 +139,17 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
 
     Values that the draft already has, from a trainer_state.json, stay.
     """
+    document = {key: value for key, value in document.items() if value is not None}
+    if isinstance(path := document.get("accelerator_config"), str):  # of a JSON file, which may be elsewhere
+        draft.unread.append(f"accelerator_config {path}, with which the batch may be another one")
+        del document["accelerator_config"]
     given = Settings(
         draft,
         draft.origin,
         TABLE["fields"],
         default=f"{DEFAULT} {{}}, not in {ARGUMENTS}",
         suffix=f" of {ARGUMENTS}",
-        given={key: value for key, value in document.items() if value is not None},
+        given=document,
     )
     if given["optim"] not in TABLE["optimizers"]:
         raise InputError(f"{draft.origin}: optim {given['optim']}: leaven supports only adamw and adam")

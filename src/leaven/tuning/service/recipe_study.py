@@ -229,10 +229,10 @@ class TrialTrainer:
             for last in [path for origin, path in attempts(self.folder) if origin == proposal.origin][-1:]:
                 last.rename(folder)
                 return folder
-        if proposal.number != proposal.origin:
+        if proposal.number != proposal.origin and self.stack == 1:  # of a stack, only one trial has a folder
             self.note(
                 f"trial {proposal.number} begins again, because {self.folder} has no folder of its earlier attempt; "
-                "possible causes: it was removed, or its disk is not mounted"
+                "possible causes: that one failed, it was removed, or its disk is not mounted"
             )
         with suppress(OSError):  # a line says so when the first checkpoint cannot be saved
             folder.mkdir(parents=True, exist_ok=True)  # a later attempt knows by it that nothing was removed
