@@ -296,29 +296,33 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, prepare: Any, monkey
     assert len({first.fingerprint, second.fingerprint, prepare(source).fingerprint}) == 3
 
 
-def test_a_file_that_ends_with_one_id_is_named_or_refused(tmp_path: Path, prepare: Any) -> None:
+def test_files_that_end_with_one_id_are_named(tmp_path: Path, prepare: Any) -> None:
     """A program that was stopped while it filled a memory map of a fixed size leaves zeros at its end."""
     ids = np.random.default_rng(0).integers(10, 300, 10_000).astype(np.uint16)
 
-    def notes(size: int, *more: int, **options: Any) -> tuple[str, ...]:
-        source = _array(tmp_path / "a.npy", np.concatenate([ids, np.zeros(size, np.uint16), more]).astype(np.uint16))
-        return prepare(one(source, **options)).notes  # type: ignore[no-any-return]
+    def write(name: str, size: int, *more: int) -> str:
+        return _array(tmp_path / name, np.concatenate([ids, np.zeros(size, np.uint16), more]).astype(np.uint16))
 
-    line = f"{tmp_path}/a.npy: the last 10,000 of 20,000 token ids are all 0"
-    with refused(f"{line}, as a program leaves them that was stopped while", "cut it after 10,000 ids"):
-        notes(10_000)
-    with refused("the last 2,097,152 of 2,107,152 token ids are all 0"):  # several blocks, and more than one stretch
-        notes(2 * 2**20)
-    assert notes(10_000, 5) == ()
-    assert notes(500) == notes(LONGEST_END) == ()  # such as padding; of 500, all that is held out is 0
-    with refused(f"the last {LONGEST_END + 1:,} of"):
-        notes(LONGEST_END + 1)
-    ids = np.tile(ids, 3)
-    end = "token ids are all 0; if a program was stopped while it wrote the file, write it again"
-    assert notes(1_500) == (f"{tmp_path}/a.npy: the last 1,500 of 31,500 {end}",)
-    with refused("the last 1,500 of 11,500 token ids are all 0"):
-        ids = ids[:10_000]
-        notes(0, validation=_array(tmp_path / "b.npy", np.concatenate([ids, np.zeros(1_500, np.uint16)])))
+    def notes(size: int, *more: int, **data: Any) -> tuple[str, ...]:
+        return prepare(one(write("a.npy", size, *more)), **data).notes  # type: ignore[no-any-return]
+
+    def line(source: str, counts: str, size: int) -> str:
+        return (
+            f"{tmp_path}/{source}: {counts} files end with more than 1,024 equal token ids, such as {tmp_path}/a.npy"
+            f": the last {size:,} of {10_000 + size:,} ids are all 0; if a program was stopped while it wrote them, "
+            "write them again"
+        )
+
+    for size in (LONGEST_END + 1, 10_000, 2 * 2**20):  # the last one has several blocks, and more than one stretch
+        assert notes(size) == (line("a.npy", "1 of 1", size),)
+    assert notes(10_000, 5) == notes(500) == notes(LONGEST_END) == ()  # such as padding
+    assert notes(10_000, end_of_text=0) == ()  # padding with the end-of-text token to a whole sequence
+    write("a.npy", 10_000)
+    for name, size in (("b.npy", 0), ("c.npy", 1_500), ("d.npy", 3_000)):
+        write(name, size)
+    assert prepare(one(f"{tmp_path}/?.npy")).notes == (line("?.npy", "3 of 4", 10_000),)
+    own = one(f"{tmp_path}/b.npy", validation=f"{tmp_path}/a.npy")
+    assert prepare(own).notes == (line("a.npy", "1 of 1", 10_000),)
 
 
 def test_new_keys_do_not_change_older_recipes() -> None:

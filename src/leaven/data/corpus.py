@@ -9,7 +9,6 @@ hashes of its documents. Surveys are cached.
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +30,8 @@ if TYPE_CHECKING:
 
 VALIDATION_SHARE = 0.05
 
-FORMAT = 5
+FORMAT = 4
 """Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
-
-MOST_BLANK = 0.5
-"""Largest share of the documents of a source that may have no text, unless ``corrupt_share`` is larger. A third of
-WikiText's rows are empty; if more than half are, the text is probably under another key."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
@@ -78,7 +73,7 @@ class Survey:
     digest: str  # hash of the line or row numbers and texts of all documents
     lowest: int  # smallest hash of a document's key
     highest: int  # largest hash of a document's key
-    blank: int  # number of documents without text, such as rows whose text is null
+    blank: int  # number of documents without text, such as rows whose text is null; 0 in older cached surveys
     corrupt: int  # number of lines or rows that cannot be read
     broken: int  # 1 if the whole file or split cannot be used, else 0
     faults: tuple[str, ...]  # one line for each of the first few lines, rows or files that cannot be read
@@ -179,8 +174,7 @@ def open_corpora(
         parts: the parts of each source; None: they are found by :func:`source_parts`.
 
     Raises:
-        InputError: if a source has no readable text, more than ``corrupt_share`` is unreadable, or more than
-            `MOST_BLANK` has no text.
+        InputError: if a source has no readable text, or more than ``corrupt_share`` is unreadable.
         OSError: if ``memory`` cannot be written.
     """
     parts = parts or [source_parts(source).texts for source in sources]
@@ -194,7 +188,7 @@ def open_corpora(
             raise InputError(
                 f"data.source {source.source!r} contains no text; {skipped or 'give files that contain text'}"
             )
-        skipped = "; ".join(filter(None, [skipped, *_without_text(source, some, surveys, corrupt_share)]))
+        skipped = "; ".join(filter(None, [skipped, *_without_text(source, some, surveys)]))
         corpora.append(Corpus(source.source, some, tuple(surveys), skipped, path))
     meter.finish()
     return corpora
@@ -268,7 +262,8 @@ def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
     """Return a survey from the cache. Raise ValueError if the part could not be used, so that it is read again."""
     if values["broken"]:
         raise ValueError
-    return Survey(**values | {"faults": tuple(values["faults"])})
+    # Older surveys do not count blank documents. To count them, all text would be read again, which can take hours.
+    return Survey(**{"blank": 0} | values | {"faults": tuple(values["faults"])})
 
 
 def _survey(part: TextPart, meter: Meter) -> Survey:
@@ -318,27 +313,17 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
     return f"{unreadable} and were skipped: {named}"
 
 
-def _without_text(
-    source: DataSource, parts: Sequence[TextPart], surveys: Sequence[Survey], corrupt_share: float
-) -> Iterator[str]:
-    """Yield lines that count files without text, and documents without text in other files. Raise InputError if these
-    are more than `MOST_BLANK` and ``corrupt_share`` of all documents."""
+def _without_text(source: DataSource, parts: Sequence[TextPart], surveys: Sequence[Survey]) -> Iterator[str]:
+    """Yield lines that count files without text, and documents without text in other files."""
     name, found = f"data.source {source.source!r}", [*zip(parts, surveys, strict=True)]
     empty = [part for part, survey in found if not (survey.documents or survey.faults)]
     if empty and source.source != "python-stdlib":  # an empty module is common
         yield _line(f"{name}: no text in {len(empty):,} of {len(parts):,} files, such as {empty[0].name}")
     some = [(part, survey) for part, survey in found if survey.documents and survey.blank]
-    if not some:
-        return
-    blank = sum(survey.blank for _, survey in some)
-    total = blank + sum(survey.documents for survey in surveys)
-    line = _line(f"{name}: no text in {blank:,} of {total:,} documents, such as in {some[0][0].name}")
-    if blank > max(MOST_BLANK, corrupt_share) * total:
-        raise InputError(
-            f"{line}; remove them, set text to the key or column of the text (source = [{{ source = ..., text = ... "
-            f"}}]), or raise corrupt_share in [data] to {math.ceil(1000 * blank / total) / 1000:g} or more"
-        )
-    yield line
+    if some:
+        blank = sum(survey.blank for _, survey in some)
+        total = blank + sum(survey.documents for survey in surveys)
+        yield _line(f"{name}: no text in {blank:,} of {total:,} documents, such as in {some[0][0].name}")
 
 
 def _add(digest: Any, place: str, raw: bytes) -> None:

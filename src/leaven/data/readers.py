@@ -69,9 +69,9 @@ class File:
         return self.path.stat().st_size if self.path.exists() else 0
 
     @property
-    def identity(self) -> Hashable:
-        """The device and inode of the file, or its path if it is missing. All names of a file, including links, have
-        the same."""
+    def inode(self) -> Hashable:
+        """The device and inode of the file, or its path if it is missing. Paths that lead to the file through links
+        have the same. But other files can have the same, too: hard links, and all files of some network disks."""
         try:
             found = self.path.stat()
         except OSError:

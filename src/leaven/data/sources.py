@@ -126,20 +126,35 @@ def _lines(notes: Sequence[str]) -> tuple[str, ...]:
     return tuple(note.encode(errors="replace").decode() for note in notes)  # a file name can be invalid UTF-8
 
 
+def same_files(files: Sequence[File]) -> list[list[int]]:
+    """Return the positions in ``files`` of each file that several of their paths lead to, such as a path through a
+    link and a path without it.
+
+    Hard links are files of their own, because some tools make them for different documents with equal content.
+    """
+    candidates: dict[Hashable, list[int]] = {}
+    for position, file in enumerate(files):
+        candidates.setdefault(file.inode, []).append(position)
+    found: dict[Path, list[int]] = {}
+    for some in candidates.values():
+        if len(some) > 1:  # resolving the paths of all files would be slow
+            for position in some:
+                found.setdefault(files[position].path.resolve(), []).append(position)
+    return [same for same in found.values() if len(same) > 1]
+
+
 def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
     """Return each file of ``files`` under one of its names, and pairs of another name and this one.
 
     Documents under two keys could be used for both training and validation. The name that stays is the first one that
     does not lead through a link, so that a link that is added later does not change the keys of documents.
     """
-    names: dict[Hashable, list[File]] = {}
-    for file in files:
-        names.setdefault(file.identity, []).append(file)
-    if len(names) == len(files):
-        return tuple(files), []
-    kept = {same: min(some, key=lambda file: (_is_behind_link(file), file.key)) for same, some in names.items()}
-    links = [(file, kept[file.identity]) for file in files if file is not kept[file.identity]]
-    return tuple(file for file in files if file is kept[file.identity]), links
+    links: dict[int, File] = {}
+    for same in same_files(files):
+        kept = min(same, key=lambda at: (_is_behind_link(files[at]), files[at].key))
+        links |= {at: files[kept] for at in same if at != kept}
+    texts = tuple(file for at, file in enumerate(files) if at not in links)
+    return texts, [(files[at], links[at]) for at in sorted(links)]
 
 
 def _is_behind_link(file: File) -> bool:

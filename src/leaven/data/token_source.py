@@ -36,9 +36,9 @@ one stretch. The end of each stretch is held out. So validation covers a file ev
 consists of several corpora."""
 
 LONGEST_END = 2**10
-"""If more than this many ids at the end of a file are all the same, a line says so. If the last part that would be
-held out has no other id, the file is refused. A program that was stopped while it filled a file of a fixed size
-leaves zeros there. Padding to a whole number of sequences may be as long as a sequence."""
+"""If more than this many ids at the end of a file are all the same, a line says so. A program that was stopped while
+it filled a file of a fixed size leaves zeros there. Padding to a whole number of sequences can be longer, too, so
+such a file is not refused."""
 
 _BLOCK = 2**20  # ids that are read at once
 
@@ -127,8 +127,7 @@ class TokenReader:
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are unknown
-                but needed, the end of a file is one id only (see `LONGEST_END`), or the same ids have different uses
-                (see :func:`refuse_two_uses`).
+                but needed, or the same ids have different uses (see :func:`refuse_two_uses`).
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -211,8 +210,7 @@ class TokenReader:
                 "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
                 "packed documents"
             )
-        for part, ids in zip(parts, mapped.values(), strict=True):
-            notes += _same_at_the_end(part.name, ids, None if adds else end_of_text)
+        notes += _same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text)
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):
                 array.set_checksums(checksums)
@@ -280,12 +278,20 @@ def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[File
         yield array, survey.blocks[at : (at := at + checksums_size(array.n_bytes))]
 
 
-def _same_at_the_end(name: str, mapped: MappedTokens, end_of_text: int | None) -> Iterator[str]:
-    """Yield a line if the end of a file is one id only (see `LONGEST_END`). Raise InputError if that is all of the
-    last part that would be held out. The other arguments are those of :func:`_held_out`."""
-    tokens, size = ShardedTokens(mapped.arrays), len(mapped)
-    if size <= LONGEST_END or len(np.unique(tokens[size - LONGEST_END - 1 :])) > 1:
+def _same_at_the_end(
+    source: str, files: Sequence[tuple[str, MappedTokens]], end_of_text: int | None
+) -> Iterator[str]:
+    """Yield a line if files of a source end with many equal ids (see `LONGEST_END`) that are not ``end_of_text``.
+    ``files`` has the name and the ids of each file."""
+    found = []
+    for name, mapped in files:
+        end = ShardedTokens(mapped.arrays)[max(len(mapped) - LONGEST_END - 1, 0) :]
+        if len(end) > LONGEST_END and end[0] != end_of_text and (end == end[0]).all():
+            found.append((name, mapped))
+    if not found:
         return
+    name, mapped = found[0]
+    tokens, size = ShardedTokens(mapped.arrays), len(mapped)
     last, start = int(tokens[size - 1 :][0]), size
     while start:
         first = max(start - _BLOCK, 0)
@@ -294,13 +300,10 @@ def _same_at_the_end(name: str, mapped: MappedTokens, end_of_text: int | None) -
             start = first + int(others[-1]) + 1
             break
         start = first
-    line = f"{name}: the last {size - start:,} of {size:,} token ids are all {last:,}"
-    if start <= [*_held_out(mapped, end_of_text)][-1][0]:
-        raise InputError(
-            f"{line}, as a program leaves them that was stopped while it wrote the file; write it again, or cut it "
-            f"after {start:,} ids"
-        )
-    yield f"{line}; if a program was stopped while it wrote the file, write it again"
+    end_with = f"files end with more than {LONGEST_END:,} equal token ids, such as {name}"
+    line = f"{source}: {len(found):,} of {len(files):,} {end_with}: the last {size - start:,} of {size:,} ids are all"
+    line += f" {last:,}; if a program was stopped while it wrote them, write them again"
+    yield line.encode(errors="replace").decode()  # a file name can be invalid UTF-8
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ The cache contains the folders ``surveys`` (sizes and hashes of source files), `
 tokens that the cache lacks, one process writes them, while the others wait and then read the files.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +22,7 @@ from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
 from leaven.data.hub import SCHEME
 from leaven.data.readers import File
 from leaven.data.shards import ShardedTokens, Shards, shards
-from leaven.data.sources import SourceParts, TextPart, source_parts
+from leaven.data.sources import SourceParts, TextPart, same_files, source_parts
 from leaven.data.stream import Mixture, Stream, validation_windows
 from leaven.data.token_source import TokenReader, refuse_two_uses, uses
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
@@ -200,14 +200,15 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
 
 def _refuse_two_sources(texts: Mapping[str, Sequence[TextPart]]) -> None:
     """Raise InputError if a text file belongs to two sources."""
-    owner: dict[Hashable, str] = {}
-    for source, parts in texts.items():
-        for part in parts:
-            if isinstance(part, File) and (other := owner.setdefault(part.identity, source)) != source:
-                raise InputError(
-                    f"{part.path.resolve()} belongs to two sources, {other!r} and {source!r}, so a document could be "
-                    "used for both training and validation; change the patterns so that it belongs to one source"
-                )
+    owned = [(part, source) for source, parts in texts.items() for part in parts if isinstance(part, File)]
+    for same in same_files([file for file, _ in owned]):
+        names = [*dict.fromkeys(owned[at][1] for at in same)]
+        if len(names) > 1:
+            raise InputError(
+                f"{owned[same[0]][0].path.resolve()} belongs to two sources, {names[0]!r} and {names[1]!r}, so a "
+                "document could be used for both training and validation; change the patterns so that it belongs to "
+                "one source"
+            )
 
 
 def _tokenizer(

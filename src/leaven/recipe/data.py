@@ -58,7 +58,6 @@ class Data(Part):
     # isolated: attention, positions and loss do not cross the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
     # Largest share of unreadable lines, or of unreadable files, in a source. Above it, reading ends with an error.
-    # Above 0.5, also the largest share of documents without text.
     corrupt_share: float = Field(default=0.001, ge=0, le=1)
 
     added: ClassVar = ("end_of_text",)
