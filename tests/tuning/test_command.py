@@ -821,12 +821,17 @@ def rows_of(text: str, **others: object) -> list[dict[str, object]]:
         ([*rows_of("32"), *({"i": i, "loss": None, "found_nan": i} for i in (3, 4, 5))], "NaN"),
         (rows_of("32nn", train_loss=math.nan), "NaN"),
         (rows_of("n3n2nnn"), "NaN"),  # of every second step
-        (rows_of("32nn", train_loss=2.5), "doubt"),
-        (rows_of("32nn", **{"best/Loss": 2}), "doubt"),
+        (rows_of("32nn", **{"best/Loss": 2, "min_loss": 2}), "NaN"),
+        (rows_of("32" + 14 * "n", loss_scale=65536), "NaN"),
+        ([*rows_of("32nn"), {"i": 5, "loss": None, "runtime": 9, "train_loss": 2.5}], "NaN"),
+        (rows_of("32nn", train_loss=2.5), "no loss"),  # the loss of the training, beside that of a validation
+        (rows_of(3 * (9 * "n" + "3") + 10 * "n", Loss=2.5), "no loss"),
+        ([*rows_of("3"), *rows_of("nnnn", train_loss=2.5)[1:]], "no loss"),
         (rows_of("32n"), "doubt"),  # perhaps a last step without a validation
         (rows_of("3n"), "doubt"),
         (rows_of("n3n2nn"), "doubt"),
-        ([*rows_of("32"), {"i": 4, "loss": None, "runtime": 9}], "doubt"),  # perhaps a summary
+        ([*rows_of("32"), {"i": 4, "loss": None, "runtime": 9}], "no loss"),  # a summary
+        ([*rows_of("3333333333"), *rows_of(13 * "n", acc=0.5)[10:]], "no loss"),  # an evaluation
         (rows_of("n3n2n"), "no loss"),
         (rows_of("32n2"), "no loss"),
         ([*rows_of("32"), {"i": 2, "loss": None, "test": 2}, {"i": 2, "loss": None, "test": 2}], "no loss"),
@@ -845,9 +850,22 @@ def test_more_lines_of_null_than_between_losses_are_nan(
     with refused("after the last loss, it is null", "write NaN") if means == "doubt" else nullcontext():
         assert math.isnan(read_losses(source, log, complete=True)[-1][1]) == (means == "NaN")
     assert all(math.isfinite(loss) for _, loss in read_losses(source, log, complete=False))  # more may follow
-    if rows == rows_of("32nn"):  # the rule needs no steps
-        unnumbered = source.model_copy(update={"step": None})
-        assert math.isnan(read_losses(unnumbered, log, complete=True)[-1][1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "means"),
+    [
+        (rows_of("32nn"), "NaN"),
+        (rows_of("32nn", loss_scale=65536), "NaN"),
+        ([*rows_of("32"), {"loss": None, "done": True}], "no loss"),
+        ([*rows_of("3333333333"), *rows_of(13 * "n", acc=0.5)[10:]], "no loss"),
+    ],
+)
+def test_null_is_told_from_nan_without_steps(rows: list[dict[str, object]], means: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = LossSource.model_validate({"jsonl": "x", "key": "loss"})
+    assert math.isnan(read_losses(source, log, complete=True)[-1][1]) == (means == "NaN")
 
 
 @pytest.mark.parametrize(
@@ -859,8 +877,9 @@ def test_more_lines_of_null_than_between_losses_are_nan(
         ("loss 3.25,7 loss 7nats loss ckpt", [3.25, 7.0]),
         ("loss 1,234.5 loss 3,25 loss 1_000.5 loss 1.2.3 loss 12,345 loss 1", [1.0]),
         ("loss 1\nother 3\nloss -1,234.5", "-1,234.5"),
-        ("loss 1 loss *****", "*****"),
-        ("loss 1 loss 1.2.3 loss null", "1.2.3"),
+        ("loss 1\nloss *****", "*****"),
+        ("loss 1\nloss *", [1.0]),
+        ("loss 1\nloss 1.2.3 loss null", "1.2.3"),
         ("loss information loss nano loss nan_count 0 loss infinite", []),
         ("loss nan, loss -inf loss Infinity. loss NaN_100", ["nan", "-inf", "inf", "nan"]),
         ("other 3 or loss", []),
@@ -876,6 +895,27 @@ def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses:
     greedy = source.model_copy(update={"pattern": "loss.*{loss}"})
     (tmp_path / "log").write_text("loss = 3.25e-05\nloss = -12.5")
     assert read_losses(greedy, tmp_path / "log", complete=True)[0] == (1, 3.25e-05)
+
+
+@pytest.mark.parametrize("pattern", ["loss {loss}", "val loss {loss}", r"step +{step}: val loss\D*{loss}"])
+@pytest.mark.parametrize(
+    ("last", "is_loss"),
+    [
+        ("step 3: val loss 1,234.5", True),
+        ("step 1,000: val loss *****", True),
+        ("step   3: val loss 1,234.5, lr 1", True),
+        ("Best val loss **2.5**", False),
+        ("*** loss *** done", False),
+        ("minimum loss 1_000 samples", False),
+        ("step 3: val loss=2.50.1.ckpt", False),
+        ("saved step 3: val loss 1,234.5.ckpt", False),
+    ],
+)
+def test_decoration_is_not_the_last_loss(tmp_path: Path, pattern: str, last: str, is_loss: bool) -> None:
+    source = LossSource.model_validate({"pattern": pattern})
+    (tmp_path / "log").write_text(f"step 2: val loss 2.9\n{last}\n")
+    with refused("the last loss may be", "not a number") if is_loss else nullcontext():
+        assert read_losses(source, tmp_path / "log", complete=True)[-1][1] == 2.9
 
 
 def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in wh
 _BEFORE, _AFTER = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])", r"(?!\.?\d|[eE][-+]?\d)"
 _DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
-_UNREADABLE = r"[-+]?[.,]?\d[\d.,_]*|\*+"  # a text like a number, or the asterisks that Fortran prints for one
+# A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
+_UNREADABLE = r"(?:[-+]?[.,]?\d[\d.,_]*|\*{2,})(?!\S)"
 _STEP = r"\d[\d,_]*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
 # Keys that may differ between the processes of one study, for example on another machine.

@@ -18,7 +18,10 @@ from leaven.tuning.command import LossSource
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
 Row = tuple[Any, dict[str, Any]]  # (step, values by name)
 MOST_NAMES = 20  # names of values that a message lists
+MOST_BEFORE = 1000  # characters before a loss on its line that are compared
 LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
+_OF_NAN = re.compile("nan|inf|skip|overflow", re.IGNORECASE)  # in names of values that are logged because of NaN
+_OF_BEST = re.compile("best|min", re.IGNORECASE)  # in names of losses that stay finite while the loss is NaN
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
@@ -79,17 +82,27 @@ def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> L
 
 def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
     text = storage.read(file).decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
-    end = 0  # of the last loss
+    last: re.Match[str] | None = None
     for found in re.finditer(source.expression, text if complete else text[: text.rfind("\n") + 1], re.MULTILINE):
         step = re.sub("[,_]", "", found.groupdict().get("step") or "")
         if len(step) > len(str(LARGEST_STEP)):
             raise InputError(f"{file}: a loss has the step {step:.60}, which is too large")
         if found["loss"] is not None:  # the pattern may have an alternative without a loss
-            end = found.end()
+            last = found
             yield int(step) if step else None, float(found["loss"])
-    later = re.compile(source.unreadable, re.MULTILINE).finditer(text, end) if complete else ()
-    if unreadable := next((found["loss"] for found in later if found["loss"] is not None), None):
-        raise InputError(f"{file}: the last loss may be {unreadable:.60}, which is not a number; print it as 1234.5")
+    later = re.compile(source.unreadable, re.MULTILINE).finditer(text, last.end() if last else 0) if complete else ()
+    for found in later:
+        # On a line that begins in another way, it is probably no loss, as in "*** loss *** done".
+        if (unreadable := found["loss"]) is not None and (last is None or _before(last) == _before(found)):
+            raise InputError(
+                f"{file}: the last loss may be {unreadable:.60}, which is not a number; print it as 1234.5"
+            )
+
+
+def _before(found: re.Match[str]) -> str:
+    """Return the text before a match on its line, without numbers and spaces, which differ from line to line."""
+    line = found.string[max(0, found.start() - MOST_BEFORE) : found.start()].rpartition("\n")[2]
+    return re.sub(r"\d[\d.,_]*|\s", "", line)
 
 
 def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
@@ -121,12 +134,15 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
     which JSON does not have.
 
     All rows have ``source.key``, the name of the loss. Null may also mean that a step has no loss. It means NaN if
-    more rows with null follow the last loss than lie between two losses or before the first one. A row after the last
-    loss that has the same step as this loss, or no step although the loss has one, is a summary and does not count.
+    more rows with null follow the last loss than lie between two losses or before the first one.
+
+    A row after the last loss does not count if it is probably a summary or an evaluation: it has the same step as
+    this loss, no step although the loss has one, or a value that no row with a loss has, such as an accuracy. If the
+    last row that counts has another finite loss, such as the training loss beside a validation loss, then null means
+    no loss.
 
     Raises:
-        InputError: after the last loss, if null probably means NaN, but may not: it is only one row more, or the last
-            row has a finite number under another name that ends with "loss".
+        InputError: if only one row more follows the last loss, so that null may mean either.
     """
     key = str(source.key)
     losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]
@@ -134,22 +150,28 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
         return
     yield from rows[: losses[-1] + 1]
     (last, _), *after = rows[losses[-1] :]
-    nulls = [(step, row) for step, row in after if last is None or (step is not None and step != last)]
+    known = {name for at in losses for name in rows[at][1]}
+    nulls = [
+        (step, row)
+        for step, row in after
+        if (last is None or (step is not None and step != last))
+        and all(value is None or name in known or _OF_NAN.search(name) for name, value in row.items())
+    ]
     more = len(nulls) - max(end - start - 1 for start, end in pairwise([-1, *losses]))
-    if more <= 0:
+    if more <= 0 or any(_is_another_loss(name, value) for name, value in nulls[-1][1].items()):
         return
-    others = [name for name, value in nulls[-1][1].items() if name.lower().endswith("loss") and _is_finite(value)]
-    if more == 1 or others:
-        beside = f" and {others[0]} is a number" if others else ""
+    if more == 1:
         raise InputError(
-            f"{where}: after the last {key}, it is null{beside}, so it may be NaN or no loss; write NaN for NaN, and "
-            f"leave {key} out of lines without a loss"
+            f"{where}: after the last {key}, it is null, so it may be NaN or no loss; write NaN for NaN, and leave "
+            f"{key} out of lines without a loss"
         )
     yield from ((step, row | {key: math.nan}) for step, row in nulls)
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < math.inf
+def _is_another_loss(name: str, value: object) -> bool:
+    """Return whether a value beside null is a finite loss, and not the best one so far."""
+    finite = isinstance(value, int | float) and abs(value) < math.inf
+    return finite and name.lower().endswith("loss") and not _OF_BEST.search(name)
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
