@@ -859,6 +859,9 @@ def test_more_lines_of_null_than_between_losses_are_nan(
         (rows_of("32nn", loss_scale=65536), "NaN"),
         ([*rows_of("32"), {"loss": None, "done": True}], "no loss"),
         ([*rows_of("3333333333"), *rows_of(13 * "n", acc=0.5)[10:]], "no loss"),
+        ([{"loss": 2.5, "acc": None}] * 9 + [{"loss": None, "acc": 0.5}] * 3, "no loss"),  # as pandas writes it
+        ([{"loss": 2.5}] * 9 + [{"loss": None, "inference_time": 3}] * 3, "no loss"),
+        ([{"loss": 2.5}] * 9 + [{"loss": None, "minibatch_loss": 3}] * 3, "no loss"),
     ],
 )
 def test_null_is_told_from_nan_without_steps(rows: list[dict[str, object]], means: str, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ Row = tuple[Any, dict[str, Any]]  # (step, values by name)
 MOST_NAMES = 20  # names of values that a message lists
 MOST_BEFORE = 1000  # characters before a loss on its line that are compared
 LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
-_OF_NAN = re.compile("nan|inf|skip|overflow", re.IGNORECASE)  # in names of values that are logged because of NaN
-_OF_BEST = re.compile("best|min", re.IGNORECASE)  # in names of losses that stay finite while the loss is NaN
+# Words in names of values that are logged because of NaN, and of losses that stay finite while the loss is NaN.
+_OF_NAN = re.compile("(?<![a-z])(?i:nan|inf|skip|skipped|overflow)(?![a-z])")
+_OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
@@ -150,7 +151,7 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
         return
     yield from rows[: losses[-1] + 1]
     (last, _), *after = rows[losses[-1] :]
-    known = {name for at in losses for name in rows[at][1]}
+    known = {name for at in losses for name, value in rows[at][1].items() if value is not None}
     nulls = [
         (step, row)
         for step, row in after
