@@ -22,9 +22,9 @@ test: .venv/installed
 package:
 	PYTHON=$(PYTHON) .ci/package
 
-# Check the processor time of commands that need no torch, relative to that of the packages which all of them import.
+# Print the processor time of commands that need no torch, relative to that of the packages which all of them import.
 start-up: .venv/installed
-	$(BIN)/python benchmarks/start_up.py --check
+	$(BIN)/python benchmarks/start_up.py
 
 kills: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m kills

@@ -1,8 +1,8 @@
-"""Measure the processor time of commands that need no torch: `python benchmarks/start_up.py [--check]`.
+"""Measure the processor time of commands that need no torch: `python benchmarks/start_up.py`.
 
 Prints the best of nine runs in seconds, and its ratio to `python -c "import pydantic, rich, typer"`, which every
-command needs; the ratio varies little between machines. With `--check` the exit code is 1 if a ratio is over its
-limit. The last line is the processor time to read and validate the published runs. Byte code is cached, as after `pip
+command needs. An earlier ratio stands beside it. A slow or busy machine changes a ratio by a third, so no ratio is an
+error. The last line is the processor time to read and validate the published runs. Byte code is cached, as after `pip
 install`.
 
 `--gb 10` measures something else: `leaven train` with one step of a tiny model, from the start of the process to its
@@ -26,11 +26,11 @@ LOADING = (
     "import time; from leaven.catalogue.runs import load_runs; began = time.process_time(); load_runs();"
     "print(time.process_time() - began)"
 )
-LIMITS = {  # limits of the ratio, 1.3 to 1.4 times the measured ratios (docs/log.md)
-    "--help": 2.2,
-    "recipes list": 5.7,
-    "laws --params 1B --tokens 20B": 4.2,
-    "plan bloom-176b --gpus 384xA100-80GB": 5.7,
+MEASURED = {  # ratios of 30 November 2026, on 2 cores of a Xeon with other work on both
+    "--help": 1.9,
+    "recipes list": 4.7,
+    "laws --params 1B --tokens 20B": 3.2,
+    "plan bloom-176b --gpus 384xA100-80GB": 4.9,
 }
 
 
@@ -69,29 +69,25 @@ def train(gigabytes: float, starts: int = 3) -> None:
                 print(f"{size:g} GB of token ids, start {start}: {took:6.1f} s, {busy:6.1f} s of processor time")
 
 
-def main() -> int:
-    """Print the table and return the exit code."""
+def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a ratio exceeds its limit")
     parser.add_argument(
         "--gb", type=float, help="instead: start `leaven train` on a file of this many GB of token ids"
     )
-    asked = parser.parse_args()
-    check = asked.check
-    if asked.gb:
-        train(asked.gb)
-        return 0
-    cases = {BASE: BASE, **{verb: VERB.format(verb) for verb in LIMITS}}
+    gigabytes = parser.parse_args().gb
+    if gigabytes:
+        train(gigabytes)
+        return
+    cases = {BASE: BASE, **{verb: VERB.format(verb) for verb in MEASURED}}
     with tempfile.TemporaryDirectory() as cache:
         times = {name: min(seconds(code, cache) for _ in range(9)) for name, code in cases.items()}
         loading = min(float(_printed(LOADING)) for _ in range(9))
     print(f"{platform.machine()}, Python {platform.python_version()}")
-    slow = [verb for verb, limit in LIMITS.items() if times[verb] > limit * times[BASE]]
     for name, took in times.items():
-        limit = f"  limit {LIMITS[name]:.1f}" if name in LIMITS else ""
-        print(f"{name:<40} {took:6.3f} s   x {took / times[BASE]:.1f}{limit}{'  TOO SLOW' if name in slow else ''}")
+        measured = f"  (was {MEASURED[name]:.1f})" if name in MEASURED else ""
+        print(f"{name:<40} {took:6.3f} s   x {took / times[BASE]:.1f}{measured}")
     print(f"{'reading the published runs alone':<40} {loading:6.3f} s")
-    return int(check and bool(slow))
 
 
 def _printed(code: str) -> str:
@@ -99,4 +95,4 @@ def _printed(code: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
