@@ -183,9 +183,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return R = copies x N rows. Row i is a copy of row ``order_R[i] // copies`` of ``x_ND``. ``inverse_R`` is the
-    inverse of the permutation ``order_R``. With it, the backward pass gathers rows; scattered gradients would differ
-    from run to run on a GPU."""
+    """Return R = copies x N rows. Row i is a copy of row ``order_R[i] // copies`` of ``x_ND``. With ``inverse_R``,
+    the inverse permutation, the backward pass gathers rows, because scattering is not reproducible on a GPU."""
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
 

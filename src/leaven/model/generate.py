@@ -58,8 +58,7 @@ def generate(
     max_tokens: int,
 ) -> Iterator[int]:
     """Yield up to ``max_tokens`` tokens that continue ``tokens``. Stop before the token ``end``. Ids from
-    ``vocabulary`` on are never drawn. There is no key-value cache: each token needs a forward pass over its whole
-    context."""
+    ``vocabulary`` on are never drawn. Without a key-value cache, each token needs a forward pass over its context."""
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):
         window_BT = torch.tensor([context[-model.shape.seq_len :]], device=device)

@@ -183,8 +183,8 @@ def causal_attention(
 ) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, (B, H, T, E).
 
-    The softmax is in fp32 or wider. torch's own kernel has no softcap. On a CPU in bf16, it takes up to 1.9 times as
-    long (measured: docs/log.md).
+    The softmax is in fp32 or wider. torch's own kernel has no softcap, and on a CPU in bf16 it takes up to 1.9 times
+    as long (measured: docs/log.md).
 
     Args:
         window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
@@ -311,8 +311,8 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return gain * x / sqrt(mean(x^2) + eps) in ``dtype``. The mean is over the last dimension. Autograd would read
-    and write memory twice as often as the gradient that is written by hand."""
+    """Return gain * x / sqrt(mean(x^2) + eps) in ``dtype``. The mean is over the last dimension. The gradient is
+    written by hand, and reads and writes memory half as often as autograd's."""
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 

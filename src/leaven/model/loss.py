@@ -31,8 +31,7 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 class ZLoss:
     """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exp(logit) over the token's logits
-    (Chowdhery et al. 2022, arXiv 2204.02311, section 5). :func:`cross_entropy` adds its gradients, but returns a loss
-    without it."""
+    (Chowdhery et al. 2022, arXiv 2204.02311, section 5). :func:`cross_entropy` adds it to the gradients only."""
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
@@ -59,8 +58,8 @@ class WholeVocabulary:
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, and ``weight`` times the gradient of its logits, (n, V), with that of
-        ``z_loss``. Without ``learns``, the gradient is None. The logits may be overwritten."""
+        """Return the loss of a chunk, and ``weight`` times the gradient of the logits, (n, V), which includes that of
+        the z-loss. The gradient is None unless ``learns``. The logits may be overwritten."""
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         # log Z = logit - log(softmax) for every logit. The softmax of the largest logit cannot underflow.

@@ -120,9 +120,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m. Norms on
-    outputs come before the factor: x + a norm(attention(...)). With parallel branches, the MLP reads the same input
-    as attention."""
+    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m. With
+    norms on outputs, it adds a norm(attention(...)). With parallel branches, the MLP reads the same input as
+    attention."""
 
     def __init__(
         self,
@@ -229,8 +229,8 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the unembedding, (B, T, D). ``documents_BT`` has the index of each token's document,
-        ascending along T. With it, every document begins at position 0, and tokens attend only to their own document.
+        """Return the input of the unembedding, (B, T, D). ``documents_BT`` has the index of each token's document in
+        its sequence. With it, every document begins at position 0, and tokens attend only to their own document.
         Raise ValueError if T exceeds the learned positions."""
         x_BTD = self.through_layers(self.embed(tokens_BT, documents_BT), tokens_BT.shape[1], documents_BT)
         hidden_BTD: Tensor = self.norm["final"](x_BTD)
@@ -257,9 +257,9 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> Tensor:
-        """Run the blocks of this pipeline stage on ``x_BTD``, and return (B, T, D). ``length`` is the number of
-        tokens of a whole sequence; ``x_BTD`` may have only a part of each. With ``sequences``, the backward pass adds
-        the gradients of the routers' losses."""
+        """Run the blocks on ``x_BTD``, and return (B, T, D). ``length`` is the number of tokens of a whole sequence;
+        ``x_BTD`` may have only a part of each. With ``sequences``, the backward pass adds the gradients of the
+        routers' losses."""
         positions = Positions(self.shape, length, x_BTD, documents_BT, sequences)
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)
@@ -314,7 +314,7 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer, or None for plain causal attention."""
+        """Return the bias or mask of the scores in a layer with this ``window``; None for plain causal attention."""
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
