@@ -25,7 +25,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, share: float) -> None:
-        """Set the average to (1 - ``share``) x average + ``share`` x weights, or in the first call to the weights."""
+        """Set the average to (1 - ``share``) x average + ``share`` x weights. The first call copies the weights."""
         weights = [parameter.detach() for parameter in self._model.local_parameters]
         if self._average:
             lerp_(self._average, weights, share)

@@ -2,7 +2,8 @@
 
 Each process writes its parts of the tensors, in a file for the model and a file for the optimizer. The first process
 writes ``state.json`` with the digest of every file, and then renames the temporary folder. If a digest does not
-match, the checkpoint is damaged, and an earlier one is used. Another number of processes can read the checkpoint.
+match, the checkpoint is damaged, and an earlier one is used. The number of processes may change between writing and
+reading.
 """
 
 import json
@@ -141,7 +142,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return a JSON object about its files, blocks and missing tensors."""
+    """Write this process's share of the tensors. Return a JSON object with the digests of its files, the positions of
+    its blocks, and the names of the tensors that other processes must save."""
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -323,7 +325,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
-    """Raise ValueError unless the parameters are those of the recipe, and all or none have moments, and averages."""
+    """Raise ValueError unless the parameters, and their moments and averages if there are any, fit the recipe."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -382,7 +384,7 @@ class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled; :func:`checkpoints_to_keep` chooses those
-    to keep. Any other checkpoint, for example of a stop, is kept only while it is the newest. Every process of a run
+    to keep. Any other checkpoint, such as one at a stop, is kept only while it is the newest. Every process of a run
     calls the same methods at the same steps, from its main thread.
     """
 
@@ -411,7 +413,7 @@ class CheckpointManager:
 
     def outcome(self, wait: bool) -> Saved | None:
         """Return the result of the last save, but only once. Without ``wait``, return None if the save is unfinished.
-        With it, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer."""
+        With ``wait``, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -424,9 +426,8 @@ class CheckpointManager:
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
         """Prepare the folder to continue from ``after_tokens``: rename the ``damaged`` checkpoints, and remove
-        unfinished ones and those that ``rewinds`` have undone. Call :meth:`outcome` first. The processes wait for
-        each other. Raise InputError on all processes if a checkpoint after ``after_tokens`` is neither damaged nor
-        undone."""
+        unfinished ones and those that ``rewinds`` have undone. Raise InputError on all processes if a checkpoint
+        after ``after_tokens`` is neither damaged nor undone. Call :meth:`outcome` first."""
         self._group.barrier()
         new: Path | None = None
         if self._group.is_first:
@@ -548,7 +549,7 @@ class Checkpoints(Callback):
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save once it is known, and return its error or None. ``wait``: wait for it."""
+        """Log the result of the last save once, and return its error or None. With ``wait``, wait for the result."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

@@ -61,7 +61,8 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the dense peak speed of a device from its data sheet. Return None if it is unknown, or for fp32."""
+    """Return the dense peak speed of a device from its data sheet, or None if unknown. The peak in fp32 counts as
+    unknown, because a GPU may run fp32 as TF32."""
     name = device_name(device)
     known = known_device(name)
     tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
@@ -123,7 +124,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device from its data sheet or, if unknown, by measuring ``compute`` and fp32."""
+    """Return the peak speed of a device from its data sheet, or as measured in the faster of ``compute`` and fp32."""
     known = known_peak(device, compute)
     if known is not None:
         return known
@@ -136,9 +137,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
-    """Return the time of a matmul in ``compute`` divided by its time in fp32. A ratio below 0.8 or above 2 is
-    stored in the cache folder. A ratio in between is measured in each call, because other work on the machine may
-    change it."""
+    """Return the time of a matmul in ``compute`` divided by its time in fp32. A ratio between 0.8 and 2 is measured
+    in each call, because other work on the machine may change it. Other ratios are cached."""
     if compute == "fp32":
         return 1.0
     key = f"{device_name(device)}, torch {torch.__version__}, {threads} threads, {compute}"
@@ -158,8 +158,7 @@ def times_fp32(device: torch.device, compute: str, threads: int) -> float:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul, measured in half a second. ``threads`` is a key of the
-    cache."""
+    """Return the FLOP/s of the fastest square matmul, measured in half a second and cached (also by ``threads``)."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -177,7 +176,7 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds of the fastest of five matmuls of a fixed size. Comparing them shows a slow device."""
+    """Return the seconds of the fastest of five matmuls of a fixed size, to compare devices."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -215,7 +214,7 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use of the accelerator or process since :func:`reset_peak_memory`, in bytes."""
+    """Return the peak memory use of the accelerator or this process since :func:`reset_peak_memory`, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes

@@ -1,9 +1,9 @@
 """Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
-trial with a high learning rate starts behind and may still win. So its loss may be higher by the larger of two
-amounts: the fall that the baseline's loss has still ahead, or :data:`LEAST` standard deviations of the loss between
-seeds. The constants were chosen and tested on two sets of trials (benchmarks/early_stopping.py).
+trial with a high learning rate starts behind and may still win. So its loss may be above the baseline's by one of two
+amounts, whichever is larger: how far the baseline's loss still falls, or :data:`LEAST` standard deviations of the
+loss between seeds. The constants were chosen and tested on two sets of trials (benchmarks/early_stopping.py).
 """
 
 import math
@@ -103,8 +103,8 @@ FIRST = 0.25  # no trial is pruned before this share of the run is done
 MARGIN = 1.0  # a trial may be behind by this many times the amount by which the baseline's loss still falls
 LEAST = 8.0  # a trial may be behind by this many standard deviations of the loss between seeds
 CATCHES_UP = 1.5
-"""A trial is expected to close half of its gap if the gap is this many times the fall that the baseline's loss has
-still ahead."""
+"""A trial is expected to close half of its gap if the gap is this many times as large as the remaining fall of the
+baseline's loss."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
@@ -124,13 +124,13 @@ def expected(curve: Curve, baseline: Baseline) -> float:
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return the mean loss of the last :data:`SMOOTH` points of ``curve`` minus that of the baseline, in nats."""
+    """Return how far the last :data:`SMOOTH` points of ``curve`` are above the baseline on average, in nats."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how many nats the baseline's loss falls from the end of ``curve`` to its own end."""
+    """Return how far the baseline's loss falls, in nats, after the token count at which ``curve`` ends."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

@@ -155,8 +155,8 @@ class Training:
         self.sharded.train(True)
 
     def step(self) -> Step:
-        """Take one optimizer step. Return its metrics. Raise Diverged if it has diverged and ``on_spike`` is not
-        off."""
+        """Take one optimizer step, and return its metrics. Raise Diverged if the step diverges and ``on_spike`` is
+        not ``off``."""
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
             raise Diverged(f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}")
@@ -209,7 +209,7 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Return the mean loss of a batch, a scalar, and add its gradient, times ``scale``, to the gradients."""
+        """Return the mean loss of a batch, a scalar. Add ``scale`` times its gradient to the gradients."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
@@ -237,8 +237,7 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss in nats per token, of the averaged weights if ``averaged`` and
-        available."""
+        """Return the mean validation loss in nats per token. If ``averaged``, use averaged weights if available."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))
@@ -266,7 +265,7 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences, of which this process has the first ``count`` of ``windows``."""
+        """Return a batch of ``sequences`` sequences. The first ``count`` of ``windows`` are those of this process."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -274,13 +273,13 @@ class Training:
         return TrainingBatch(tokens, targets, self._micro_batches(windows, count, sequences))
 
     def _own_sequences(self, sequences: int) -> tuple[int, int]:
-        """Return (first, number) of the sequences of a batch that this process reads."""
+        """Return the range of a batch's sequences that this process reads, as (first, number)."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. Copies, which do not count, fill up the last ones."""
+        """Yield the first ``count`` windows as micro-batches. Copies that do not count in the loss fill them up."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -288,7 +287,7 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return windows, (sequences, seq_len + 1), as a micro-batch. Only the first ``count`` count in the loss."""
+        """Return windows, (sequences, seq_len + 1), as a micro-batch. Only the first ``count`` enter the loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -356,8 +355,8 @@ class Training:
 def check_trainable(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS, resumes: bool = False
 ) -> None:
-    """Raise InputError if ``group`` cannot train ``recipe`` on ``tokens``. If it ``resumes``, ignore start
-    weights."""
+    """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``. With ``resumes``, the
+    weights of [start] are not checked."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None and not resumes:
         require_start(recipe.model, recipe.start.folder)

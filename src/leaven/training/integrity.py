@@ -105,8 +105,8 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
     """Yield sentences about files that belong to another run, were changed after the checkpoint, or are unreadable.
-    ``state`` comes from the checkpoint. With ``to_use``, the run is not trained further, so recipe values that do not
-    affect the weights may differ."""
+    ``state`` comes from the checkpoint. With ``to_use``, values of the recipe that do not affect the weights may
+    differ, because the run is not trained further."""
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
@@ -246,7 +246,7 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that must stay the same when a run resumes. The text may move."""
+    """Return the values of a recipe that must stay the same when a run resumes, without the place of the text."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -328,7 +328,7 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the checkpoint that the last such event names: a save, a resumption or a rewind."""
+    """Return the token count of the checkpoint that the run has last saved, resumed from or returned to, or None."""
     saved = (_saved_tokens(event) for event in reversed(run.events()))
     return next((tokens for tokens in saved if tokens is not None), None)
 
@@ -353,9 +353,8 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why ``read_checkpoint`` has found no checkpoint, or None if there are no
-    checkpoints. ``tokens`` is its argument, and ``damaged`` its second result. All other checkpoints were undone by a
-    rewind."""
+    """Return a sentence that says why ``read_checkpoint`` has found no checkpoint, or None if there are none.
+    ``tokens`` is its argument, and ``damaged`` its second result. All other checkpoints were undone by a rewind."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -367,9 +366,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens if it is newer than the checkpoint that was read, at
-    ``found`` tokens, or None. Get ``saved`` from :func:`newest_saved` before you read: the run may save another
-    checkpoint."""
+    """Return the name of the checkpoint at ``saved`` tokens if it is newer than the one at ``found`` tokens, or None.
+    Call :func:`newest_saved` for ``saved`` before you read the checkpoint at ``found`` tokens."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 

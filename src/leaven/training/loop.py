@@ -96,7 +96,7 @@ class Loop:
                 callback.on_due()
 
     def read(self) -> bool:
-        """Wait for the step that is not read yet, and call ``after_step``. Return whether a callback has rewound."""
+        """Wait for the unread step, if any, and pass it to the callbacks. Return whether one has rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

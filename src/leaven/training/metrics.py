@@ -96,8 +96,8 @@ class Telemetry:
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
         """Start copying the measurements of a step to the host. Return a function that waits for them. ``measured``
-        has scalars or None: loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss,
-        balance loss and highest load."""
+        has loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss, balance loss and
+        highest load."""
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []
@@ -243,7 +243,7 @@ class StepLog(Callback):
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. Several processes also log the slowest of them."""
+    """Computes the validation loss at a fixed interval in tokens. Also compares processes if there are several."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training
@@ -303,8 +303,7 @@ def writers(log_to: str | None) -> tuple[str, ...]:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, with tokens on the x axis. torch's own writer hides errors such as a full
-    disk."""
+    """Writes scalars to TensorBoard, with tokens on the x axis. torch's writer hides errors such as a full disk."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -60,7 +60,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         **how: Any,
     ) -> None:
         """Matrices are orthogonalised in ``dtype``, or in the dtype of the parameters if it is None. The keys
-        ``nesterov`` and ``ns_steps`` of a group replace the arguments of this name."""
+        ``nesterov`` and ``ns_steps`` of a group replace the arguments of these names."""
         self.dtype, self.on_whole = dtype, on_whole
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW

@@ -149,8 +149,7 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm of the gradient, a scalar. Until the first gradient that is not 0, it is
-        infinite."""
+        """Return the running norm of the gradient, a scalar: infinite until the first gradient that is not 0."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -174,9 +173,9 @@ GROW_AFTER = 2_000  # the loss scale doubles after so many consecutive steps wit
 
 @dataclass
 class LossScale:
-    """The factor on the loss in the backward pass, so that small gradients do not vanish in fp16. An overflow of the
-    loss or the gradient halves the factor, but not below 1. :data:`GROW_AFTER` consecutive steps without overflow
-    double it."""
+    """The factor on the loss in the backward pass, so that small gradients do not vanish in fp16. It is halved at an
+    overflow of loss or gradient, but not below 1, and doubled after :data:`GROW_AFTER` consecutive steps without
+    overflow."""
 
     value: Tensor  # a scalar on the device
     good_steps: Tensor  # number of consecutive steps without overflow, a scalar on the device
@@ -208,9 +207,9 @@ error of a single one is as large as its value."""
 
 @dataclass
 class NoiseScale:
-    """Measures the gradient noise scale every ``every`` tokens: tr(Sigma) / |G|^2
-    (:mod:`leaven.catalogue.noise_scale`). The estimates come from two gradients of a step, after the first
-    micro-batch and after all micro-batches. They are averaged over measurements, and then divided."""
+    """Measures the gradient noise scale tr(Sigma) / |G|^2 every ``every`` tokens
+    (:mod:`leaven.catalogue.noise_scale`). Both terms are estimated from two gradients of a step: after the first
+    micro-batch, and after all micro-batches. The estimates are averaged over measurements, and then divided."""
 
     every: int  # tokens between measurements
     model: ShardedModel

@@ -55,8 +55,7 @@ ENOUGH = 10  # steps that a measurement needs to be added to the calibration his
 
 class RunProfile(Callback):
     """Measures the step time and peak memory of a run, from a start to the next stop. ``plan.json`` gets a row for
-    each batch size. A new row replaces an earlier row of the same settings, unless the earlier row covers more
-    steps."""
+    each batch size. A new row replaces an earlier row of the same settings, unless that row covers more steps."""
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
         self._run, self._training, self._keep_history = run, training, keep_history

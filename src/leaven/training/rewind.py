@@ -49,7 +49,7 @@ class Rewind:
     asked: Mapping[str, int] | None = None  # arguments of a manual rewind; None for an automatic one
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON object that an event or a checkpoint stores."""
+        """Return the rewind as a JSON object, for an event or a checkpoint."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @classmethod
@@ -145,7 +145,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record this rewind in the run folder, and ``recipe`` if it differs. Do nothing if the rewind is done."""
+        """Record this rewind in the run folder, and ``recipe`` if it differs. After a first call, do nothing."""
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return

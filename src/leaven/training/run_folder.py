@@ -353,7 +353,7 @@ class RunFolder:
 
 
 def _inode(folder: Path) -> int:
-    """Return the inode of a folder, which stays if the folder is moved on its disk. A copy has another."""
+    """Return the inode of a folder, which is the same after a move on its disk, but not in a copy."""
     return folder.stat().st_ino
 
 

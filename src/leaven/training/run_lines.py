@@ -95,8 +95,7 @@ class RunLines:
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
-        Return a sentence that says how the remaining lines differ from those in the digest ``written``, or None if
-        they do not."""
+        Return a sentence if the remaining lines differ from the digest ``written``, or None."""
         waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
         if not self._run.writes:
@@ -138,8 +137,7 @@ def digest(lines: Iterable[bytes]) -> "blake2b":
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
     """Return (count, fault): how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong
-    with them, such as "steps 3 to 5 are missing", or None. ``written`` is the digest of these lines when they were
-    written."""
+    with them, such as "steps 3 to 5 are missing", or None. ``written`` is their original digest."""
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
     found, _ = in_order(enumerate((storage.json_object(line) or {} for line in lines), start=1))

@@ -53,8 +53,7 @@ def tensorboard_rows(
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
     """Yield (position of the first byte, content) for each record of a TensorBoard event file. A record is: length (8
-    bytes), checksum of the length (4), content, checksum of the content (4). A crash may leave zeros after an
-    incomplete record."""
+    bytes), checksum of the length (4), content, checksum of the content (4)."""
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
     with storage.open_file(file) as log:

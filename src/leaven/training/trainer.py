@@ -165,7 +165,8 @@ def train(
 
 @contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. Two Ctrl-C end the block."""
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. A second Ctrl-C ends the
+    block."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield stop
@@ -358,7 +359,7 @@ class RunTrainer:
         """Train until the run is done or ``stop()`` returns True, and return the result of the run.
 
         Raises:
-            InputError: if the text cannot be read, or a checkpoint that is needed cannot be read or written.
+            InputError: if the text or a checkpoint cannot be read, or the end of the run cannot be saved.
             Diverged: if the run diverges.
         """
         try:
@@ -398,7 +399,7 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """If saving failed with ``error`` for lack of a disk, try again until ``stop()``. Return the last error."""
+        """If saving failed with ``error`` and may succeed later, retry until ``stop()``. Return the last error."""
         pauses = left = 1  # number of short pauses before the next attempt, and how many are left
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell_if(str(error), "waits")

@@ -106,7 +106,7 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe's text. Raise InputError if ``inputs`` is not None or their fingerprint."""
+    """Return the tokens of a recipe's text. Raise InputError if their fingerprint is not ``inputs`` (None: any)."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -213,9 +213,9 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, a warning says so.
-    ``folder`` comes from :func:`checkpoint_folder`. Checkpoints of other trials, or with other parameters than
-    ``recipe``, are ignored."""
+    """Writes a checkpoint of a trial at a fixed interval in seconds. A failure is only a warning. ``folder`` comes
+    from :func:`checkpoint_folder`. Checkpoints of other trials, or with other parameters than ``recipe``, are
+    ignored."""
 
     def __init__(
         self,
