@@ -1,11 +1,8 @@
 """Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
-A document's key is the path of its file within the source, followed by the line or row, such as ``b/c.jsonl:7``. A
-hash of the key decides the split. So documents keep their split when files are added, except in corpora of very few
-documents.
-
-A part of a source is one file, or one split of a Hugging Face data set. The survey of a part has the counts and
-hashes of its documents. Surveys are cached.
+A document's key is the path of its file within the source and the line or row, such as ``b/c.jsonl:7``. A hash of the
+key decides the split. A part of a source is one file, or one split of a Hugging Face data set. The survey of a part
+has the counts and hashes of its documents.
 """
 
 import json
@@ -116,12 +113,10 @@ class Corpus:
         return content.hexdigest()
 
     def documents(self) -> Iterator[TextDocument]:
-        """Yield the documents that can be read and are not blank, each marked as training or validation.
+        """Yield the documents that have text, each marked as training or validation.
 
         A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all possible
-        hashes. The document with the lowest hash is always in validation, and the one with the highest in training,
-        so neither split is empty. If the corpus has only one document, this document is cut in two, at the start of a
-        line if possible.
+        hashes. If one split would be empty, it gets one document. A single document is cut in two.
 
         Raises:
             InputError: after the last document of a file that has changed since the corpus was opened.
@@ -164,14 +159,12 @@ def open_corpora(
     progress: OnProgress | None = None,
     parts: Sequence[tuple[TextPart, ...]] | None = None,
 ) -> list[Corpus]:
-    """Return the corpus of each source of text.
-
-    Every part of a source is read once to count its documents and to hash its text.
+    """Return the corpus of each source of text. Each part is read once, to count and hash its documents.
 
     Args:
         corrupt_share: largest share of the documents, and of the files, of a source that may be unreadable.
-        memory: folder that caches the survey of each part until the part changes; None: there is no cache.
-        parts: the parts of each source; None: they are found by :func:`source_parts`.
+        memory: folder that caches the counts and hashes of unchanged parts; by default, nothing is cached.
+        parts: the parts of each source; by default those of :func:`source_parts`.
 
     Raises:
         InputError: if a source has no readable text, or more than ``corrupt_share`` is unreadable.
@@ -195,8 +188,7 @@ def open_corpora(
 
 
 def surveys_file(folder: Path, source: str, *options: str) -> Path:
-    """Return the path of the cache file for the surveys of ``source``. It is in ``folder``, and differs for other
-    ``options``, such as the column of the text."""
+    """Return the file in ``folder`` that caches the surveys of ``source`` with these ``options``."""
     at = source if source.startswith(SCHEME) else os.path.abspath(source)
     return folder / f"{storage.digest(_encoded(' '.join([at, *options])), 16)}.json"
 
@@ -208,14 +200,12 @@ def cached_surveys(
     survey: Callable[[AnyPart, Meter], AnySurvey],
     cached: Callable[[AnyPart, dict[str, Any]], AnySurvey],
 ) -> list[AnySurvey]:
-    """Return the survey of each part. Surveys of unchanged parts come from the cache file ``path``.
-
-    New surveys are saved in the cache file. If ``path`` is None, all parts are read, and nothing is saved.
+    """Return the survey of each part: its counts and hashes. Surveys of unchanged parts come from the cache file
+    ``path``, if there is one, and new surveys are saved there.
 
     Args:
         survey: reads a part and returns the survey (a data class).
-        cached: makes a survey from cached values. If it raises KeyError, TypeError or ValueError, the part is read
-            again.
+        cached: makes a survey from cached values. After KeyError, TypeError or ValueError, the part is read again.
     """
     known = {} if path is None else _read(path)
     surveys: list[AnySurvey] = []
@@ -237,8 +227,7 @@ def cached_surveys(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the entries of a cache file, by the key of the part. Return {} if the file cannot be read, is damaged or
-    has another version."""
+    """Return the entries of a cache file, by the key of the part, or {} if the file cannot be used."""
     try:
         document: Any = storage.json_object(storage.read(path))
         known = dict(document["parts"])
@@ -259,7 +248,7 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return a survey from the cache. Raise ValueError if the part could not be used, so that it is read again."""
+    """Return a cached survey. Raise ValueError if the part was broken, so that it is read again."""
     if values["broken"]:
         raise ValueError
     # Older surveys do not count blank documents. To count them, all text would be read again, which can take hours.
@@ -296,8 +285,7 @@ def _survey(part: TextPart, meter: Meter) -> Survey:
 
 
 def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
-    """Return a line about the unreadable documents and files, or "" if there are none. Raise InputError if more than
-    ``corrupt_share`` of the documents, or of the files, are unreadable."""
+    """Return a line about unreadable documents and files, or "". Raise InputError if there are too many."""
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
         return ""

@@ -1,11 +1,7 @@
-"""Read token ids from files, a slice at a time.
+"""Read token ids from files, and compare each block of `BLOCK` bytes with its checksum when it is first read.
 
-Each block of a file (`BLOCK` bytes) is compared with its checksum when the block is first read. After the file has
-changed, its blocks are compared again.
-
-Files are read with ``pread``. Reading a memory map instead would end the process with SIGBUS if the file was
-truncated or the disk failed. Arrow files are an exception: the package ``datasets`` maps them, so their sizes are
-checked before each read.
+Files are read with ``pread``, because reading a memory map of a truncated file ends the process with SIGBUS. The
+package ``datasets`` maps Arrow files, so their sizes are checked before each read.
 """
 
 import os
@@ -23,8 +19,8 @@ from numpy.typing import NDArray
 from leaven.errors import InputError
 
 BLOCK = 2**18
-"""Number of bytes in a block, which has one checksum. With larger blocks, the first steps of a run would be slower.
-With smaller blocks, the index of checksums would be larger."""
+"""Number of bytes with one checksum. Larger blocks slow down the first steps of a run. Smaller blocks need a larger
+index."""
 MOST_OPEN = 128  # largest number of files that are held open
 ADVICE = "restore it, or write it again"
 
@@ -54,8 +50,7 @@ class BlockChecksums:
 
 
 def checksums_fit(checksums: Any, n_bytes: int) -> bool:
-    """Return whether ``checksums`` is a string with eight hexadecimal digits for each block of a file of ``n_bytes``
-    bytes."""
+    """Return whether ``checksums`` has eight hexadecimal digits for each block of ``n_bytes`` bytes."""
     right = isinstance(checksums, str) and len(checksums) == checksums_size(n_bytes)
     return right and set(checksums) <= set("0123456789abcdef")
 
@@ -66,8 +61,7 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """``count`` token ids in files or in memory, which are compared with checksums. Index them with slices of step
-    1."""
+    """``count`` token ids that are compared with checksums when they are read. Index them with slices of step 1."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count
@@ -75,8 +69,7 @@ class CheckedTokens:
         self.set_checksums("")
 
     def set_checksums(self, checksums: str) -> None:
-        """Set the checksums, from :class:`BlockChecksums`. From now on, each block is compared with its checksum
-        before it is used. With "", no block is compared."""
+        """Set the checksums, from :class:`BlockChecksums`, for all later reads. With "", nothing is compared."""
         self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums), "<u4")
         self._unread = np.ones(len(self._checksums), bool)  # the blocks that are not checked yet
         self._stamp: Any = None  # time stamps of the files at the last read
@@ -106,7 +99,7 @@ class CheckedTokens:
         return np.frombuffer(raw[first - begin : last - begin], self.dtype)
 
     def _stamp_now(self) -> Any:
-        """Return the time stamps of the files, to notice that a file has changed."""
+        """Return the time stamps of the files."""
         raise NotImplementedError
 
     def _read(self, first: int, last: int) -> bytes:
@@ -114,18 +107,12 @@ class CheckedTokens:
         raise NotImplementedError
 
     def _damage(self, first: int, last: int) -> str:
-        """Return the error message for a block with a wrong checksum. The block is the bytes ``first`` to
-        ``last - 1``."""
+        """Return the error message for a wrong checksum of the bytes ``first`` to ``last - 1``."""
         raise NotImplementedError
 
 
 class FileTokens(CheckedTokens):
-    """The token ids in a file, or in a part of a file.
-
-    Args:
-        offset: position of the first id in the file, in bytes.
-        advice: what error messages tell the user to do about a damaged file.
-    """
+    """The token ids in a file, from the byte ``offset`` on. ``advice`` ends the messages about a damaged file."""
 
     def __init__(
         self, path: Path, dtype: np.dtype[Any], count: int, *, offset: int = 0, advice: str = ADVICE
@@ -176,7 +163,7 @@ class MappedFile:
 
 
 class ArrayTokens(CheckedTokens):
-    """The token ids in an array. ``files`` are the files that are mapped into its memory, or () if there are none."""
+    """The token ids in an array. ``files`` are the files that are mapped into the memory of the array."""
 
     def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...]) -> None:
         super().__init__(ids.dtype, len(ids))

@@ -1,7 +1,7 @@
 """Open data sets and tokenizers by their hf:// addresses.
 
-``hf://org/name?split=test`` is on the Hugging Face Hub; options follow the question mark. ``hf:///path`` is a folder
-on this machine.
+``hf://org/name?split=test`` is on the Hugging Face Hub, with options after the question mark. ``hf:///path`` is a
+folder on this machine.
 """
 
 import json
@@ -29,7 +29,7 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class _Split:
-    """One split of a data set. It has a key, name, size and stamp like :class:`leaven.data.readers.File`."""
+    """One split of a data set, with the attributes of :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
     name: str  # name of the split in messages
@@ -71,19 +71,12 @@ class HubTokens(_Split):
 
     @property
     def identity(self) -> str:
-        """The fingerprint that the package ``datasets`` gives to the data. Splits with the same fingerprint have the
-        same token ids."""
+        """The fingerprint of the package ``datasets``. Splits with the same fingerprint have the same token ids."""
         return str(self.dataset._fingerprint)
 
     def open(self) -> MappedTokens:
-        """Return the token ids, mapped into memory.
-
-        If the column of the ids is "input_ids", a column "attention_mask" is checked, too.
-
-        Raises:
-            BrokenFile: if there are nulls among the ids. Also if the attention mask has nulls or zeros (padding), or
-                is not a column of lists of integers or booleans.
-        """
+        """Return the token ids, mapped into memory. Raise BrokenFile if an id is null, or if the column
+        "attention_mask" marks padding or is invalid."""
         table = self.dataset.data
         if self.column == INPUT_IDS and MASK in table.column_names:
             if not _holds_lists(table.schema, MASK, "is_integer", "is_boolean"):
@@ -105,8 +98,7 @@ class HubTokens(_Split):
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return (number of rows, files that are mapped for these rows) for each group of rows that a table of the
-    package ``datasets`` stores together."""
+    """Return (number of rows, files mapped for them) for each group of rows that ``datasets`` stores together."""
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # blocks: different columns of the same rows
         paths = [block.path for block in blocks if hasattr(block, "path")]
@@ -124,12 +116,10 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
             - ``hf:///path?config=NAME&split=NAME&revision=NAME``: a folder with files that ``load_dataset`` can read;
             - ``hf:///path?split=NAME``: a folder of several splits, written by ``DatasetDict.save_to_disk``;
             - ``hf:///path``: a folder of one split, written by ``Dataset.save_to_disk``.
-        text: name of the column with the text or the token ids. If it is "text" and no column has this name, the
-            column "input_ids" is used.
+        text: name of the column with the text or the token ids. "text" also stands for "input_ids".
 
     Raises:
-        InputError: if ``datasets`` is not installed, the address is invalid, the data set cannot be opened, or the
-            split has no rows.
+        InputError: if ``datasets`` is missing, the data set cannot be opened, or the split has no rows.
     """
     place, options = _parse(source, "data.source", {"config", "split", "revision"})
     name = options.get("split", "train")
@@ -171,8 +161,8 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _is_outdated(builder: Any) -> bool:
-    """Return whether files on this machine have changed since the package ``datasets`` copied them to its cache. The
-    package itself compares modification times, and files that are unpacked from an archive may keep old ones."""
+    """Return whether files on this machine have changed since the package ``datasets`` cached them. The package
+    compares modification times, which files from an archive may keep."""
     files = [file for files in (builder.config.data_files or {}).values() for file in files]
     changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
@@ -180,8 +170,7 @@ def _is_outdated(builder: Any) -> bool:
 
 
 def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
-    """Return whether a column consists of lists, and the type of their values passes one of ``tests``: names of
-    functions in ``pyarrow.types``, such as "is_integer"."""
+    """Return whether a column has lists of a type that passes one of ``tests`` in pyarrow, such as "is_integer"."""
     from pyarrow import types
 
     kind = schema.field(column).type if column in schema.names else None
@@ -194,8 +183,7 @@ def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
 def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or of ``hf:///folder``.
 
-    A file on the Hub is downloaded, unless an earlier download exists. Whether a folder contains the file is not
-    checked.
+    A file on the Hub is downloaded unless an earlier download exists.
 
     Raises:
         InputError: if the address is invalid, huggingface_hub is not installed, or the file cannot be downloaded.

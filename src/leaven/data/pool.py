@@ -22,8 +22,8 @@ Done = tuple[int, tuple[Encoded, Encoded]]
 """A shard number and the tokens of a batch: of its training text and of its validation text."""
 
 BYTES_A_PROCESS = 2**24
-"""By default, each process has at least this many bytes of text to encode, which takes several times as long as to
-start the process."""
+"""Smallest number of bytes of text per process, by default. Encoding them takes several times as long as starting a
+process."""
 
 NO_SEMAPHORE = {errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS}
 """Error numbers of creating a semaphore while /dev/shm is full, missing or not writable."""
@@ -32,16 +32,15 @@ _encoder: Encoder
 
 
 def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, processes: int | None) -> Generator[Done]:
-    """Encode batches of text, and yield the results in the order of the batches. Close this generator to end its
-    processes.
+    """Yield the tokens of batches of text, in the order of the batches. Close this generator to end its processes.
 
     Args:
         n_bytes: size of the text.
-        processes: number of processes; None: one per core, or fewer for little text. If the number is 1, none is
-            started, and the calling process encodes the text on all cores.
+        processes: number of processes; by default one per core, or fewer for little text. With 1, this process
+            encodes the text on all cores.
 
     Raises:
-        InputError: if processes cannot be started, or one dies.
+        InputError: if processes cannot start, or one dies.
     """
     processes = processes or max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
     if processes == 1:
@@ -75,8 +74,8 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
 
 def new_processes(count: int, initialise: Callable[..., None], *arguments: object) -> ProcessPoolExecutor:
-    """Return an executor of ``count`` processes, each of which first calls ``initialise(*arguments)``. Raise
-    InputError if the semaphores of the executor cannot be created."""
+    """Return an executor whose processes first call ``initialise(*arguments)``. Raise InputError if none can
+    start."""
     try:
         with signals_blocked():  # this also starts the process that tracks the semaphores
             return ProcessPoolExecutor(count, get_context("spawn"), initializer=initialise, initargs=arguments)
@@ -91,11 +90,8 @@ def new_processes(count: int, initialise: Callable[..., None], *arguments: objec
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends. On Windows, do nothing.
-
-    Terminals and schedulers send these signals to all processes of a command. Processes that are started inside the
-    block never receive them. The parent process must end such processes with SIGKILL.
-    """
+    """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends (not on Windows). Processes that
+    start inside the block never receive these signals. Their parent must end them with SIGKILL."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

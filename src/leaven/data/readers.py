@@ -1,4 +1,4 @@
-"""Read text files of several formats document by document."""
+"""Read text files document by document: a .txt file, a line of a .jsonl file, or a row of a .parquet file."""
 
 import io
 import json
@@ -15,8 +15,7 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 LONGEST_LINE, LARGEST_TEXT = 2**27, 2**32
-"""Largest size of a line, and of a .txt file (one document), in bytes. Lines and .txt files are read whole into
-memory."""
+"""Largest size of a line, and of a .txt file, in bytes. Both are read whole into memory."""
 
 SETTLED_NS = 2 * 10**9
 """A file that changed less than this many ns ago may change again without a new modification time."""
@@ -27,8 +26,7 @@ FileStamp = list[int | str]
 
 
 def file_stamp(path: Path) -> FileStamp | None:
-    """Return a value that changes when the content of a file changes. Return None if the file is missing, or changed
-    less than `SETTLED_NS` ns ago."""
+    """Return a value that changes with the content of a file, or None if the file is missing or has just changed."""
     try:
         found = path.stat()
     except OSError:
@@ -48,8 +46,7 @@ class TextRow(NamedTuple):
 
 
 class BrokenFile(Exception):
-    """Raised if a whole file, or a split of a Hugging Face data set, cannot be used. The message, such as "is not
-    UTF-8", has no subject: callers put the name of the file before it."""
+    """Raised if a whole file or split cannot be used. Callers put the file's name before the message."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,8 @@ class File:
 
     @property
     def inode(self) -> Hashable:
-        """The device and inode of the file, or its path if it is missing. Paths that lead to the file through links
-        have the same. But other files can have the same, too: hard links, and all files of some network disks."""
+        """The device and inode of the file, or its path if it is missing. All links to a file have the same
+        values."""
         try:
             found = self.path.stat()
         except OSError:
@@ -85,8 +82,7 @@ class File:
         """Yield the documents, and the lines or rows that cannot be read, in the order of the file.
 
         Raises:
-            BrokenFile: if the file cannot be read to its end, a .txt file has NUL bytes or is not UTF-8, or a
-                .parquet file has no column of strings with the name ``self.text``.
+            BrokenFile: if the file as a whole cannot be used.
             InputError: if the package pyarrow is missing.
         """
         try:
@@ -155,7 +151,7 @@ def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def require_text_column(schema: Any, text: str) -> None:
-    """Raise BrokenFile if an Arrow schema has no column of strings with the name that ``text`` contains."""
+    """Raise BrokenFile if an Arrow schema has no column of strings that is named ``text``."""
     from pyarrow import types
 
     if text not in schema.names:

@@ -1,14 +1,11 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
-A shard contains the tokens of `SHARD_BATCHES` batches of text (the last shard may have fewer) in two files, one for
-training and one for validation. When both are written, a line is added to ``shards.jsonl``. So a process that is
-killed loses only one shard. A folder is unfinished until ``index.json`` is written.
+A shard has the tokens of `SHARD_BATCHES` batches of text, in one file for training and one for validation. Finished
+shards are listed in ``shards.jsonl``, so a process that is killed loses only one shard. When all are finished,
+``index.json`` is written.
 
 At the start of a run, the size of each file is compared with the index. If a file is newer than the index, its
-checksum is compared as well. Damage in an older file is found when the damaged block is first read.
-
-If one of these comparisons fails, or the index is missing, damaged or does not fit the text, the checksums of all
-files are compared. Then missing and damaged shards and the index are written again.
+checksum is compared as well. Missing and damaged shards are written again.
 """
 
 import json
@@ -59,8 +56,7 @@ class ShardedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, dtype=np.uint16)])
 
     def between(self, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens from position ``start`` to ``stop - 1``, as one range for each shard that has some of
-        them. Nothing is read yet."""
+        """Return the tokens from position ``start`` to ``stop - 1`` as one range per shard. Nothing is read yet."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         found: list[Tokens] = []
         for shard, offset in zip(self.shards[first:], self._starts[first:].tolist(), strict=False):
@@ -99,7 +95,7 @@ class ShardFile:
 
 
 ShardRecord = dict[str, ShardFile]
-"""The records of the two files of a shard, by split: "train" or "validation"."""
+"""The files of a shard, by split: "train" or "validation"."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +111,11 @@ class Shards:
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
-    """Return the tokens of a corpus. Shards that are missing in ``folder`` or damaged are written first.
+    """Return the tokens of a corpus. Missing and damaged shards in ``folder`` are written first.
 
     Raises:
         InputError: if the text changes while it is read, or a tokenising process cannot start or dies.
-        OSError: if the folder cannot be read, or missing shards cannot be written. Finished shards are kept.
+        OSError: if the folder cannot be read, or missing shards cannot be written.
     """
     found = _open(folder, corpus, encoder.dtype)
     if found is not None:
@@ -171,12 +167,8 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
-    """Write the missing and damaged shards of a folder, and then its index. If the finished shards do not fit the
-    text, write all shards again.
-
-    Return the missing, damaged and unfit files, each with its fault, such as "had a wrong checksum". The caller must
-    hold the lock of the folder.
-    """
+    """Write missing and damaged shards, or all if the others do not fit the text, and then the index. Return the
+    replaced files with their faults, such as "was missing". The caller must hold the lock of the folder."""
     records: dict[int, ShardRecord] = {}
     known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
     texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
@@ -249,8 +241,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
-    """Yield pieces of the documents of a corpus, in batches of at least `BATCH_CHARACTERS` characters. The last batch
-    may have fewer."""
+    """Yield pieces of documents, in batches of at least `BATCH_CHARACTERS` characters; the last may have fewer."""
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():
@@ -265,8 +256,7 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
 
 
 def _entry(record: ShardRecord) -> dict[str, Any]:
-    """Return the index entry of a shard. It has the keys "train" and "validation", each with all fields of a
-    :class:`ShardFile` except ``blocks``, and the key "blocks" with this field of both files."""
+    """Return the index entry of a shard, with the checksums of blocks under the separate key "blocks"."""
     files = {split: {key: value for key, value in asdict(record[split]).items() if key != BLOCKS} for split in SPLITS}
     return files | {BLOCKS: {split: record[split].blocks for split in SPLITS}}
 
@@ -284,8 +274,7 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, each with its fault, such as "was missing". Files that were modified
-    before ``checked_ns`` (a time in ns) are compared only by size, other files also by checksum."""
+    """Return the damaged files of a shard, with faults. Of files older than ``checked_ns``, compare only sizes."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
@@ -314,7 +303,7 @@ def _checksum(file: Path) -> str:
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:
-    """Return a hash of the tokens of both splits. It depends neither on the sizes of the shards nor on the dtype."""
+    """Return a hash of the tokens of both splits. The sizes of shards and the dtype do not change it."""
     of_splits = blake2b(digest_size=16)
     for split in SPLITS:
         content = blake2b(digest_size=16)

@@ -28,8 +28,8 @@ _KEYS_OF_LEAVEN = {
 OF_DISKS = {"lost+found", "System Volume Information", "$RECYCLE.BIN"}  # system folders of a disk
 
 SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
-"""1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in
-the public domain; the selection is that of "tinyshakespeare" (Karpathy 2015, github.com/karpathy/char-rnn)."""
+"""Shakespeare's plays in 133 documents, 1.1 MB in the public domain. The selection is that of "tinyshakespeare"
+(Karpathy 2015, github.com/karpathy/char-rnn)."""
 
 BYTES_PER_TOKEN = 3.75
 """Typical number of bytes of a token, measured on python-stdlib with a BPE of a few thousand tokens (docs/log.md)."""
@@ -48,11 +48,11 @@ class SourceParts(NamedTuple):
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
     validation: tuple[TokenPart, ...] = ()  # parts with the token ids that ``validation`` of the source names
-    notes: tuple[str, ...] = ()  # lines about what the pattern has matched and is not read
+    notes: tuple[str, ...] = ()  # lines about matching paths that are not read
 
 
 class _NotRead(NamedTuple):
-    """Paths that the pattern of a source has matched, but in which there is nothing to read."""
+    """Paths that match the pattern of a source, but have nothing to read."""
 
     empty: dict[Path, None]  # empty folders: a disk may not be mounted there; a set that keeps the order
     other: dict[Path, None]  # folders and pipes that have the name of a file
@@ -76,17 +76,15 @@ def source_parts(source: DataSource) -> SourceParts:
 
     - ``python-stdlib``: the modules of the running Python's standard library, without its tests;
     - ``tiny-shakespeare``: the plays that come with leaven (`SHAKESPEARE`);
-    - a path or glob: a ``.txt`` file is one document; in ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` files each line
-      is a document, and in ``.parquet`` files each row. ``.bin`` and ``.npy`` files have token ids
-      (:mod:`leaven.data.token_files`);
+    - a path or glob of files with text (:mod:`leaven.data.readers`) or token ids (:mod:`leaven.data.token_files`);
     - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
 
-    The key of a file is its path within the source, below the last folder before the first wildcard. For example, the
-    file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt`` give ``b/c.txt``.
+    The key of a file is its path below the last folder before the first wildcard. For example, the pattern
+    ``/a/*/*.txt`` gives the file ``/a/b/c.txt`` the key ``b/c.txt``.
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
-            token ids. Also if ``source.validation`` is set and names text, or the source is text.
+            token ids. Also if it has ``validation``, but one of the two is text.
     """
     found = _parts(source)
     if source.validation is None:
@@ -127,11 +125,8 @@ def _lines(notes: Sequence[str]) -> tuple[str, ...]:
 
 
 def same_files(files: Sequence[File]) -> list[list[int]]:
-    """Return the positions in ``files`` of each file that several of their paths lead to, such as a path through a
-    link and a path without it.
-
-    Hard links are files of their own, because some tools make them for different documents with equal content.
-    """
+    """Return the positions in ``files`` of all paths of a file, for each file with several paths through links. Hard
+    links count as different files, because some tools make them for different documents with equal content."""
     candidates: dict[Hashable, list[int]] = {}
     for position, file in enumerate(files):
         candidates.setdefault(file.inode, []).append(position)
@@ -144,11 +139,8 @@ def same_files(files: Sequence[File]) -> list[list[int]]:
 
 
 def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
-    """Return each file of ``files`` under one of its names, and pairs of another name and this one.
-
-    Documents under two keys could be used for both training and validation. The name that stays is the first one that
-    does not lead through a link, so that a link that is added later does not change the keys of documents.
-    """
+    """Return each file under one path, and pairs of (left-out path, kept path). A path without links is preferred, so
+    that a link that is added later does not change the keys of documents."""
     links: dict[int, File] = {}
     for same in same_files(files):
         kept = min(same, key=lambda at: (_is_behind_link(files[at]), files[at].key))
@@ -164,8 +156,8 @@ def _is_behind_link(file: File) -> bool:
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Return the number of tokens of a source. For text, it is estimated from the sizes of the files. Return None for
-    an hf:// source. Raise InputError if the source cannot be used, or all of its text files are empty."""
+    """Return the number of tokens of a source, or None for an hf:// source. For text, it is estimated from file
+    sizes. Raise InputError if the source cannot be used, or all of its text files are empty."""
     if source.source.startswith(SCHEME):
         return None
     parts = source_parts(source)
@@ -178,7 +170,7 @@ def estimated_tokens(source: DataSource) -> int | None:
 
 
 def text_tokens(sources: Sequence[DataSource]) -> int | None:
-    """Return the total number of tokens of ``sources``, estimated for text. Return None if one of the sources is
+    """Return the total number of tokens of ``sources``, estimated for text. Return None if one of them is
     python-stdlib or an hf:// address."""
     if any(source.source == "python-stdlib" for source in sources):
         return None
@@ -196,8 +188,7 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
-    """Return (key, path) of each file of a source, sorted by key. What else the pattern matches is added to
-    ``not_read``."""
+    """Return (key, path) of each file of a source, sorted by key. Add other matching paths to ``not_read``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":
@@ -244,16 +235,8 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
 def _matches(
     folder: Path, pattern: tuple[str, ...], not_read: _NotRead, above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files below a folder that match a pattern, as in ``glob.glob(recursive=True)``.
-
-    Unlike glob, raise InputError if a matching link leads to nothing, and OSError if a folder cannot be read.
-
-    Args:
-        pattern: the parts between the slashes: ``("**", "*.txt")`` for ``**/*.txt``.
-        not_read: receives the empty folders, and matching folders and pipes. Below ``**`` it receives no matching
-            folders, because files in them are found as well.
-        above: (device, inode) of the folders that ``**`` has matched. A link may lead back to one of them.
-    """
+    """Yield the files below a folder that match a pattern, such as ("**", "*.txt"). ``above`` has (device, inode) of
+    the folders that "**" has matched, because a link may lead back to one of them."""
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):
         not_read.empty[folder] = None
@@ -296,7 +279,7 @@ def _file(path: Path, is_file: bool, not_read: _NotRead) -> Iterator[Path]:
 
 
 def _is_of_leaven(path: Path) -> bool:
-    """Return whether a file has the name and the keys of a file that a run or check of leaven writes."""
+    """Return whether leaven may have written a file, judged by its name and the keys of its first line."""
     if path.name not in _KEYS_OF_LEAVEN:
         return False
     with suppress(OSError), storage.open_file(path) as file:

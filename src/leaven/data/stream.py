@@ -1,10 +1,7 @@
 """Endless streams of training samples, and mixtures of the streams of several sources.
 
-Sample n depends only on the tokens and proportions of the sources, the window length, the seed and n. Therefore a
-stream has no state to save: each rank reads the samples that it needs by their numbers, and a resumed run continues
-with the next number.
-
-Shapes: N samples, T = seq_len.
+Sample n depends only on the sources, their proportions, the window length, the seed and n. So a stream has no state
+to save: ranks and resumed runs read samples by their numbers. Shapes: N samples, T = seq_len.
 """
 
 from collections.abc import Sequence
@@ -33,12 +30,9 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """An endless stream of windows of ``seq_len + 1`` tokens in random order. The order is different in each epoch.
-
-    Window w consists of the tokens from ``w * seq_len`` to ``(w + 1) * seq_len``, both included. The last token is
-    only a target in window w, and the first input of window w + 1. Tokens at the end that do not fill a window are
-    left out. Raise InputError if the tokens do not fill one window.
-    """
+    """An endless stream of windows of ``seq_len + 1`` tokens, in a new random order in each epoch. Window w consists
+    of the tokens ``w * seq_len`` to ``(w + 1) * seq_len``, so its last token is also the first token of window w + 1.
+    Raise InputError if the tokens do not fill one window."""
 
     tokens: Tokens
     seq_len: int
@@ -64,8 +58,8 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of streams. For every n, samples 0 to n - 1 contain each stream's share of n, plus or minus at most
-    one sample. Samples in ``skip`` count here."""
+    """A mixture of streams. For every n, samples 0 to n - 1 contain each stream's share of n, within one sample. The
+    numbers of samples include those in ``skip``."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
@@ -81,8 +75,7 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the index of the source of each sample number in ``n``, and the number of the sample within its
-    source."""
+    """Return the index of the source of each sample number in ``n``, and the sample's number within this source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -92,13 +85,12 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return one period of the repeating pattern of sources: the index of the source of each sample, the number of
-    each sample within its source, and the number of samples from each source.
+    """Return the source of each sample in a period, its number in the source, and the samples per source.
 
-    The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the algorithm considers the
-    sources that are at least 1/(2k - 2) samples behind their share, where k is the number of sources. Of these, it
-    picks the source that would be the first to fall 1 - 1/(2k - 2) samples behind. So among the first n samples, the
-    number of samples from a source never differs from its share of n by more than 1 - 1/(2k - 2).
+    The order follows Tijdeman 1980, "The chairman assignment problem", for k sources. The candidates for each sample
+    are the sources that are at least 1/(2k - 2) samples behind their share. The candidate that would be the first to
+    fall 1 - 1/(2k - 2) samples behind is chosen. So no source is ever further than 1 - 1/(2k - 2) samples from its
+    share.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -119,7 +111,7 @@ def _period(
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
     """Return ``count`` entries, from index ``first`` on, of the list 0, 1, 2, ... without the ranges ``skip``. For
-    example, ``numbered(1, 2, skip=[(1, 5)])`` is [5, 6], because the list is 0, 5, 6, ...."""
+    example, ``numbered(1, 2, skip=[(1, 5)])`` is [5, 6]."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -135,12 +127,9 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the shuffled position, in [0, ``size``), of each position ``places[i]`` in epoch ``epochs[i]``.
-
-    Each epoch has its own permutation. A permutation is a Feistel network on Z_a x Z_b, where a x b is equal to
-    ``size`` or slightly larger. A result of ``size`` or more passes through the network again (Black and Rogaway
-    2002, "Ciphers with arbitrary finite domains").
-    """
+    """Return the shuffled position, in [0, ``size``), of each position ``places[i]`` in epoch ``epochs[i]``. The
+    permutation of an epoch is a Feistel network on Z_a x Z_b, with a x b just above ``size``. A result of ``size`` or
+    more passes through the network again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains")."""
     a = isqrt(size - 1) + 1
     b = -(-size // a)
     key = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)

@@ -1,9 +1,7 @@
-"""Open files of token ids that other programs wrote. The ids are read from these files, not from a cache.
+"""Open files of token ids that other programs wrote.
 
-- Megatron-LM: ``NAME.bin``, and beside it the index ``NAME.idx`` with the dtype, the sequences and the documents
-  (`megatron/core/datasets/indexed_dataset.py`);
-- llm.c: a ``.bin`` file with a header of 256 32-bit integers: a magic number, a version and the number of tokens
-  (`dev/data/data_common.py`);
+- Megatron-LM: ``NAME.bin`` with an index ``NAME.idx`` (`megatron/core/datasets/indexed_dataset.py`);
+- llm.c: a ``.bin`` file with a header of 256 32-bit integers (`dev/data/data_common.py`);
 - nanoGPT: any other ``.bin`` file. It contains only ids, by default of 16 bits (`data/*/prepare.py`);
 - numpy: a ``.npy`` file with one dimension;
 - Arrow: a column of lists of ids in a Hugging Face data set.
@@ -36,8 +34,8 @@ _LLM_C_HEADER = 256 * 4  # bytes
 _DATES = range(2020_00_00, 2100_00_00)  # llm.c's magic numbers are dates
 
 BLOCKS = 16
-"""If at least this many rows all have the same length (the last may be shorter), they are taken for blocks of a
-longer text, not for documents."""
+"""From this many rows on, rows of equal length are taken for blocks of a longer text, not for documents. The last row
+may be shorter."""
 _CHECKED_IDS = 2**20  # number of ids at the start of a file that are read to check the dtype
 
 
@@ -67,7 +65,7 @@ class TokenFile:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The device and inode of the file. All paths of a file, including links, have the same."""
+        """The device and inode of the file, which are the same for all of its paths and links."""
         found = self.path.stat()
         return found.st_dev, found.st_ino
 
@@ -89,11 +87,11 @@ class TokenFile:
         return None if of_index is None else stamp + of_index
 
     def open(self) -> MappedTokens:
-        """Return the token ids, which are only read when they are indexed.
+        """Return the token ids. They are read when they are indexed.
 
         Raises:
-            BrokenFile: if the file cannot be read, is truncated, has an unknown format, or has another dtype than the
-                recipe states.
+            BrokenFile: if the file is unreadable, truncated or of an unknown format, or the recipe states another
+                dtype.
         """
         found = self._open()
         if self.dtype is not None and found.arrays[0].dtype.name != self.dtype:
@@ -213,9 +211,8 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists. Raise BrokenFile if there is a null among the ids.
-
-    Each row is a document. If the rows are blocks of a longer text (see `BLOCKS`), the ends of documents are unknown.
+    """Return the token ids in a column of lists, where each row is a document. Raise BrokenFile if an id is null. The
+    ends of documents are unknown if rows are blocks of a longer text (see `BLOCKS`).
 
     Args:
         chunks: the Arrow arrays that make up the column.

@@ -1,10 +1,7 @@
-"""Use the token ids in a user's files without copying them: check them, and hold out a part of them for validation.
+"""Read token ids from a user's files without copying them, and hold out some of them for validation.
 
-Before the first run, every id is read, to check that it is in the vocabulary and to compute hashes and checksums. The
-results are cached until a file changes. During a run, each block of a file is compared with its checksum when the
-block is first read.
-
-A part of a source is one file, or one split of a Hugging Face data set.
+Before the first run, all ids are read, to check them and to compute checksums. The results are cached until a file
+changes. A part of a source is one file, or one split of a Hugging Face data set.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -31,14 +28,12 @@ FORMAT = 1
 
 STRETCHES = 64
 STRETCH_TOKENS = 2**20
-"""A file is divided into at most `STRETCHES` stretches of at least about `STRETCH_TOKENS` tokens; a smaller file is
-one stretch. The end of each stretch is held out. So validation covers a file evenly, even if the file is sorted or
-consists of several corpora."""
+"""A file has at most `STRETCHES` stretches of at least about `STRETCH_TOKENS` tokens. The end of each stretch is held
+out. So validation covers the whole file, even if the file is sorted."""
 
 LONGEST_END = 2**10
-"""If more than this many ids at the end of a file are all the same, a line says so. A program that was stopped while
-it filled a file of a fixed size leaves zeros there. Padding to a whole number of sequences can be longer, too, so
-such a file is not refused."""
+"""If more than this many ids at the end of a file are equal, a note says so. They may come from a program that was
+stopped while it filled a file. The file is not refused, because they may also be padding."""
 
 _BLOCK = 2**20  # ids that are read at once
 
@@ -55,7 +50,7 @@ class TokenSurvey:
 
 
 class DocumentTokens:
-    """The tokens of documents, with an end-of-text token added after each document. ``ends`` are the positions in
+    """The tokens of documents, with an end-of-text token added after each document. ``ends`` has the position in
     ``tokens`` after the last token of each document."""
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
@@ -82,11 +77,8 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Raise InputError if two parts with the same ids have different uses, such as "train" and "validation".
-
-    ``used`` has (identity, part, use) of each part. Parts with the same identity have the same ids. A use is one of
-    those in :func:`uses`.
-    """
+    """Raise InputError if two parts with the same ids have different uses, such as "train" and "validation" (see
+    :func:`uses`). ``used`` has (identity, part, use) of each part. Parts with the same identity have the same ids."""
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
         found = first.setdefault(identity, {})
@@ -117,17 +109,13 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        All ids of a source with ``validation`` are training tokens. From any other source, the last
-        `VALIDATION_SHARE` of each stretch of a file is held out (see `STRETCHES`). If the ends of documents are
-        known, stretches end where documents end, and the held-out part is shortened to begin with a document. If no
-        document begins in it, it is not shortened.
-
-        If ``end_of_text`` does not occur in the ids of a source, but the ends of its documents are known, this id is
-        added after each document.
+        A source with ``validation`` has only training tokens. From any other source, the last `VALIDATION_SHARE` of
+        each stretch of a file is held out (see `STRETCHES`), in whole documents if possible. If documents have known
+        ends but no end-of-text token, ``end_of_text`` is added after each document.
 
         Raises:
-            InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are unknown
-                but needed, or the same ids have different uses (see :func:`refuse_two_uses`).
+            InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but
+                unknown, or the same ids have different uses.
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -234,8 +222,7 @@ class _SourceIds:
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return the tokens of ``mapped`` from position ``start`` to ``stop - 1``. If there are ``added`` tokens,
-        they are returned as well, but positions do not count them."""
+        """Return tokens ``start`` to ``stop - 1`` of ``mapped``, and the ``added`` tokens among them."""
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
@@ -264,7 +251,7 @@ def _survey(mapped: MappedTokens, end_of_text: int | None, meter: Meter) -> Toke
 
 
 def _cached(mapped: MappedTokens, values: dict[str, Any]) -> TokenSurvey:
-    """Return a survey from the cache. Raise an error if the survey is damaged."""
+    """Return a cached survey. Raise an error if it is damaged."""
     survey = TokenSurvey(**values)
     if not all(checksums_fit(checksums, ids.n_bytes) for ids, checksums in _of_arrays(mapped, survey)):
         raise ValueError
@@ -272,7 +259,7 @@ def _cached(mapped: MappedTokens, values: dict[str, Any]) -> TokenSurvey:
 
 
 def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[FileTokens | ArrayTokens, str]]:
-    """Yield each array of ``mapped`` with its checksums, a part of ``survey.blocks``."""
+    """Yield each array of ``mapped`` with its checksums from ``survey.blocks``."""
     at = 0
     for array in mapped.arrays:
         yield array, survey.blocks[at : (at := at + checksums_size(array.n_bytes))]
@@ -281,8 +268,7 @@ def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[File
 def _same_at_the_end(
     source: str, files: Sequence[tuple[str, MappedTokens]], end_of_text: int | None
 ) -> Iterator[str]:
-    """Yield a line if files of a source end with many equal ids (see `LONGEST_END`) that are not ``end_of_text``.
-    ``files`` has the name and the ids of each file."""
+    """Yield a note if files (name, ids) end with many equal ids that are not ``end_of_text`` (see `LONGEST_END`)."""
     found = []
     for name, mapped in files:
         end = ShardedTokens(mapped.arrays)[max(len(mapped) - LONGEST_END - 1, 0) :]
@@ -307,8 +293,7 @@ def _same_at_the_end(
 
 
 def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the validation parts of a file in order, as (first position, position after the last). ``end_of_text`` is
-    the id that ends documents in the file, or None if no id does."""
+    """Yield (first position, position after the last) of each validation part of a file, in order."""
     size = len(mapped)
     count = min(max(size // STRETCH_TOKENS, 1), STRETCHES)
     start = 0
@@ -323,8 +308,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first end of a document from ``position`` on, at most ``stop``. Return ``position`` if the ends of
-    documents are unknown."""
+    """Return the first end of a document from ``position`` on, at most ``stop``, or ``position`` if unknown."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

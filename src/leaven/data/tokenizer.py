@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 LONGEST_WORD = 2**12
-"""Longer runs of white space, or of other characters, are cut into parts of this many characters. The time to train a
-BPE grows with the square of the length of a run: 200 kB of one letter would take minutes."""
+"""Longest run of white space, or of other characters; longer runs are cut. The time to train a BPE grows with the
+square of this length."""
 TRAINING_BYTES = 2**26
 """Approximate limit on the bytes of text on which a BPE is trained. Training takes 0.1 s per MB on two cores."""
 
@@ -35,7 +35,7 @@ _LONG_WORD = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}|(?<!\s)\s{{{LONGEST_
 
 
 class TextPiece(NamedTuple):
-    """A part of the text of a document, which is encoded separately."""
+    """A piece of a document's text. Pieces are encoded separately."""
 
     validation: bool  # whether the document belongs to validation
     text: str
@@ -43,7 +43,7 @@ class TextPiece(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The token ids of pieces that belong to the same split: training or validation."""
+    """The token ids of the pieces of one split: training or validation."""
 
     ids: NDArray[Any]
     documents: int  # number of documents that end in these pieces
@@ -91,8 +91,7 @@ class Encoder:
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
-    """Load a tokenizer from a file or from the Hub. Return None for "bpe": this tokenizer must be trained on the
-    text.
+    """Load a tokenizer from a file or from the Hub. Return None for "bpe", which is trained on the text.
 
     Raises:
         InputError: if the tokenizer cannot be loaded, does not fit ``vocab_size``, or has no end-of-text token.
@@ -131,7 +130,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
 
 
 def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProgress | None) -> "Tokenizer":
-    """Train a byte-level BPE with ``vocab_size`` tokens, or with fewer if there are not enough pairs to merge."""
+    """Train a byte-level BPE of ``vocab_size`` tokens, or of fewer if there are not enough pairs to merge."""
     library = _library()
     meter = Meter(progress, "tokenizer", sum(corpus.n_bytes for corpus in corpora))
     tokenizer: Tokenizer = library.Tokenizer(library.models.BPE())
@@ -150,11 +149,9 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 
 
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
-    """Yield the text on which a tokenizer is trained: pieces of training documents.
-
-    Each source gives at most about `TRAINING_BYTES` / (number of sources) bytes, whatever its weight. So all mixtures
-    of the same sources have the same tokenizer, and their losses can be compared.
-    """
+    """Yield the pieces of training documents on which a tokenizer is trained. Each source gives at most an equal
+    share of about `TRAINING_BYTES`, whatever its weight. So mixtures of the same sources have the same tokenizer, and
+    their losses can be compared."""
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
         number = 0
@@ -168,8 +165,7 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 
 
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
-    """Yield a document in pieces that end at line ends if possible. Small pieces let several cores encode a document.
-    They also limit memory, because encoding needs 100 bytes for each token."""
+    """Yield a document in pieces that end at line ends if possible. Small pieces can be encoded in parallel."""
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
         stop = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
@@ -183,7 +179,7 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """Yield a text in parts, so that no run of white space or of other characters is longer than `LONGEST_WORD`."""
+    """Yield parts of a text without runs of white space, or of other characters, longer than `LONGEST_WORD`."""
     # The search for long runs takes as long as encoding. Every long run fills at least one of these short stretches,
     # so if none is filled, the search is left out.
     short = LONGEST_WORD // 2
@@ -199,8 +195,8 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it: a process that
-    is forked while threads exist may hang. If TOKENIZERS_PARALLELISM is already set, its value is not changed."""
+    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it.
+    TOKENIZERS_PARALLELISM takes precedence if it is set. A process that is forked while threads exist may hang."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:
@@ -210,12 +206,8 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return an array with the number of UTF-8 bytes of each token id.
-
-    The tokenizer must be a byte-level one, or one of SentencePiece (which writes spaces as "▁"). For others, return
-    None. Special tokens, for example end-of-text, have 0 bytes. A space that SentencePiece adds before a text is
-    counted.
-    """
+    """Return an array with the number of UTF-8 bytes of each token id. Special tokens have 0 bytes. Return None if
+    the tokenizer is neither byte-level nor from SentencePiece."""
     given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
     vocabulary: dict[str, int] = given.get_vocab(with_added_tokens=False)
@@ -236,8 +228,8 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 
 
 def bits_per_byte_factor(tokenizer: Path | None, targets: NDArray[np.int64]) -> float | None:
-    """Return the factor that converts the mean loss over ``targets``, in nats per token, to bits per byte.
-    End-of-text tokens count in the loss but have no bytes. Return None if the number of bytes is unknown or 0."""
+    """Return the factor that converts the mean loss over ``targets``, in nats per token, to bits per byte. Return
+    None if the number of bytes is unknown or 0. End-of-text tokens have no bytes."""
     counts = None if tokenizer is None else bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())
     return targets.size / n_bytes / math.log(2) if n_bytes else None

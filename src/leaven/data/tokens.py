@@ -1,11 +1,8 @@
-"""Turn the `[data]` section of a recipe into token ids on disk.
+"""Turn the `[data]` section of a recipe into token ids.
 
-Text is tokenised once, and its token ids are stored in a cache folder. Sources that already have token ids are read
-from their own files (:mod:`leaven.data.token_source`).
-
-The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
-``tokens`` (one folder for each pair of text and tokenizer, named by a hash). If several processes need a tokenizer or
-tokens that the cache lacks, one process writes them, while the others wait and then read the files.
+Text is tokenised once, and its token ids are stored in a cache folder. The cache has the folders ``surveys`` (sizes
+and hashes of source files), ``tokenizers``, and ``tokens`` (one folder for each pair of text and tokenizer). Sources
+of token ids are read from their own files (:mod:`leaven.data.token_source`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,11 +74,9 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``.
-
-        At most ``limit_tokens`` / T windows are divided among the sources by their proportions. But each source gives
-        at least one window. Raise InputError if a source does not fill one window.
-        """
+        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``: at most ``limit_tokens`` / T, shared
+        among the sources by their proportions, but at least one of each. Raise InputError if a source does not fill
+        one."""
         return np.concatenate(
             [
                 validation_windows(source.validation, seq_len, int(limit_tokens * share))
@@ -90,7 +85,7 @@ class TokenSet:
         )
 
     def epochs(self, tokens: int) -> dict[str, float]:
-        """Return how many epochs a run of ``tokens`` tokens makes over each source, by the name of the source."""
+        """Return the number of epochs over each source, by its name, in a run of ``tokens`` tokens."""
         shares = zip(self.names, self.proportions, self.sources, strict=True)
         return {name: float(share * tokens) / len(source.train) for name, share, source in shares}
 
@@ -102,12 +97,12 @@ def prepare(
     progress: OnProgress | None = None,
     processes: int | None = None,
 ) -> TokenSet:
-    """Return the tokens that the `[data]` section of a recipe names. Text is tokenised if it is not in the cache.
+    """Return the tokens that a `[data]` section names. Text is tokenised if it is not in the cache.
 
     Processes are spawned, so a script must call this function under ``if __name__ == "__main__"``.
 
     Args:
-        vocab_size: number of token ids of the model. If a tokenizer is trained, it gets at most this many tokens.
+        vocab_size: number of token ids of the model, and largest size of a trained tokenizer.
         cache: the folder of the cache; by default :func:`leaven.recipe.files.cache_folder`.
         progress: called with a stage (reading, tokenizer or encoding), the bytes processed and all bytes.
         processes: number of processes that encode text; by default one per core if there is enough text.
@@ -174,9 +169,7 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if a setting in ``data``, such as ``dtype``, does not fit the sources. Also raise it if two
-    files have the same token ids but different uses (see :func:`refuse_two_uses`). ``of_ids`` has the parts of each
-    source of token ids, by the name of the source."""
+    """Raise InputError if a setting does not fit the sources. ``of_ids`` has the sources of token ids, by name."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
@@ -218,8 +211,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the file in the cache, and the encoder, of a tokenizer. This is ``given`` or, if ``given`` is None, a
-    tokenizer that is trained on ``corpora``."""
+    """Return the cached file and the encoder of ``given``, or else of a tokenizer trained on ``corpora``."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
@@ -236,7 +228,7 @@ def _tokenizer(
 
 
 def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
-    """Save a tokenizer in a folder named by its hash. Return the path of the file, and the encoder."""
+    """Save a tokenizer in a folder named by its hash. Return its file and its encoder."""
     raw = tokenizer.to_str(pretty=True).encode()
     path = folder / storage.digest(raw, 16) / "tokenizer.json"
     if not path.exists() or path.read_bytes() != raw:
@@ -246,8 +238,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the file and the encoder of the tokenizer whose hash is stored in the file ``name``. Return None if a
-    file is missing or damaged."""
+    """Return the file and encoder of the tokenizer whose hash is in ``name``, or None if a file is damaged."""
     from tokenizers import Tokenizer
 
     try:

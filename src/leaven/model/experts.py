@@ -1,7 +1,7 @@
 """A mixture of experts: a router chooses some of the experts for each token, and no token is dropped.
 
-Shape suffixes: B sequences, T positions, D d_model, F d_expert, E experts, k active experts; R = B x T x k rows, one
-for each token and each of its experts, sorted by expert.
+Shape suffixes: B sequences, T positions, D d_model, F d_expert, E experts, k active experts, R = B x T x k rows. A
+token has one row for each of its experts. Rows are sorted by expert.
 """
 
 import math
@@ -47,14 +47,14 @@ class SequenceWeights:
 
 @dataclass
 class RouterTally:
-    """Two sums of one layer over the tokens of a step. Each backward pass adds to them."""
+    """Sums of one layer over the tokens of a step. Each backward pass adds to them."""
 
     load_E: Tensor | float = 0.0  # number of tokens sent to each expert
     balance: Tensor | float = 0.0  # balance loss without its coefficient, summed over the targets
 
 
 class Router(nn.Module):
-    """The matrix that turns a token's activations into one logit per expert, in the dtype of the weights (fp32)."""
+    """The matrix from a token's activations to one logit per expert, in the dtype of the weights (fp32)."""
 
     def __init__(self, d_model: int, experts: int) -> None:
         super().__init__()
@@ -128,10 +128,7 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the experts of each token (B, T, k), their weights (B, T, k), and the loads (B, E).
-
-        A load is the number of tokens of a sequence that an expert receives.
-        """
+        """Return each token's experts (B, T, k), their weights (B, T, k), and the load of each expert (B, E)."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -151,7 +148,7 @@ class MixtureOfExperts(nn.Module):
     def _with_losses(
         self, weights_BTk: Tensor, logits_BTE: Tensor, scores_BTE: Tensor, load_BE: Tensor, sequences: SequenceWeights
     ) -> Tensor:
-        """Return the weights unchanged. In the backward pass, the gradients of the router's losses are added."""
+        """Return the weights unchanged. The backward pass adds the gradients of the router's losses."""
         balance, z_loss = self.losses
         targets_B = sequences.targets_B.to(scores_BTE.dtype)
         shares_BTE = scores_BTE
@@ -186,11 +183,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return R = copies x N rows; row i is a copy of row ``order_R[i] // copies`` of ``x_ND``.
-
-    ``inverse_R`` is the inverse of the permutation ``order_R``. The backward pass uses it to gather rows, because
-    scattering rows would make gradients on a GPU differ from run to run.
-    """
+    """Return R = copies x N rows. Row i is a copy of row ``order_R[i] // copies`` of ``x_ND``. With ``inverse_R``,
+    the inverse permutation, the backward pass gathers rows, because scattering is not reproducible on a GPU."""
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
 

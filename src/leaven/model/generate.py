@@ -14,11 +14,8 @@ from leaven.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings for drawing the next token at random (Holtzman et al. 2020, arXiv 1904.09751).
-
-    The settings are applied in the order of the fields. The most likely token always remains possible. A value out of
-    range raises InputError.
-    """
+    """The settings for drawing the next token (Holtzman et al. 2020, arXiv 1904.09751), in the order of their use.
+    The most likely token always remains possible. A value out of range raises InputError."""
 
     temperature: float = 1.0  # at 0, the most likely token is chosen
     top_k: int = 0  # keep only this number of most likely tokens; 0 keeps all
@@ -60,11 +57,8 @@ def generate(
     end: int,
     max_tokens: int,
 ) -> Iterator[int]:
-    """Yield up to ``max_tokens`` tokens that continue ``tokens``. Stop before the token ``end``.
-
-    Ids from ``vocabulary`` on have no text and are never drawn. There is no key-value cache, so each token costs a
-    forward pass over its context of up to ``seq_len`` tokens.
-    """
+    """Yield up to ``max_tokens`` tokens that continue ``tokens``. Stop before the token ``end``. Ids from
+    ``vocabulary`` on are never drawn. Without a key-value cache, each token needs a forward pass over its context."""
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):
         window_BT = torch.tensor([context[-model.shape.seq_len :]], device=device)

@@ -1,7 +1,7 @@
 """Initialise parameters with the distributions that the parameter table defines.
 
-The values do not depend on how processes share the model. They are drawn in blocks of rows. Each block has its own
-seed, so a process draws only the blocks that it needs.
+Values are drawn in blocks of rows, each with its own seed. So they do not depend on how processes share the model,
+and a process draws only the blocks that it needs.
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,8 @@ def fill(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:
-    """Fill ``piece`` with normally distributed values. ``seed`` and ``name`` determine them.
-
-    By default, ``piece`` is a whole parameter. If it is a block of a parameter, ``shape`` is the shape of the whole
-    parameter, and ``offset`` is the index of the block's first element.
-
-    Values are drawn in fp32 and then cast, so models of different dtypes have the same values up to rounding.
-    """
+    """Fill ``piece`` with normally distributed values, which ``seed`` and ``name`` determine. ``piece`` is a whole
+    parameter, or a block of a parameter of shape ``shape`` that begins at the index ``offset``."""
     if std == 0:
         piece.fill_(mean)
         return

@@ -1,9 +1,8 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-Functions such as :func:`norms` are here, too, because they call private functions of torch, which may change.
-
-Shape suffixes of attention: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E
-entries of a head, t queries of a block, s keys that the block attends to. Elsewhere D, F, K, M and N are any sizes.
+Functions that call private functions of torch, such as :func:`norms`, are here, too. Shape suffixes: B sequences, T
+positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head, t queries of a block, s keys
+of these queries. Outside attention, D, F, K, M and N are any sizes.
 """
 
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ PREFERS_ONEDNN = (
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norms of the tensors as one tensor, (number of tensors,), computed by a few kernels together."""
+    """Return the 2-norms of the tensors as one tensor, (number of tensors,)."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
@@ -75,11 +74,8 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
 
 
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
-    """Multiply each of E consecutive groups of rows by its own matrix, and return (N, F).
-
-    Group e has ``sizes_E[e]`` rows. On CUDA, bf16 products are one kernel if F and D are multiples of 8. Otherwise
-    each group has its own product, and the host waits for the sizes.
-    """
+    """Multiply consecutive groups of rows by one matrix each, and return (N, F). Group e has ``sizes_E[e]`` rows. On
+    CUDA, bf16 products are one kernel if F and D are multiples of 8. Otherwise the host waits for the sizes."""
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     even = not (weight_EFD.shape[1] % 8 or weight_EFD.shape[2] % 8)  # the kernel needs rows of whole 16 bytes
@@ -91,16 +87,13 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
 
 
 def has_grouped_kernel(device: str) -> bool:
-    """Return whether torch has one kernel for all products of :func:`grouped_linear` on this type of device."""
+    """Return whether :func:`grouped_linear` can use one kernel on this type of device."""
     return device == "cuda"
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes``. On a GPU, the host waits for them.
-
-    ``total`` is the sum of the sizes. It is used only by :mod:`leaven.verification.dry_run`, which replaces this
-    function.
-    """
+    """Return the elements of ``sizes``. On a GPU, the host waits for them. Only :mod:`leaven.verification.dry_run`,
+    which replaces this function, uses ``total``, the sum of the sizes."""
     found: list[int] = sizes.tolist()
     return found
 
@@ -113,7 +106,7 @@ def uses_onednn(x: Tensor, weight_FD: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight_FD: Tensor) -> Tensor:
-    """Return x @ weight.T. oneDNN computes the product if :func:`uses_onednn`, otherwise torch's own kernel does."""
+    """Return x @ weight.T, computed by oneDNN if :func:`uses_onednn`, otherwise by torch."""
     if not uses_onednn(x, weight_FD):
         return F.linear(x, weight_FD)
     y: Tensor = _Linear.apply(x, weight_FD)  # type: ignore[no-untyped-call]
@@ -146,10 +139,8 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, (N, M). Call this only where autograd does not record. The result may be transposed in memory.
-
-    oneDNN needs a transposed copy of one of the matrices. Copying the smaller matrix is faster.
-    """
+    """Return a.T @ b, (N, M), which may be transposed in memory. Call this only where autograd does not record. For
+    oneDNN, the smaller matrix is copied in transposed order."""
     if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
         return a_KN.T @ b_KM
     if a_KN.shape[1] > b_KM.shape[1]:
@@ -190,13 +181,10 @@ def causal_attention(
     softcap: float | None = None,
     allowed_B1TT: Tensor | None = None,
 ) -> Tensor:
-    """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
+    """Return the causal attention softmax(scale x query . key) . value, (B, H, T, E).
 
-    torch's own kernel has no softcap. On a CPU, it takes about as long as this function in fp32, and up to 1.9 times
-    as long in bf16 (measured: docs/log.md).
-
-    The softmax is computed in fp32 or wider. In the backward pass, sums over blocks of `BLOCK` queries are, too.
-    Torch function modes can intercept this function, like functions of torch.
+    The softmax is in fp32 or wider. torch's own kernel has no softcap, and on a CPU in bf16 it takes up to 1.9 times
+    as long (measured: docs/log.md).
 
     Args:
         window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
@@ -277,10 +265,8 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many probabilities :func:`causal_attention` keeps for the backward pass, per sequence and head.
-
-    ``length`` is the number of tokens of a sequence. No window and no softcap are assumed.
-    """
+    """Return how many attention probabilities are kept for the backward pass, per head and sequence of ``length``
+    tokens. No window and no softcap are assumed."""
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))
@@ -295,8 +281,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap). Without ``softcap``,
-    the second result is None."""
+    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap) or None."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]
@@ -326,10 +311,8 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return gain * x / sqrt(mean(x^2) + eps) in ``dtype``. The mean is over the last dimension.
-
-    The gradient is written by hand, because autograd would read and write memory twice as often.
-    """
+    """Return gain * x / sqrt(mean(x^2) + eps) in ``dtype``. The mean is over the last dimension. The gradient is
+    written by hand, and reads and writes memory half as often as autograd's."""
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 
@@ -356,11 +339,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Apply rotary positions to x, (B, T, H, E), and return (B, H, T, E).
-
-    Entries i and i + E/2 of a head are rotated as a pair. Cosines and sines are (T, E/2), or (B, T, E/2) if each
-    sequence has its own positions.
-    """
+    """Apply rotary positions to x, (B, T, H, E), and return (B, H, T, E). Entries i and i + E/2 of a head are a pair.
+    Cosines and sines are (T, E/2), or (B, T, E/2) if each sequence has its own positions."""
     y_BHTE: Tensor = _Rotate.apply(x_BTHE, cos_TE, sin_TE)  # type: ignore[no-untyped-call]
     return y_BHTE
 

@@ -1,10 +1,8 @@
 """Compute unembedding and cross-entropy together, one chunk of tokens at a time.
 
-The logits are by far the largest tensor of a micro-batch: for 16 x 1,024 tokens and a vocabulary of 50,304, they take
-3.3 GB in fp32, and their gradient takes another 3.3 GB. Here the gradient of a chunk is computed right after the
-chunk's loss, and then its logits are freed.
-
-Shape suffixes: N tokens, n tokens of a chunk, D d_model, V vocabulary, B sequences, T positions.
+The logits of 16 x 1,024 tokens and a vocabulary of 50,304 take 3.3 GB in fp32, and so does their gradient. Here the
+logits of a chunk are freed as soon as its gradient is computed. Shape suffixes: N tokens, n tokens of a chunk, D
+d_model, V vocabulary, B sequences, T positions.
 """
 
 from typing import Any
@@ -24,32 +22,24 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**22
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     """Return (documents, targets), both (B, T), for the first T tokens of each row of ``windows``, (B, T + 1).
-
-    ``documents`` has the index of each token's document within the row. An end-of-text token belongs to the document
-    that it ends. Its target is `IGNORED`, because the next token begins an unrelated document.
-    """
+    ``documents`` has the index of each token's document within the row. The target of an end-of-text token is
+    `IGNORED`, because the next token begins another document."""
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
     return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)
 
 
 class ZLoss:
-    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exp(logit) over the token's logits.
-
-    :func:`cross_entropy` adds the z-loss to the gradients, but not to the loss that it returns. Source: Chowdhery et
-    al. 2022, arXiv 2204.02311, section 5.
-    """
+    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exp(logit) over the token's logits
+    (Chowdhery et al. 2022, arXiv 2204.02311, section 5). :func:`cross_entropy` adds it to the gradients only."""
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
         self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
 
     def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
-        """Add the z-loss of a chunk of n tokens to the total. ``counts_n`` is True for the tokens that count.
-
-        Returns:
-            1 + 2 c log Z, (n,). It multiplies the softmax in the gradient: (1 + 2 c log Z) x softmax - one-hot.
-        """
+        """Add the z-loss of a chunk of n tokens to the total. ``counts_n`` is True for the tokens that count. Return
+        the factor 1 + 2 c log Z, (n,), for the gradient of the logits: (1 + 2 c log Z) x softmax - one-hot."""
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n
 
@@ -62,17 +52,14 @@ class WholeVocabulary:
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """Return the gradient of the argument of :meth:`gather`. ``grad_ND`` is the gradient of its result."""
+        """Return the gradient of the argument of :meth:`gather`, given the gradient of its result."""
         return grad_ND
 
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V).
-
-        The gradient includes the gradient of ``z_loss``. If ``learns`` is false, None is returned in its place. The
-        logits may be overwritten.
-        """
+        """Return the loss of a chunk, and ``weight`` times the gradient of the logits, (n, V), which includes that of
+        the z-loss. The gradient is None unless ``learns``. The logits may be overwritten."""
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         # log Z = logit - log(softmax) for every logit. The softmax of the largest logit cannot underflow.
@@ -104,14 +91,14 @@ def cross_entropy(
 ) -> Tensor:
     """Return ``factor`` times the loss of hidden states (..., D) and targets (...), a scalar.
 
-    The loss, in nats, is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target
-    is not `IGNORED`.
+    The loss, in nats, is the sum of -log softmax(multiplier x hidden . weight)[target] over the targets that are not
+    `IGNORED`.
 
     Args:
         softcap: logits become softcap x tanh(logit / softcap).
         factor: may be a loss scale, because it is applied before gradients are rounded to ``compute``.
         compute: dtype of matrix products and logits, by default the dtype of ``hidden``. The softmax and the sum of
-            the losses are computed in fp32 or wider. docs/concepts/choices.md has measurements.
+            losses are in fp32 or wider.
         repeatable: whether the backward pass may run twice, which needs memory for a second gradient of the weight.
         vocabulary: how processes share the tokens and the vocabulary; None: this process has all of both.
         z_loss: added to the gradients, not to the result.

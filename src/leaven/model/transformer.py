@@ -1,7 +1,5 @@
 """The transformer that a model shape describes, and its stages for pipeline parallelism.
 
-Parameters have the names and shapes that ``ModelShape.parameters()`` lists.
-
 Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_rotary / 2
 for cosines and sines), V vocabulary.
 """
@@ -43,7 +41,7 @@ class Linear(nn.Linear):
 
 
 class PerHeadNorm(nn.Module):
-    """A norm over the entries of each head, with a separate gain for every entry of every head."""
+    """A norm over the entries of each head. Each entry of each head has its own gain."""
 
     def __init__(self, shape: ModelShape, heads: int) -> None:
         super().__init__()
@@ -122,11 +120,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
-
-    With norms on the outputs of branches, the factor comes after the norm: x + a norm(attention(...)). With parallel
-    branches, the MLP reads the same input as attention.
-    """
+    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m. With
+    norms on outputs, it adds a norm(attention(...)). With parallel branches, the MLP reads the same input as
+    attention."""
 
     def __init__(
         self,
@@ -187,7 +183,7 @@ class Transformer(nn.Module):
 
     Args:
         multipliers: factors on the outputs of parameters, by the name of the parameter; the default is 1.
-        attention_scale: multiplies query . key; the default is 1 / sqrt(d_head).
+        attention_scale: factor on query . key; the default is 1 / sqrt(d_head).
         router_losses: coefficients of the routers' balance loss and z-loss.
     """
 
@@ -233,24 +229,15 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the unembedding, (B, T, D).
-
-        ``documents_BT`` has the index of each token's document, which does not decrease along T. With it, every
-        document begins at position 0, and tokens attend only to their own document.
-
-        Raises:
-            ValueError: if T exceeds the number of learned positions.
-        """
+        """Return the input of the unembedding, (B, T, D). ``documents_BT`` has the index of each token's document in
+        its sequence. With it, every document begins at position 0, and tokens attend only to their own document.
+        Raise ValueError if T exceeds the learned positions."""
         x_BTD = self.through_layers(self.embed(tokens_BT, documents_BT), tokens_BT.shape[1], documents_BT)
         hidden_BTD: Tensor = self.norm["final"](x_BTD)
         return hidden_BTD
 
     def embed(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the first block, (B, T, D).
-
-        Raises:
-            ValueError: if T exceeds the number of learned positions.
-        """
+        """Return the input of the first block, (B, T, D). Raise ValueError if T exceeds the learned positions."""
         x_BTD: Tensor = self.embedding(tokens_BT)
         if "embedding" in self.norm:
             x_BTD = self.norm["embedding"](x_BTD)
@@ -270,11 +257,9 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> Tensor:
-        """Run the blocks on ``x_BTD``, and return (B, T, D). A pipeline stage runs only its own blocks.
-
-        ``length`` is the number of tokens of a whole sequence. It is T, or more if ``x_BTD`` has only a part of each
-        sequence. With ``sequences``, the backward pass adds the gradients of the routers' losses.
-        """
+        """Run the blocks on ``x_BTD``, and return (B, T, D). ``length`` is the number of tokens of a whole sequence;
+        ``x_BTD`` may have only a part of each. With ``sequences``, the backward pass adds the gradients of the
+        routers' losses."""
         positions = Positions(self.shape, length, x_BTD, documents_BT, sequences)
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)
@@ -282,7 +267,7 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
+    """Rotary cosines and sines, and the bias or mask of the attention scores, for one forward pass.
 
     - Cosines and sines: (T, d_rotary / 2), or (B, T, d_rotary / 2) with ``documents_BT``.
     - Bias of ALiBi: (H, T, T), or (B, H, T, T) with ``documents_BT``.
@@ -329,10 +314,7 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the attention scores in a layer. ``window`` is the layer's sliding window.
-
-        If the result is None, a token attends to all tokens of its sequence up to its own position.
-        """
+        """Return the bias or mask of the scores in a layer with this ``window``; None for plain causal attention."""
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
@@ -342,7 +324,7 @@ class Positions:
         return self.bias_HTT.masked_fill(~self.window_TT, -torch.inf)
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
-        """Return queries or keys as (B, H, T, E). With rotary positions, they are rotated."""
+        """Return queries or keys as (B, H, T, E), rotated if the positions are rotary."""
         if self.cos_TE is None or self.sin_TE is None:
             return x_BTHE.transpose(1, 2)
         size, cos_TE, sin_TE = 2 * self.cos_TE.shape[-1], self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype)
@@ -362,12 +344,9 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """Return the ALiBi slope of each of n heads (Press et al. 2021, arXiv 2108.12409).
-
-    If n is a power of two, head i = 1, ..., n has the slope 2^(-8 i / n). Otherwise, as in the authors' code, let p
-    be the largest power of two below n. The first p slopes are those of p heads. The others are the first, third,
-    fifth, ... of the slopes of 2 p heads.
-    """
+    """Return the ALiBi slope of each of n heads (Press et al. 2021, arXiv 2108.12409). If n is a power of two, head i
+    = 1, ..., n has the slope 2^(-8 i / n). Otherwise, let p be the largest power of two below n. The first p slopes
+    are those of p heads. The others are every second slope of 2 p heads, from the first on."""
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-8 * i / (2 * power)) for i in range(1, 2 * (n_heads - power), 2)]
@@ -380,10 +359,8 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model.
-
-    The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. The
-    constructor removes everything else from ``model``. Parameters keep their names, with the prefix ``model.``.
+    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model. The first stage also has the embedding. The
+    last stage also has the final norm, the unembedding and the loss. The rest is removed from ``model``.
 
     Args:
         dtype: the dtype of matrix products.
@@ -420,11 +397,8 @@ class Stage(nn.Module):
         return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations, (B, T, D); in the last stage, return ``factor`` times the loss, (1,).
-
-        The loss is in nats, summed over all targets that are not ignored. In the first stage, ``x`` is tokens,
-        (B, T). In the other stages, ``x`` is the activations of the previous stage.
-        """
+        """Return the activations, (B, T, D), or in the last stage ``factor`` times the loss, (1,), summed in nats.
+        ``x`` is tokens, (B, T), in the first stage, and the activations of the previous stage in the others."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:

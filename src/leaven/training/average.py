@@ -25,8 +25,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, share: float) -> None:
-        """Set the average to (1 - ``share``) x average + ``share`` x weights. The first call sets it to the
-        weights."""
+        """Set the average to (1 - ``share``) x average + ``share`` x weights. The first call copies the weights."""
         weights = [parameter.detach() for parameter in self._model.local_parameters]
         if self._average:
             lerp_(self._average, weights, share)
@@ -35,10 +34,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Swap the average into the model inside the ``with`` block, and restore the weights at its end.
-
-        The average must have begun.
-        """
+        """Swap the average, which must have begun, into the model inside the ``with`` block."""
         self._exchange()
         try:
             yield

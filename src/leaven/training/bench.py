@@ -1,5 +1,4 @@
-"""Measures the speed of training steps for several micro-batches and global batches. Suggests a micro-batch, and the
-global batch with which a batch ramp starts."""
+"""Measures the speed of training steps by micro-batch and global batch. Suggests a micro-batch and a batch ramp."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -49,9 +48,8 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps for all pairs of a global batch and a micro-batch, except pairs whose
-    micro-batch is larger than the global batch or does not fit into memory. Return the speeds, and the suggestions of
-    :func:`choose`.
+    """Measure the speed of training steps for all pairs of a global batch and a micro-batch that fits into it. Return
+    the speeds, and the suggestions of :func:`choose`.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.
@@ -98,9 +96,9 @@ def bench(
 
 
 def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoice | None:
-    """Return two suggestions: the fastest micro-batch at the largest global batch, and the global batch with which a
-    ramp starts. That is the smallest one with at least ``share`` of the highest speed. Return None if there are no
-    rows. ``rows`` must be in ascending order of the global batch."""
+    """Return the fastest micro-batch at the largest global batch and, for the start of a ramp, the smallest global
+    batch that reaches ``share`` of the highest speed. Return None without rows. ``rows`` must be in ascending order
+    of the global batch."""
     fastest: dict[int, BenchSpeed] = {}  # by global batch
     for row in rows:
         if row.global_batch not in fastest or row.tokens_per_second > fastest[row.global_batch].tokens_per_second:

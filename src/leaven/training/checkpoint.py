@@ -1,10 +1,9 @@
 """Writes and reads checkpoints. A checkpoint is a folder that is either complete or absent.
 
-It is written to a temporary folder, synced, and renamed. Each process writes its parts of the tensors: a file for the
-model and a file for the optimizer. The first process checks that the parts form whole tensors, and writes
-``state.json`` with the digest of every file. If a digest does not match, the checkpoint is damaged, and an earlier
-one that is undamaged is used. The number of processes that read a checkpoint may differ from the number that wrote
-it.
+Each process writes its parts of the tensors, in a file for the model and a file for the optimizer. The first process
+writes ``state.json`` with the digest of every file, and then renames the temporary folder. If a digest does not
+match, the checkpoint is damaged, and an earlier one is used. The number of processes may change between writing and
+reading.
 """
 
 import json
@@ -74,8 +73,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run between steps. Each process saves its own share of the tensors, and the first process
-    everything else. :func:`read_checkpoint` sets ``model`` and ``optimizer`` to :class:`Tensors`."""
+    """The state of a run between steps. Each process saves its share of the tensors, and the first process everything
+    else. :func:`read_checkpoint` sets ``model`` and ``optimizer`` to :class:`Tensors`."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
@@ -106,12 +105,12 @@ def write_checkpoint(
     tidy: Callable[[], None] = lambda: None,
     require: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path.
+    """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path. All
+    processes of ``exchange`` must call this, from any thread, and get the same result.
 
-    All processes of ``exchange`` must call this, from any thread, and get the same result. Before it writes, each
-    process calls ``require``, which raises OSError if the folder is not the right one. When the checkpoint is
-    complete, the first process calls ``tidy``, for example to remove older checkpoints. Only then do the processes
-    return.
+    Args:
+        tidy: called by the first process when the checkpoint is complete, for example to remove older checkpoints.
+        require: called before anything is written; raises OSError if the folder is not the right one.
 
     Raises:
         NotSaved: if a process cannot write, rank 1 or higher does not answer, or the parts do not form whole tensors.
@@ -143,8 +142,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return a JSON object with the digests of the files, the positions of
-    the blocks, and the names of the tensors that another process must save (``of_others``)."""
+    """Write this process's share of the tensors. Return a JSON object with the digests of its files, the positions of
+    its blocks, and the names of the tensors that other processes must save."""
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -169,12 +168,7 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
 
 
 def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[Any]) -> None:
-    """Check the files of all processes, write ``state.json``, and rename the folder to its final name.
-
-    Raises:
-        OSError: if a process has failed, or its files are not in the folder.
-        ValueError: if the parts do not form whole tensors.
-    """
+    """Check the files of all processes, write ``state.json``, and rename the folder to its final name."""
     errors = [
         (f"rank {rank}: " if len(parts) > 1 else "") + ("does not answer" if part is None else part["error"])
         for rank, part in enumerate(parts)
@@ -223,8 +217,8 @@ def read_checkpoint(
     group: ProcessGroup = SINGLE_PROCESS,
     recipe: Recipe | None = None,
 ) -> tuple[Checkpoint | None, list[Path]]:
-    """Return (checkpoint, damaged): the newest undamaged checkpoint that no rewind has undone, or None, and the paths
-    of the damaged checkpoints that are newer.
+    """Return the newest undamaged checkpoint that no rewind has undone, or None, and the paths of newer damaged
+    checkpoints.
 
     Each process of ``group`` verifies a share of the files. All processes get the same result.
 
@@ -263,9 +257,8 @@ def read_checkpoint(
 
 
 def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait until ``differs`` returns False on every process: a network disk may show new files late. Raise InputError
-    on all processes if it still returns True on one of them after `SEEN_AFTER` seconds. With a single process, do
-    nothing. ``path`` is named in the message."""
+    """Wait until ``differs`` returns False on every process, because a network disk may show new files late. After
+    `SEEN_AFTER` seconds, raise InputError on all processes. ``path`` is named in the message."""
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):
@@ -286,8 +279,7 @@ def _differs(checkpoint: Path, wanted: str) -> bool:
 
 
 def _seen(checkpoint: Path) -> str:
-    """Return a text that describes the files of a checkpoint and their sizes. It is equal on two processes if both
-    see the same."""
+    """Return a text about the files of a checkpoint and their sizes, to compare what two processes see."""
     try:
         files = storage.read(checkpoint / "state.json")
         names = sorted((storage.json_object(files) or {})["files"])
@@ -333,8 +325,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
-    """Raise ValueError unless ``model`` has exactly the parameters of a recipe. ``optimizer`` must have moments for
-    all these parameters or for none, and averages for all or for none."""
+    """Raise ValueError unless the parameters, and their moments and averages if there are any, fit the recipe."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -392,11 +383,9 @@ class Saved:
 class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
-    The first checkpoint in each interval of ``every_tokens`` counts as scheduled; :func:`checkpoints_to_keep` chooses
-    those to keep. A later checkpoint in an interval, for example of a stop, is kept only while it is the newest. So
-    stops do not push out the checkpoints to which a run may roll back.
-
-    Every process of a run has a manager and calls the same methods at the same steps, from its main thread.
+    The first checkpoint in each interval of ``every_tokens`` is scheduled; :func:`checkpoints_to_keep` chooses those
+    to keep. Any other checkpoint, such as one at a stop, is kept only while it is the newest. Every process of a run
+    calls the same methods at the same steps, from its main thread.
     """
 
     def __init__(
@@ -418,17 +407,13 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint. ``good_tokens`` is the number of tokens up to which the run shows
-        no anomaly."""
+        """Start writing a copy of the checkpoint. The run shows no anomaly up to ``good_tokens`` trained tokens."""
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save. Return None if there was no save, if an earlier call has returned its
-        result, or if it is unfinished and ``wait`` is False.
-
-        With ``wait``, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer.
-        """
+        """Return the result of the last save, but only once. Without ``wait``, return None if the save is unfinished.
+        With ``wait``, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -440,14 +425,9 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens``. Rename the ``damaged`` checkpoints.
-        Remove unfinished checkpoints, and checkpoints after ``after_tokens`` that one of the run's ``rewinds`` has
-        undone.
-
-        Call :meth:`outcome` first. The processes wait for each other, so that none reads or writes a checkpoint
-        meanwhile. Raise InputError on all processes if a checkpoint after ``after_tokens`` is neither damaged nor
-        undone.
-        """
+        """Prepare the folder to continue from ``after_tokens``: rename the ``damaged`` checkpoints, and remove
+        unfinished ones and those that ``rewinds`` have undone. Raise InputError on all processes if a checkpoint
+        after ``after_tokens`` is neither damaged nor undone. Call :meth:`outcome` first."""
         self._group.barrier()
         new: Path | None = None
         if self._group.is_first:
@@ -505,8 +485,7 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
     """Return the lowest of the ascending token counts in each interval of ``every_tokens`` tokens, except in the
-    interval that begins at 0. With intervals of 2 tokens, 0, 2, 3 and 5 become 2 and 5. Return [] if ``every_tokens``
-    is None."""
+    interval that begins at 0. With intervals of 2 tokens, 0, 2, 3 and 5 become 2 and 5."""
     if every_tokens is None:
         return []
     return [count for count in first_in_each_interval(tokens, every_tokens) if count >= every_tokens]
@@ -519,7 +498,7 @@ def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]
 
 
 class Checkpoints(Callback):
-    """Saves a checkpoint at a fixed interval in tokens, while training continues, and logs each save as an event."""
+    """Saves a checkpoint at a fixed interval in tokens, and logs each save as an event."""
 
     every_tokens: int
 
@@ -563,16 +542,14 @@ class Checkpoints(Callback):
         self._saved_step = training.progress.step
 
     def save_last(self) -> str | None:
-        """Save the current state, unless it is saved already, and wait until it is written. Return why it could not
-        be written, or None."""
+        """Save the current state if it is not saved yet, and wait until it is written. Return the error, or None."""
         self.log_outcome(wait=True)  # afterwards all processes have the same saved step
         if self.training.progress.step != self._saved_step:
             self.save()
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, if it is not logged yet. With ``wait``, wait for it. Without, an
-        unfinished save is logged by a later call. Return the error of the save that was logged, or None."""
+        """Log the result of the last save once, and return its error or None. With ``wait``, wait for the result."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

@@ -50,9 +50,8 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Return the whole tensors by name, each with the places of all its blocks. ``parts`` has one mapping for each
-    process, with the blocks that it has written. Raise ValueError if the blocks of a tensor overlap, leave a gap or
-    exceed its shape, or if they disagree about its dtype or shape."""
+    """Return the whole tensors by name. ``parts`` has the blocks that each process has written. Raise ValueError if
+    the blocks of a tensor overlap, leave a gap, or disagree about its dtype or shape."""
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
         for name, saved in part.items():
@@ -74,8 +73,8 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why the blocks do not form a whole tensor, or None. The edges of all blocks cut the tensor into a grid
-    of cells; every cell must belong to exactly one block."""
+    """Return why the blocks do not form a whole tensor, or None. The edges of the blocks cut the tensor into a grid
+    of cells, and each cell must belong to exactly one block."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
@@ -92,8 +91,7 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
 
 
 class Tensors(Mapping[str, Tensor]):
-    """A mapping from names to tensors, which are read on access. A tensor may be a view of a file: copy it before you
-    write to it. An opened file stays readable even if it is deleted."""
+    """A mapping from names to tensors, which are read on access. Copy a tensor before you write to it."""
 
     def __init__(self, folder: Path, saved: Mapping[str, SavedTensor]) -> None:
         self._folder, self._saved = folder, saved
@@ -112,9 +110,8 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Raise ValueError with the name of a tensor if one of its blocks is in none of ``files``, or if its blocks
-        do not form the whole tensor. In the files ``headers``, also check that each block has the dtype and shape
-        that the list of blocks states."""
+        """Raise ValueError if a block is in none of ``files``, or if the blocks of a tensor do not form the whole
+        tensor. Also compare the dtype and shape of each block with those in the files ``headers``."""
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
@@ -159,8 +156,7 @@ class Tensors(Mapping[str, Tensor]):
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the block of a tensor that begins at ``offset`` and has the shape ``shape``. Nothing else is
-        read."""
+        """Return the block of a tensor that begins at ``offset`` and has the shape ``shape``."""
         saved, wanted = self._saved[name], _spans(offset, shape)
         assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
         assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))
@@ -192,8 +188,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return the part of a saved tensor that this process stores, which ``piece`` describes. A scalar is returned
-    whole."""
+    """Return the part of a saved tensor that ``piece`` describes. A scalar is returned whole."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]
@@ -210,7 +205,7 @@ def _spans(offset: Sequence[int], shape: Sequence[int]) -> tuple[Span, ...]:
 
 
 def _common(one: Sequence[Span], other: Sequence[Span]) -> tuple[Span, ...]:
-    """Return the intersection of two blocks; its size is 0 if they do not overlap."""
+    """Return the intersection of two blocks. Its size is 0 if they do not overlap."""
     both = zip(one, other, strict=True)
     return tuple((max(a, b), max(a, b, min(c, d))) for (a, c), (b, d) in both)
 

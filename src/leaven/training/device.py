@@ -71,7 +71,7 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 def default_device() -> torch.device:
     """Return the device (cuda, mps or cpu) that ``--device`` or LEAVEN_DEVICE names, or the best device of this
-    machine. Raise InputError for any other name, or if this machine or this build of torch lacks the device."""
+    machine. Raise InputError if this machine or this build of torch lacks the device."""
     there = [name for name in DEVICES if _lacking(name) is None]
     name = os.environ.get("LEAVEN_DEVICE") or there[0]
     if name not in DEVICES:
@@ -112,8 +112,7 @@ def require_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a CUDA device from its driver. For a CPU, return the processor model; for mps, the processor
-    model with "GPU" added."""
+    """Return the name of a CUDA device, or the processor model, with "GPU" added for mps."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()} GPU" if device.type == "mps" else processor()
@@ -125,8 +124,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device from its data sheet. If none is known, measure the speed in ``compute`` and
-    in fp32, and return the higher speed, because a device may only emulate ``compute``."""
+    """Return the peak speed of a device from its data sheet, or as measured in the faster of ``compute`` and fp32."""
     known = known_peak(device, compute)
     if known is not None:
         return known
@@ -139,11 +137,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
-    """Return the time of a matmul in ``compute`` divided by its time in fp32.
-
-    A ratio below 0.8 or above 2 is stored in leaven's cache folder. A ratio in between is measured again in each
-    call, because other work on the machine may have changed it.
-    """
+    """Return the time of a matmul in ``compute`` divided by its time in fp32. A ratio between 0.8 and 2 is measured
+    in each call, because other work on the machine may change it. Other ratios are cached."""
     if compute == "fp32":
         return 1.0
     key = f"{device_name(device)}, torch {torch.__version__}, {threads} threads, {compute}"
@@ -163,8 +158,7 @@ def times_fp32(device: torch.device, compute: str, threads: int) -> float:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul, measured in about half a second. ``threads``, torch's current
-    number of threads, is only a key of the cache."""
+    """Return the FLOP/s of the fastest square matmul, measured in half a second and cached (also by ``threads``)."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -182,7 +176,7 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds of the fastest of five matmuls of a fixed size. Comparing them shows a slow device."""
+    """Return the seconds of the fastest of five matmuls of a fixed size, to compare devices."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -220,8 +214,7 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use since :func:`reset_peak_memory`, in bytes: of the accelerator, or of the whole
-    process if ``device`` is a CPU. On mps, return the memory that the allocator has taken."""
+    """Return the peak memory use of the accelerator or this process since :func:`reset_peak_memory`, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes
@@ -256,8 +249,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a run can still allocate on this device. On a CPU, the memory limit of a container is
-    taken into account."""
+    """Return the bytes that a run can still allocate on this device, within the memory limit of a container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -272,8 +264,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a Linux control group can still use, or None without a limit. Inactive page cache counts
-    as free."""
+    """Return the bytes that a Linux control group can still use, or None without a limit."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -296,12 +287,8 @@ def machine() -> dict[str, Any]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB (32 MiB in old versions
-    of glibc). With other C libraries, do nothing.
-
-    By default, glibc returns large blocks to the system, which must clear their pages again in every step. On a CPU,
-    this takes 5 to 37% of a step (docs/log.md). Keeping larger blocks would fragment memory.
-    """
+    """Let glibc keep freed memory for the next step. By default, glibc returns large blocks to the system, which must
+    clear their pages again. On a CPU, this takes 5 to 37% of a step (docs/log.md)."""
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h
         libc = ctypes.CDLL(None)

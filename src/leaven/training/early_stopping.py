@@ -1,10 +1,9 @@
 """Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
-trial with a high learning rate starts behind and may still win. So its loss may be higher than the baseline's by one
-of two amounts, whichever is larger: by how much the baseline's loss still falls until its end, or :data:`LEAST`
-standard deviations of the loss between seeds. The constants were chosen on the curves of one set of trials and tested
-on another set (benchmarks/early_stopping.py).
+trial with a high learning rate starts behind and may still win. So its loss may be above the baseline's by one of two
+amounts, whichever is larger: how far the baseline's loss still falls, or :data:`LEAST` standard deviations of the
+loss between seeds. The constants were chosen and tested on two sets of trials (benchmarks/early_stopping.py).
 """
 
 import math
@@ -36,7 +35,7 @@ class DivergenceMonitor(Callback):
 
     - The loss of a step is not finite or, with ``at_once``, its gradient is not finite.
     - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
-      about 1/32 of the run, because a single batch of unusual text may be above the limit.
+      about 1/32 of the run.
     - A point of the curve was above :func:`divergence_limit`, and the running mean at the end of the run is above
       log(vocabulary size) - :data:`LEARNT`. The softmax of such a run is saturated.
     """
@@ -104,8 +103,8 @@ FIRST = 0.25  # no trial is pruned before this share of the run is done
 MARGIN = 1.0  # a trial may be behind by this many times the amount by which the baseline's loss still falls
 LEAST = 8.0  # a trial may be behind by this many standard deviations of the loss between seeds
 CATCHES_UP = 1.5
-"""If a trial is behind by this many times the amount by which the baseline's loss still falls, it is expected to
-close half of its gap."""
+"""A trial is expected to close half of its gap if the gap is this many times as large as the remaining fall of the
+baseline's loss."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
@@ -118,22 +117,20 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Estimate the validation loss that a pruned trial would have reached at its end. A trial with a larger gap to
-    the baseline is expected to close a smaller share of its gap."""
+    """Estimate the validation loss that a pruned trial would have reached at its end. The larger its gap to the
+    baseline, the smaller is the share of the gap that it closes."""
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return the loss of a trial minus that of the baseline, in nats per token: the mean over the last :data:`SMOOTH`
-    points of ``curve``."""
+    """Return how far the last :data:`SMOOTH` points of ``curve`` are above the baseline on average, in nats."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return by how many nats the baseline's loss falls between the token count at which ``curve`` ends and the end
-    of the baseline."""
+    """Return how far the baseline's loss falls, in nats, after the token count at which ``curve`` ends."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

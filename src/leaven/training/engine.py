@@ -1,5 +1,4 @@
-"""Defines the state of a run and its optimizer step, :meth:`Training.issue`, which depends only on the recipe, the
-tokens and the state."""
+"""The state of a run, and its optimizer step: :meth:`Training.issue`."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +67,7 @@ class Training:
         *,
         resumes: bool = False,
     ) -> None:
-        """With ``resumes``, the weights of [start] are not read: they may be gone, and a checkpoint replaces them."""
+        """With ``resumes``, the weights of [start] are not read, because a checkpoint replaces them."""
         start = None if resumes else recipe.start.folder
         check_trainable(recipe, tokens, group, resumes)
         self.recipe, self.resumes = recipe, resumes
@@ -146,8 +145,7 @@ class Training:
         return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check between steps,
-        because all must stop at the same step."""
+        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check between steps."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
@@ -157,8 +155,8 @@ class Training:
         self.sharded.train(True)
 
     def step(self) -> Step:
-        """Take one optimizer step, wait for it, and return its metrics. Raise Diverged if the step has diverged,
-        unless ``on_spike`` is ``off``. A step that has diverged does not change the parameters."""
+        """Take one optimizer step, and return its metrics. Raise Diverged if the step diverges and ``on_spike`` is
+        not ``off``."""
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
             raise Diverged(f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}")
@@ -166,14 +164,8 @@ class Training:
 
     def issue(self) -> Callable[[], Step]:
         """Start one optimizer step on the device. Return a function that waits for the step and returns its metrics.
-
-        Call these functions in the order of the steps. The device applies a step only if its loss and gradient norm
-        are finite and below :attr:`limits`.
-
-        Raises:
-            TextUnreadable: if the batch cannot be read.
-            StopRequested: as in :meth:`check_stop`.
-        """
+        Call these functions in order. A step is applied only if its loss and gradient norm are finite and below
+        :attr:`limits`. Raise TextUnreadable if the batch cannot be read."""
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
         batch = self._batch_at(start.tokens)
@@ -217,8 +209,7 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Return the mean loss of a batch, a scalar. Add its gradient, times ``scale`` if given, to the parameters'
-        ``grad``. If ``noise`` is given, it measures the gradient after the first micro-batch."""
+        """Return the mean loss of a batch, a scalar. Add ``scale`` times its gradient to the gradients."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
@@ -237,7 +228,7 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets of the first micro-batch of all processes count in the loss, a scalar."""
+        """Return how many targets in the first micro-batch of all processes count in the loss, a scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -246,10 +237,7 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss, in nats per token.
-
-        It is that of the weights or, if ``averaged`` and an average has begun, that of the averaged weights.
-        """
+        """Return the mean validation loss in nats per token. If ``averaged``, use averaged weights if available."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))
@@ -277,9 +265,7 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences over all processes. The first ``count`` of ``windows``, (windows,
-        seq_len + 1), are the sequences of this process. If ``count`` is 0, there is one window, which only fills
-        micro-batches."""
+        """Return a batch of ``sequences`` sequences. The first ``count`` of ``windows`` are those of this process."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -287,15 +273,13 @@ class Training:
         return TrainingBatch(tokens, targets, self._micro_batches(windows, count, sequences))
 
     def _own_sequences(self, sequences: int) -> tuple[int, int]:
-        """Return which of the ``sequences`` sequences of a batch this process reads: (first, number). For example,
-        four data-parallel ranks share ten sequences as (0, 3), (3, 3), (6, 3) and (9, 1)."""
+        """Return the range of a batch's sequences that this process reads, as (first, number)."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. All processes need the same number of micro-batches of
-        the same size. So they are filled up with copies of the first window, which do not count in the loss."""
+        """Yield the first ``count`` windows as micro-batches. Copies that do not count in the loss fill them up."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -303,8 +287,7 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return ``windows``, (sequences, seq_len + 1), as a micro-batch on the device. Only the first ``count``
-        sequences count in the loss."""
+        """Return windows, (sequences, seq_len + 1), as a micro-batch. Only the first ``count`` enter the loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -314,8 +297,7 @@ class Training:
 
     def split(self, sequences: int) -> tuple[int, int]:
         """Return (sequences in a micro-batch, micro-batches in each process) for a batch of ``sequences`` sequences.
-        A compiled model keeps its micro-batch if possible, because compiling for another size costs more than
-        padding."""
+        A compiled model keeps its micro-batch, because compiling for another size costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -374,7 +356,7 @@ def check_trainable(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS, resumes: bool = False
 ) -> None:
     """Raise InputError if the processes of ``group`` cannot train ``recipe`` on ``tokens``. With ``resumes``, the
-    weights of [start] are not checked, because a checkpoint replaces them."""
+    weights of [start] are not checked."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None and not resumes:
         require_start(recipe.model, recipe.start.folder)

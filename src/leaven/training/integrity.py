@@ -1,8 +1,7 @@
-"""Finds files of a run that are missing, were changed, or belong to another run.
+"""Finds files of a run that are missing, were changed, or belong to another run. Does not import torch.
 
-The event of each start, the first line of the metrics, plan.json and every checkpoint have the random identifier of
-their run. A checkpoint also has the recipe, and digests of the tokenizer, metrics and events. A missing value is not
-compared. This module does not import torch.
+Start events, the first line of the metrics, plan.json and every checkpoint have the random identifier of their run.
+Checkpoints also have the recipe, and digests of the tokenizer, metrics and events.
 """
 
 import json
@@ -45,8 +44,7 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run folder is new or empty, or has all files of a run of this recipe. Layout and
-    micro-batch may differ."""
+    """Raise InputError unless a run folder is new or empty, or has all files of a run of this recipe."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -100,17 +98,15 @@ def faults(run: RunFolder) -> Iterator[str]:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError with the first sentence that :func:`foreign_files` yields for these arguments, if any."""
+    """Raise InputError with the first sentence of :func:`foreign_files`, if any."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
     """Yield sentences about files that belong to another run, were changed after the checkpoint, or are unreadable.
-
-    ``state`` is the state of the callbacks in the checkpoint. ``to_use`` says that the run is not trained further:
-    values of the recipe that do not affect the weights may then differ.
-    """
+    ``state`` comes from the checkpoint. With ``to_use``, values of the recipe that do not affect the weights may
+    differ, because the run is not trained further."""
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
@@ -142,8 +138,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether events.jsonl and the newest checkpoint list different rewinds. If one list only continues the
-    other list, they do not differ: the checkpoint may be older, or events may be lost."""
+    """Return whether events.jsonl and the newest checkpoint disagree about a rewind that both list."""
     saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
         if event["event"] in RETURNS:
@@ -155,8 +150,8 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the values in recipe.toml that were changed after a checkpoint and do not affect the
-    weights, or None if there are none. ``state`` comes from the checkpoint."""
+    """Return a sentence about values in recipe.toml that were changed after a checkpoint and do not affect the
+    weights, or None. ``state`` comes from the checkpoint."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -212,8 +207,7 @@ def _canonical(tokenizer: bytes) -> bytes:
 
 
 def require_tokenizer(run: RunFolder, path: Path) -> None:
-    """Raise InputError if the run folder has a tokenizer.json that differs from the file at ``path``, which made the
-    token ids."""
+    """Raise InputError if the tokenizer.json in the run folder differs from the file at ``path``."""
     from tokenizers import Tokenizer
 
     with suppress(FileNotFoundError):
@@ -235,12 +229,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between the recipe with which the run was trained and recipe.toml.
-
-    The recipe with which the run was trained is in the checkpoint, and in the last event that changed the recipe.
-    The newer of the two counts. Return [] if neither can be read. A value in recipe.toml from before that event is no
-    difference: the process may have been killed before it wrote recipe.toml.
-    """
+    """Return the differences between the recipe with which the run was trained and recipe.toml. A value from before
+    the last change is no difference: the process may have been killed before it wrote recipe.toml."""
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -256,8 +246,7 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that must be the same when a run resumes. The name of a single source is left
-    out, because its text may be moved."""
+    """Return the values of a recipe that must stay the same when a run resumes, without the place of the text."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -268,7 +257,7 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
     """Raise InputError if the run was started on a text with another ``fingerprint``. ``saved`` is the fingerprint in
-    a checkpoint, which is compared if no event has a fingerprint."""
+    a checkpoint, which counts if no event has one."""
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
@@ -309,8 +298,7 @@ def progress(run: RunFolder, recipe: Recipe) -> str | None:
 
 def is_other_text(file: Path, *keys: str) -> bool:
     """Return whether a file was not written by leaven. The files of leaven begin with a JSON object whose first key
-    is one of ``keys``. Return False for a missing or empty file. Zero bytes, which a power cut may leave, are
-    ignored."""
+    is one of ``keys``. Return False for a missing or empty file."""
     with suppress(FileNotFoundError), storage.open_file(file) as opened:
         begin = opened.read(_EMPTY_CURVES).strip(b"\0\n")
         ours = [f'{{"{key}": '.encode() for key in keys]
@@ -319,9 +307,7 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return the path of plan.json or of a TensorBoard file if this file shows that the run has trained, or None.
-    ``begun`` says whether the run has events. If so, plan.json must have measured steps, because the first plan is
-    written before the first step."""
+    """Return plan.json or a TensorBoard file if it shows that the run has trained. ``begun``: the run has events."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -342,8 +328,7 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the checkpoint that the run has last saved, resumed from or returned to, as its
-    events say. Return None if no event names a checkpoint."""
+    """Return the token count of the checkpoint that the run has last saved, resumed from or returned to, or None."""
     saved = (_saved_tokens(event) for event in reversed(run.events()))
     return next((tokens for tokens in saved if tokens is not None), None)
 
@@ -368,11 +353,8 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why no checkpoint can be used, or None if there are no checkpoints.
-
-    Call this after ``read_checkpoint`` has found no checkpoint. ``tokens`` is its argument, and ``damaged`` the list
-    that it returned. Checkpoints that are not damaged were then undone by a rewind.
-    """
+    """Return a sentence that says why ``read_checkpoint`` has found no checkpoint, or None if there are none.
+    ``tokens`` is its argument, and ``damaged`` its second result. All other checkpoints were undone by a rewind."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -384,12 +366,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens if it is newer than the checkpoint that was read, at
-    ``found`` tokens. Otherwise, return None.
-
-    ``saved`` is the result of :func:`newest_saved`. Call it before you read a checkpoint, because the run may save
-    another one meanwhile.
-    """
+    """Return the name of the checkpoint at ``saved`` tokens if it is newer than the one at ``found`` tokens, or None.
+    Call :func:`newest_saved` for ``saved`` before you read the checkpoint at ``found`` tokens."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -410,8 +388,7 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
 
 
 def events_before_torchrun(run: RunFolder) -> int:
-    """Return how many events a run had when this function was first called since torchrun was started. Return -1
-    without torchrun."""
+    """Return the number of events of a run when torchrun was started. Return -1 without torchrun."""
     mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
     if mark is None:
         return -1
@@ -426,8 +403,7 @@ def events_before_torchrun(run: RunFolder) -> int:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return the path of a file in the log folder of torchrun, which stays when torchrun restarts its processes.
-    Return None without torchrun."""
+    """Return a file in torchrun's log folder that outlives restarts of processes, or None without torchrun."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 

@@ -85,15 +85,14 @@ class LoadedRun:
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
     """Return a run's model and tokenizer from its newest undamaged checkpoint, or from the checkpoint at ``tokens``
-    trained tokens.
+    trained tokens. Warnings tell of newer checkpoints that cannot be used, and of changed files.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
-    time, vocabulary). Warnings tell of newer checkpoints that are damaged or missing, and of changes in events.jsonl
-    or recipe.toml.
+    time, vocabulary).
 
     Raises:
-        InputError: if the folder has no run, tokenizer or undamaged checkpoint, if it has files of another run, or if
-            recipe.toml was changed outside ``[evaluation]`` and ``[stability]``.
+        InputError: if the folder has no run, tokenizer or undamaged checkpoint, has files of another run, or has a
+            recipe.toml that was changed outside ``[evaluation]`` and ``[stability]``.
     """
     loaded = load_run(run, tokens)
     for name, why in loaded.skipped.items():
@@ -120,8 +119,7 @@ class _Averages(Mapping[str, Tensor]):
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
-    """Return a run with the weights of the checkpoint that :func:`load` would use for these arguments. If
-    ``averaged``, return it with the averages of the weights in this checkpoint.
+    """Return a run with the weights that :func:`load` would use or, if ``averaged``, with their averages.
 
     Raises:
         InputError: as in :func:`load`, or if the checkpoint has no averaged weights.
@@ -199,11 +197,8 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> SampleRow:
-    """Generate a text that continues ``prompt``. The prompt is taken as the beginning of a document. ``seed`` and
-    ``number`` together determine the random numbers, so a sample does not depend on other samples.
-
-    ``on_text`` is called with each new piece of text. Only the last piece may end in the middle of a character.
-    """
+    """Generate a text that continues ``prompt``, which begins a document. ``seed`` and ``number`` determine the
+    random numbers. ``on_text`` is called with each new piece of text."""
     tokenizer = run.tokenizer
     tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text
     given = tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -240,8 +235,8 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         licence: the licence of the training data, for the model card.
 
     Raises:
-        InputError: if no Hugging Face architecture can represent the model, if the folder is not empty or cannot be
-            written, or if a weight is not finite.
+        InputError: if no Hugging Face architecture fits the model, the folder cannot be used, or a weight is not
+            finite.
     """
     shape = run.recipe.model
     architecture = holding(shape)

@@ -15,12 +15,9 @@ BIASES = "router.bias"  # name of the biases in a checkpoint
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert in a step: the number of tokens that are sent to it, over all processes. If
-    the recipe's ``balance`` is "bias" or "both", it also adapts the biases of the routers.
-
+    """Measures the load of each expert (its number of tokens in a step, over all processes), and adapts the biases.
     The bias of an expert rises by ``bias_step`` if its load is below the mean of its layer, and falls by this amount
-    if its load is above (Wang et al. 2024, arXiv 2408.15664). Skipped steps do not change the biases.
-    """
+    if its load is above (Wang et al. 2024, arXiv 2408.15664)."""
 
     model: ShardedModel
     bias_step: float  # change of a bias in a step; 0 if the biases are not used
@@ -43,8 +40,7 @@ class LoadBalance:
         """Measure the loads in the last step. Return three values:
 
         - the load of each expert, (layers, experts);
-        - the balance loss without its coefficient: the sum over the targets, averaged over the layers with experts.
-          If all loads are equal, it is the number of targets;
+        - the balance loss without its coefficient, summed over the targets and averaged over the layers with experts;
         - the largest ratio of an expert's load to the mean load of its layer.
         """
         layers, experts = self.bias_LE.shape
@@ -57,7 +53,7 @@ class LoadBalance:
         return load_LE, balance_L.sum() / with_experts.sum().clamp(min=1), highest
 
     def update(self, load_LE: Tensor, applied: Tensor) -> None:
-        """Move the biases towards equal loads. If ``applied``, a boolean scalar, is false, do nothing."""
+        """Move the biases towards equal loads, unless ``applied``, a boolean scalar, is false."""
         if self.bias_step:
             wanted_LE = (load_LE.mean(1, keepdim=True) - load_LE).sign().to(self.bias_LE.dtype)
             self.bias_LE.add_(wanted_LE * applied, alpha=self.bias_step)  # in place: the routers have views of it

@@ -32,14 +32,12 @@ class Diverged(RuntimeError):
 
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
-    """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``: ``passes(100, 90,
-    110)`` is True."""
+    """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``."""
     return after // every_tokens > before // every_tokens
 
 
 class Callback:
-    """The base class of callbacks. The loop calls them in the order of its list. To end the run, raise an
-    exception."""
+    """The base class of callbacks. The loop calls them in the order of its list. An exception ends the run."""
 
     every_tokens: int | None = None  # :meth:`on_due` is called at each multiple of this token count; None: never
 
@@ -47,27 +45,25 @@ class Callback:
         """Called before each step. The result of the previous step may not have been read yet."""
 
     def after_step(self, step: Any) -> None:
-        """Called with the result of each step. When a recipe is trained, this is a
-        :class:`leaven.training.metrics.Step`, otherwise a :class:`StepResult`."""
+        """Called with the result of each step, such as a :class:`leaven.training.metrics.Step`."""
 
     def on_due(self) -> None:
-        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. ``after_step`` has
-        been called for all earlier steps. Not called after the last step, or if a callback has rewound the run."""
+        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. Then ``after_step``
+        has been called for all earlier steps. Not called after the last step."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Prepare to continue from a checkpoint. ``state`` has the values that all callbacks saved in the checkpoint.
-        It is {} at the start of a run."""
+        """Prepare to continue from a checkpoint with the ``state`` of all callbacks, or to start a run with {}."""
 
     def close(self) -> None:
         """Release resources. Called when training ends or stops, also after an error."""
 
 
 class Loop:
-    """Trains until the end of the run, and calls the callbacks. With ``lookahead``, each step is started before the
+    """Trains until the end of the run, and calls the callbacks. With ``lookahead``, each step starts before the
     result of the previous step is read, so that the device does not wait for the host."""
 
     def __init__(
@@ -93,16 +89,14 @@ class Loop:
         return training.finished
 
     def _call_due(self, before: int, after: int) -> None:
-        """Call ``on_due`` of each callback that is due between these token counts. If any is due, first read the step
-        that was started last. If ``after_step`` of a callback then rewinds the run, call no ``on_due``."""
+        """Call ``on_due`` of the callbacks that are due, unless reading the last step rewinds the run."""
         due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
         if due and not self.read():
             for callback in due:
                 callback.on_due()
 
     def read(self) -> bool:
-        """Wait for the step whose result is not read yet, if any, and call ``after_step`` of all callbacks. Return
-        whether one of them has rewound the run."""
+        """Wait for the unread step, if any, and pass it to the callbacks. Return whether one has rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step(StepResult):
-    """The metrics of a step, which become a line of metrics.jsonl. ``grad_norm`` and ``update_norm`` cover all
-    parameters."""
+    """The metrics of a step, which become a line of metrics.jsonl."""
 
     lr: float  # lr of one hidden weight: attention.out of the first block
     grad_norm: float  # norm of the gradient before clipping
@@ -59,8 +58,7 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped because its loss or gradient is not finite. In fp16, a gradient that overflows
-        counts only at loss scale 1, because a lower scale may prevent the overflow."""
+        """Whether the step was skipped because its loss, or its gradient (in fp16 at loss scale 1), is not finite."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
@@ -97,11 +95,9 @@ class Telemetry:
         lr_factor: float,
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
-        """Start copying the measurements of a step to the host. Return a function that waits for them.
-
-        ``measured`` has scalars (None if not measured): loss, gradient norm, whether the step was applied, loss
-        scale, noise scale, z-loss, balance loss and highest load.
-        """
+        """Start copying the measurements of a step to the host. Return a function that waits for them. ``measured``
+        has loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss, balance loss and
+        highest load."""
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []
@@ -149,8 +145,7 @@ class Telemetry:
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event after the copy. Waiting for
-        the event does not wait for later steps."""
+        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event that ends the copying."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -170,8 +165,8 @@ WRITERS = ("tensorboard", "wandb", "trackio")
 
 
 class StepLog(Callback):
-    """Logs the steps of a run: lines of metrics.jsonl, points of the curves, and events when the batch size changes.
-    If a writer of curves such as W&B fails, the run continues without it."""
+    """Logs steps: lines of metrics.jsonl, points of the curves, and events when the batch size changes. If a writer
+    of curves such as W&B fails, the run continues without it."""
 
     def __init__(self, trainer: "RunTrainer", writers: Sequence[str], on_step: Callable[[Step], None]) -> None:
         self.trainer, self.training, self._on_step = trainer, trainer.training, on_step
@@ -248,8 +243,7 @@ class StepLog(Callback):
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. Afterwards, a run of several processes compares
-    their speed and memory use, and logs the slowest process."""
+    """Computes the validation loss at a fixed interval in tokens. Also compares processes if there are several."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training
@@ -262,12 +256,8 @@ class Validation(Callback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return a dict with these values:
-
-        - ``loss``: in nats per token.
-        - ``bits_per_byte``: the same loss in bits per byte, or None if the bytes of the text are not known.
-        - ``averaged_loss``: the loss of the averaged weights. Missing until the average has begun.
-        """
+        """Compute and log the validation loss. Return ``loss`` in nats per token and ``bits_per_byte`` (None if
+        unknown). Once weights are averaged, also return their loss as ``averaged_loss``."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True
@@ -299,9 +289,8 @@ class Validation(Callback):
 
 
 def writers(log_to: str | None) -> tuple[str, ...]:
-    """Return the writers of curves that ``--log-to`` names, such as "tensorboard,wandb" or "none". If ``log_to`` is
-    None, return ("tensorboard",) if TensorBoard is installed, else (). Raise InputError if a name is unknown or its
-    package is not installed."""
+    """Return the writers of curves that ``--log-to`` names, such as "tensorboard,wandb" or "none". For None, return
+    TensorBoard if it is installed. Raise InputError if a name is unknown or its package is not installed."""
     if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
     names = [] if log_to == "none" else log_to.split(",")
@@ -314,8 +303,7 @@ def writers(log_to: str | None) -> tuple[str, ...]:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, with tokens on the x axis. torch's SummaryWriter is not used: it writes in a
-    thread, whose errors (a full disk) cannot be caught."""
+    """Writes scalars to TensorBoard, with tokens on the x axis. torch's writer hides errors such as a full disk."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -1,9 +1,5 @@
-"""Chooses the micro-batch: the number of sequences in one forward pass. A long run in a single process times real
-passes. Other runs use a rule of thumb.
-
-A micro-batch is an upper limit. With a micro-batch of 8, a batch of 12 sequences is split into 6 and 6, unless the
-model is compiled.
-"""
+"""Chooses the micro-batch: the largest number of sequences in one forward pass. A long run in a single process times
+real passes. Other runs use a rule of thumb."""
 
 import time
 from dataclasses import dataclass, replace
@@ -35,27 +31,24 @@ if TYPE_CHECKING:
 
 RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 """By rule of thumb, a forward pass has about this many tokens. On a CPU, the activations of small models then stay in
-the cache (measured: docs/log.md). An accelerator stays busy."""
+the cache (measured: docs/log.md)."""
 
 TIMED_STEPS = 1_000  # runs of fewer steps are not timed, because timing costs about eight steps
 ROUNDS = 3  # timed passes of a candidate, after one that is not counted
 LIMIT_SECONDS = 60.0
-"""A candidate is not timed if its passes would probably end later than so many seconds after the first candidate's
-passes began."""
+"""No further candidate is timed if its passes would probably end more than this many seconds after timing began."""
 
 WORTH = 0.02
-"""The choice is the smallest micro-batch that is at most this share slower than the fastest. A smaller difference is
-noise, and a smaller micro-batch saves memory."""
+"""The choice is the smallest micro-batch that is at most this share slower than the fastest. A smaller micro-batch
+saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
-"""The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts. They include
-copies and, with autocast, a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md),
-rounded up."""
+"""Bytes that the uncompiled forward pass keeps for each value of the planner's formula, measured on a CPU over four
+shapes (docs/log.md). They include copies and, with autocast, a residual stream and norms in fp32."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
-"""By the planner's formula, a micro-batch may need at most this share of the free memory. On a CPU the system kills a
-process that takes too much, and mps shares the system's memory. CUDA only raises an error, so larger sizes are tried
-too."""
+"""By the planner's formula, a micro-batch may need at most this share of the free memory. On a CPU and on mps, taking
+too much endangers the process or the system. CUDA only raises an error, so larger sizes are tried too."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +72,8 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Split a batch of ``sequences`` sequences evenly into as few passes as possible, each of at most ``micro_batch``
-    sequences. Return the number of sequences in a pass. The last pass may have fewer.
+    """Split a batch evenly into as few passes as possible, of at most ``micro_batch`` sequences each. Return the
+    number of sequences in a pass. The last pass may have fewer.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -98,8 +91,7 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch that leaves each data-parallel rank enough micro-batches in a step:
-    ``layout.pp``, or twice as many if the noise scale is measured. If no micro-batch does, return 1."""
+    """Return the largest micro-batch that leaves each data-parallel rank enough micro-batches in a step, or 1."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp
@@ -109,8 +101,8 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe. If its micro-batch is "auto" and the run has started, replace it by the run's micro-batch:
-    another micro-batch would change the order of summation, and so the last bits of the loss."""
+    """Return the recipe with the micro-batch of the started run, if any, in place of "auto". Another micro-batch
+    would change the last bits of the loss."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
@@ -174,13 +166,8 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights
 
 
 def choose_micro_batch(training: "Training") -> Choice:
-    """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short. The state of the run
-    does not change.
-
-    Raises:
-        InputError: if no micro-batch fits into memory.
-        StopRequested: if the training was asked to stop.
-    """
+    """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short. Raise InputError if
+    no micro-batch fits into memory."""
     began, recipe, device = time.perf_counter(), training.recipe, training.device
     sequences = recipe.batch.tokens // recipe.model.seq_len
     powers = {even(sequences, 2**n) for n in range(sequences.bit_length() + 1)}  # the largest is the whole batch
@@ -203,8 +190,7 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Start with the micro-batch of :func:`rule_of_thumb`, or with the largest candidate if that is smaller. Halve it
-    until a pass fits into memory. Return None if not even one sequence fits."""
+    """Halve the micro-batch of :func:`rule_of_thumb` until a pass fits into memory. Return None if none fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while time_passes(training, size) is None:
@@ -218,8 +204,7 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
 
 
 def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
-    """Time the candidates from small to large. Return the smallest one that is about as fast as the fastest
-    (:data:`WORTH`). Return None if no candidate fits into memory."""
+    """Return the smallest candidate that is about as fast as the fastest (:data:`WORTH`), or None if none fits."""
     began, recipe = time.perf_counter(), training.recipe
     sequences = recipe.batch.tokens // recipe.model.seq_len
     timings: list[Timing] = []
@@ -252,9 +237,8 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
 
 
 def time_passes(training: "Training", size: int) -> float | None:
-    """Return the seconds of a forward and a backward pass over ``size`` sequences, or None if memory runs out. Memory
-    is allocated as in a real step. The state of the run does not change. Raise StopRequested if the training was
-    asked to stop."""
+    """Return the seconds of a forward and a backward pass over ``size`` sequences, or None if memory runs out. The
+    state of the run does not change. Raise StopRequested if the training was asked to stop."""
     training.check_stop()
     device, seq_len = training.device, training.recipe.model.seq_len
     numbers = torch.from_numpy(training.stream.batch(training.progress.tokens // seq_len, size))
@@ -281,8 +265,7 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, return uninitialised memory for ``copies`` copies of the parameters. On other devices, return None:
-    there, memory takes no space until it is written to."""
+    """On CUDA, return memory for ``copies`` copies of the parameters. Elsewhere, unwritten memory takes no space."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

@@ -12,16 +12,16 @@ from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The coefficients a, b and c of the polynomial a s + b s^3 + c s^5 (Jordan et al. 2024). Each iteration applies it
-to the singular values s of a matrix. After five iterations, nearly all singular values are between 0.7 and 1.2."""
+to the singular values s of a matrix. After five iterations, nearly all of them are between 0.7 and 1.2."""
 SMALLEST_NORM = 1e-7  # a matrix is divided by its Frobenius norm or, if that is smaller, by this
 OnWhole = Callable[[Callable[[Tensor], Tensor], Iterable[str], Iterable[Tensor]], Iterator[Tensor]]
-"""A callable with the arguments (function, names, blocks). Each block is the part of a matrix that this process
-stores. It applies the function to the whole matrices, and yields this process's block of each result."""
+"""A callable with the arguments (function, names, blocks), where each block is this process's part of a matrix. It
+applies the function to the whole matrices, and yields this process's block of each result."""
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``. ``matrix`` is
-    (out, in) or, for one matrix of each expert, (experts, out, in). Computes in the dtype of ``matrix``."""
+    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in) or
+    (experts, out, in). Computes in the dtype of ``matrix``."""
     a, b, c = COEFFICIENTS
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -46,11 +46,8 @@ def _where(marks: Sequence[bool]) -> str:
 
 class MuonWithAdamW(torch.optim.AdamW):
     """AdamW, with Muon for the parameters of groups that have the keys ``momentum`` and ``match`` (a factor on Muon's
-    update: :meth:`leaven.recipe.hyperparameters.Muon.matching`).
-
-    Muon's state is ``momentum_buffer``, in the shape of the parameter. A step with ``found_inf`` = 1
-    (:func:`leaven.model.kernels.gate`) changes neither parameters nor state.
-    """
+    update: :meth:`leaven.recipe.hyperparameters.Muon.matching`). Muon's state is ``momentum_buffer``, in the shape of
+    the parameter. A step with ``found_inf`` = 1 changes neither parameters nor state."""
 
     def __init__(
         self,
@@ -62,9 +59,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         on_whole: OnWhole = on_one_process,
         **how: Any,
     ) -> None:
-        """``dtype`` is the dtype in which matrices are orthogonalised; None: the dtype of the parameters. If a group
-        of Muon has the keys ``nesterov`` and ``ns_steps``, as after :func:`leaven.parametrize`, they replace the
-        arguments of this name."""
+        """Matrices are orthogonalised in ``dtype``, or in the dtype of the parameters if it is None. The keys
+        ``nesterov`` and ``ns_steps`` of a group replace the arguments of these names."""
         self.dtype, self.on_whole = dtype, on_whole
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW
@@ -77,16 +73,14 @@ class MuonWithAdamW(torch.optim.AdamW):
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state from a checkpoint, a pickle or a copy. AdamW's method gets only the groups of AdamW, because
-        it expects a step count, which Muon does not have."""
+        """Take the state from a checkpoint, a pickle or a copy. AdamW's method must not see the groups of Muon."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]
         self.param_groups = everything
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of this optimizer. Raise ValueError if the state has Muon for other groups, or another
-        number of groups."""
+        """Restore a state of this optimizer. Raise ValueError if the state has Muon for other groups."""
         given, own = (
             ["match" in group for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
         )

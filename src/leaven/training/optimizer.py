@@ -1,10 +1,8 @@
-"""Clips the gradients (:class:`Clipper`) and updates the parameters (:class:`Optimizer`). Also adjusts the fp16 loss
-scale (:class:`LossScale`), and measures the gradient noise scale (:class:`NoiseScale`).
+"""Clips gradients (:class:`Clipper`), updates parameters (:class:`Optimizer`), adjusts the fp16 loss scale
+(:class:`LossScale`) and measures the gradient noise scale (:class:`NoiseScale`).
 
-Parameters of one module share a group of Adam if their lr, betas, eps and weight decay are equal. Weights, gradients,
-moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy (Micikevicius et al.
-2018, arXiv 1710.03740). State stays on the device, and the host does not wait for the device, except in the optimizer
-on mps.
+Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy
+(Micikevicius et al. 2018, arXiv 1710.03740). Except on mps, the host does not wait for the device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,9 +41,9 @@ class Optimizer:
 
     @classmethod
     def build(cls, groups: list[dict[str, Any]], tuned: Hyperparameters, **of_muon: Any) -> "Optimizer":
-        """Return the optimizer that ``tuned.optimizer`` names, for groups with parameters
-        (:func:`leaven.scaling.table.optimizer_groups`). ``adam`` adds weight decay to the gradient (L2). ``of_muon``
-        are further arguments of :class:`MuonWithAdamW`, which are ignored without Muon."""
+        """Return the optimizer that ``tuned.optimizer`` names, for groups of
+        :func:`leaven.scaling.table.optimizer_groups`. ``adam`` adds weight decay to the gradient (L2). ``of_muon``
+        has further arguments of :class:`MuonWithAdamW`."""
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
             return cls(MuonWithAdamW(groups, fused=True, **how))
@@ -53,11 +51,9 @@ class Optimizer:
         return cls(algorithm(groups, fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
-        """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients.
-
-        ``skip`` is a boolean scalar on the device. If it is true, parameters, moments and step counts do not change.
-        ``ramp`` converts lr, betas, eps and weight decay from the full batch to the current batch.
-        """
+        """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If
+        ``skip``, a boolean scalar on the device, is true, parameters and state do not change. ``ramp`` converts lr,
+        betas, eps and weight decay from the full batch to the current batch."""
         for group in self.adam.param_groups:
             keys = ("weight_decay",) if "match" in group else ("betas", "eps", "weight_decay")
             full = group.setdefault("full", {key: group[key] for key in keys})
@@ -74,8 +70,7 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: the new half-life of the moments in steps, divided by the old
-        one."""
+        """Multiply Adam's step counts by ``factor``: (new half-life of the moments) / (old half-life), in steps."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor
@@ -85,7 +80,7 @@ class Optimizer:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return the optimizer's state by (key, parameter name). The keys are those in :data:`MOMENTS`."""
+        """Return the optimizer's state by (key in :data:`MOMENTS`, parameter name)."""
         return {
             (kind, name): value
             for name, parameter in self._named()
@@ -102,12 +97,9 @@ class Optimizer:
 
 @dataclass
 class Clipper:
-    """Clips gradients in place, without waiting for the device.
-
-    Mode ``per-module`` limits the norm of the gradients of each module in each block. The other modes limit the norm
-    of all gradients. In mode ``running``, the limit is a multiple of the running norm: the root of an exponential
-    average of the squared, clipped norms of earlier steps, with a bias correction as in Adam.
-    """
+    """Clips gradients in place. Mode ``per-module`` limits the norm of the gradients of each module in each block.
+    The other modes limit the norm of all gradients. In mode ``running``, the limit is a multiple of the running norm:
+    the root of an exponential average of the squared, clipped norms of earlier steps."""
 
     limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
     model: ShardedModel
@@ -157,8 +149,7 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm of the gradient, a scalar. Until the first gradient that is not 0, it is infinite,
-        so that nothing is clipped."""
+        """Return the running norm of the gradient, a scalar: infinite until the first gradient that is not 0."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -182,11 +173,9 @@ GROW_AFTER = 2_000  # the loss scale doubles after so many consecutive steps wit
 
 @dataclass
 class LossScale:
-    """The factor on the loss in the backward pass, so that small gradients do not vanish in fp16.
-
-    An overflow of the loss or the gradient halves the factor, but not below 1. :data:`GROW_AFTER` consecutive steps
-    without overflow double it. The factor is a power of two, so it changes only the exponents of gradients.
-    """
+    """The factor on the loss in the backward pass, so that small gradients do not vanish in fp16. It is halved at an
+    overflow of loss or gradient, but not below 1, and doubled after :data:`GROW_AFTER` consecutive steps without
+    overflow."""
 
     value: Tensor  # a scalar on the device
     good_steps: Tensor  # number of consecutive steps without overflow, a scalar on the device
@@ -218,13 +207,9 @@ error of a single one is as large as its value."""
 
 @dataclass
 class NoiseScale:
-    """Measures the gradient noise scale every ``every`` tokens, from two gradients of one step: after the first
-    micro-batch, and after all micro-batches.
-
-    The noise scale is tr(Sigma) / |G|^2, the noise of the gradient divided by its squared norm
-    (:mod:`leaven.catalogue.noise_scale`). The estimates of tr(Sigma) and of |G|^2 are averaged separately over
-    measurements, and the averages are divided. Both averages start at 0, but this bias cancels in their ratio.
-    """
+    """Measures the gradient noise scale tr(Sigma) / |G|^2 every ``every`` tokens
+    (:mod:`leaven.catalogue.noise_scale`). Both terms are estimated from two gradients of a step: after the first
+    micro-batch, and after all micro-batches. The estimates are averaged over measurements, and then divided."""
 
     every: int  # tokens between measurements
     model: ShardedModel
@@ -243,19 +228,15 @@ class NoiseScale:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step. Return the noise scale in tokens, as :meth:`add` does. ``targets`` is the
-        number of targets of the batch that count in the loss. ``grad_norm`` is the norm of the mean gradient over
-        these targets."""
+        """Add the measurement of a step, and return the noise scale as :meth:`add` does. ``grad_norm`` is the norm of
+        the mean gradient over ``targets``, the number of targets of the batch that count in the loss."""
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
         return self.add(first, self.first_norm / (share * first), targets, grad_norm)
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add a measurement: the norms of the mean gradients over ``small`` and over ``big`` tokens. Ignore it if it
-        is not finite.
-
-        Return the noise scale in tokens, a scalar. It is nan while the estimate of |G|^2 is not positive.
-        """
+        """Add a measurement: the norms of the mean gradients over ``small`` and over ``big`` tokens. Return the noise
+        scale in tokens, a scalar. It is nan while the estimate of |G|^2 is not positive."""
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)
         found = torch.stack((noise, squared_gradient(widened(small), small_squared, big, big_squared)))

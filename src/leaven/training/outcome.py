@@ -36,11 +36,8 @@ class Outcome:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Outcome":
-        """Return the outcome that a JSON document contains. All values but the loss may be missing.
-
-        Raise TypeError, ValueError or OverflowError if the loss is missing, a key is unknown, or a number or a curve
-        cannot be read.
-        """
+        """Return the outcome that a JSON document contains. All values but the loss may be missing. Raise TypeError,
+        ValueError or OverflowError if a key is unknown or a value cannot be read."""
         made = cls(**{**document, **{key: curve_of(document.get(key, ())) for key in ("curve", "branches")}})
         if not all(isinstance(each, int | float) for each in (made.loss, made.tokens, made.flops, made.seconds)):
             raise TypeError("a value is no number")

@@ -1,6 +1,5 @@
 """Measures the time and memory of training steps: of a run (:class:`RunProfile`), and of a few steps on random tokens
-for ``leaven plan --measure`` (:func:`measure`). The results are added to the calibration history
-(:mod:`leaven.planning.calibration`)."""
+(:func:`measure`). The results are added to the calibration history (:mod:`leaven.planning.calibration`)."""
 
 import json
 import time
@@ -55,11 +54,8 @@ ENOUGH = 10  # steps that a measurement needs to be added to the calibration his
 
 
 class RunProfile(Callback):
-    """Measures the step time and peak memory of a run, from a start or resumption to the next stop.
-
-    ``plan.json`` gets a row for each batch size. A new row replaces an earlier row of the same settings
-    (:func:`_key`), unless the earlier row covers more steps.
-    """
+    """Measures the step time and peak memory of a run, from a start to the next stop. ``plan.json`` gets a row for
+    each batch size. A new row replaces an earlier row of the same settings, unless that row covers more steps."""
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
         self._run, self._training, self._keep_history = run, training, keep_history
@@ -80,8 +76,7 @@ class RunProfile(Callback):
 
     def write(self) -> list[CalibrationRecord]:
         """Write the rows of this and earlier starts to ``plan.json``, if possible. Return the rows of this start, one
-        for each batch size. Processes other than the first write nothing and return []; so does the first if the run
-        was refused."""
+        for each batch size. If this process may not write, return []."""
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -96,8 +91,7 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write the measurements to plan.json. Add the measurement of the last batch size to the calibration history
-        if it covers at least ``ENOUGH`` steps and the run keeps a history."""
+        """Write plan.json, and add the last batch size to the calibration history if it covers ``ENOUGH`` steps."""
         for record in self.write():
             if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
                 remember(record)
@@ -121,8 +115,7 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of the predicted and the measured cost of a step. ``measured`` is the median over ``steps``
-    steps, or None if no step was measured."""
+    """Return a record of the predicted cost and the measured cost (a median over ``steps`` steps) of a step."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None
@@ -200,9 +193,9 @@ def measure(
     """Measure a few steps of a recipe's model on random tokens, and add the result to the calibration history. Return
     the result, or None if ``stop`` has returned True.
 
-    A model that is too large or too slow is measured at two smaller depths. Time and memory are linear in the number
-    of layers, and are extrapolated. ``gpus`` is the cluster of the plan, such as "8xH100". Raise InputError if this
-    machine does not have that type of accelerator, or if not even two layers fit into memory.
+    A model that is too large or too slow is measured at two smaller depths, and extrapolated linearly. ``gpus`` is
+    the cluster of the plan, such as "8xH100". Raise InputError if this machine does not have such an accelerator, or
+    if not even two layers fit into memory.
     """
     device = default_device()
     _require_accelerator(device, gpus)
@@ -276,8 +269,7 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step probably fits into memory and takes at most :data:`SHORT_SECONDS`. A step of a model with
-    at most two layers may take longer, because the depth is not reduced further."""
+    """Return whether a step probably fits into memory and, above two layers, takes at most :data:`SHORT_SECONDS`."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
@@ -316,7 +308,7 @@ def _measure_steps(
 
 
 def random_tokens(recipe: Recipe) -> TokenSet:
-    """Return random tokens for one batch. They serve to measure steps, whose time does not depend on the text."""
+    """Return random tokens for one batch, to measure steps, whose time does not depend on the text."""
     model = recipe.model
     length = recipe.batch.tokens + 1
     ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=length, dtype=np.uint32)])

@@ -1,8 +1,8 @@
 """Defines rewinds, which take a run back to an earlier state: after a spike (:mod:`leaven.training.spikes`), or on
 request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import torch.
 
-The data to skip, the lr, and which checkpoints no longer count depend only on the list of rewinds and the number of
-trained tokens. So a run that is resumed from an older checkpoint than the target of a rewind has the same result.
+The skipped data, the lr and the undone checkpoints depend only on the rewinds and the number of trained tokens. So a
+run that resumes from an older checkpoint has the same result.
 """
 
 import math
@@ -49,13 +49,12 @@ class Rewind:
     asked: Mapping[str, int] | None = None  # arguments of a manual rewind; None for an automatic one
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON object that an event or a checkpoint stores."""
+        """Return the rewind as a JSON object, for an event or a checkpoint."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Rewind":
-        """Return the rewind that an event or a checkpoint stores in ``document``. Raise KeyError, TypeError or
-        ValueError if a value is missing or wrong."""
+        """Return the rewind in an event or a checkpoint. Raise KeyError, TypeError or ValueError if it is damaged."""
         counts = {field.name: document[field.name] for field in fields(cls) if field.name != "asked"}
         made = cls(**counts, asked=document.get("asked"))
         del counts["lr"]
@@ -65,9 +64,8 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order. The newest checkpoint and events.jsonl both have a
-    list of them, and the longer list is returned. The event of a rewind also contains the earlier rewinds, because
-    lines of the file may be lost. Raise InputError if the event of a rewind is damaged."""
+    """Return the automatic and manual rewinds of a run, in order, from the newest checkpoint or from events.jsonl:
+    the longer of the two lists. Raise InputError if the event of a rewind is damaged."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
@@ -127,14 +125,13 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind was done already: the run's last manual rewind had the same arguments, and
-        ``recipe`` is still the recipe of the run."""
+        """Return whether this was the run's last manual rewind, and ``recipe`` is the recipe of the run."""
         asked = [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if the folder has no run or no suitable checkpoint, if its files belong to different runs,
-        or if ``recipe`` changes a value that must stay the same during a run."""
+        """Raise InputError if there is no suitable checkpoint, if files belong to different runs, or if ``recipe``
+        changes a value that must stay the same during a run."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; give the folder of a run with --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -148,8 +145,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record this rewind in the run folder, and the new ``recipe`` if it differs from the recipe of the run. Do
-        nothing if another command has recorded the same meanwhile."""
+        """Record this rewind in the run folder, and ``recipe`` if it differs. After a first call, do nothing."""
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return
@@ -167,8 +163,7 @@ class ManualRewind:
                 run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 
     def _target(self, run: RunFolder) -> int:
-        """Return the token count of the newest undamaged checkpoint at or before ``rewind_to``. Raise InputError if
-        there is none, or if the checkpoint at exactly ``rewind_to`` is damaged or gone."""
+        """Return the token count of the checkpoint to which the run returns, or raise InputError."""
         from leaven.training.checkpoint import read_checkpoint  # imports this module, and torch
 
         to_here = Rewind(self.rewind_to, 0, 0)

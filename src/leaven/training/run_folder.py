@@ -1,8 +1,7 @@
 """Reads and locks the folder of a run, and writes its recipe. Does not import torch.
 
-The folder has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (start, resume,
-validation, checkpoint, rollback, finish and others), plan.json (planned and measured time and memory), checkpoints/
-and tensorboard/.
+The folder has recipe.toml, tokenizer.json, metrics.jsonl (a line for each step), events.jsonl (such as start,
+validation and finish), plan.json (planned and measured time and memory), checkpoints/ and tensorboard/.
 """
 
 import errno
@@ -66,10 +65,8 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 
 
 class LockedFolder:
-    """A context manager that creates a folder if necessary, and locks it for this process. A kill releases the lock.
-
-    Raises InputError if another process has locked the folder. ``kind`` names it in messages, such as "run folder".
-    """
+    """A context manager that creates a folder if necessary, and locks it for this process. Raise InputError if
+    another process has locked the folder. ``kind`` names it in messages, such as "run folder"."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._kind, self._held = path, kind, ExitStack()
@@ -94,8 +91,7 @@ class LockedFolder:
         self._lock = (self._path / LOCK).stat()
 
     def require(self) -> None:
-        """Lock the folder again if its lock file was removed. Raise InputError if the folder was deleted, moved or
-        replaced by another one of the same name."""
+        """Lock the folder again if its lock file was removed. Raise InputError if the folder was deleted or moved."""
         try:
             if os.path.samestat(self._lock, (self._path / LOCK).stat()):
                 return
@@ -135,12 +131,8 @@ def tokens_of(path: Path) -> int:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json.
-
-    Raises:
-        ValueError: if the file is damaged, or belongs to another checkpoint.
-        OSError: if it cannot be read.
-    """
+    """Return the content of a checkpoint's state.json. Raise ValueError if it is damaged or belongs to another
+    checkpoint, and OSError if it cannot be read."""
     file = checkpoint / "state.json"
     state = storage.json_object(storage.read(file))
     if state is None or state.pop(DIGEST, None) != digest_of(state):
@@ -178,11 +170,8 @@ class RunFolder:
         return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return (recipe, {path: value before}) of the last event that changed the recipe, or None without one.
-
-        Also return None if the newest checkpoint has a rewind whose event is lost: that rewind may have changed the
-        recipe again. Raise InputError if the recipe in the event is damaged.
-        """
+        """Return (recipe, {path: value before}) of the last event that changed the recipe, or None if there is none
+        or it may be lost. Raise InputError if the recipe in the event is damaged."""
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
         if not changes or self.rewinds_ahead(events) > 0:
@@ -194,11 +183,8 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of rewinds that the newest checkpoint knows, minus the number that ``events`` know.
-
-        A result above 0 means that events are lost. A result below 0 means that no checkpoint was saved since the
-        last rewind, or that there is no undamaged checkpoint.
-        """
+        """Return the number of rewinds that the newest checkpoint knows, minus the number that ``events`` know. Above
+        0, events are lost. Below 0, no undamaged checkpoint is newer than the last rewind."""
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
             return len(newest_document(self)["rewinds"]) - max(known, default=0)
@@ -236,8 +222,7 @@ class RunFolder:
             self._claimed = self.checkpoints.stat().st_dev
 
     def require_claimed(self) -> None:
-        """Raise OSError if the disk with the claimed folder of checkpoints is away. A new folder on the same disk is
-        allowed: the user has removed or moved the checkpoints."""
+        """Raise OSError if the disk with the claimed checkpoints is away."""
         if self._claimed is None or (self.checkpoints / OWNER).exists():
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
@@ -245,12 +230,9 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
-        """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link.
-
-        If the folder ``checkpoints`` is a link, a copy of the run by ``cp -r`` has the same link. ``rewinds`` says
-        that the run is to be rewound, which removes checkpoints. InputError is then also raised if the link leads to
-        a folder without the file ``OWNER``, which names the run of a folder of checkpoints.
-        """
+        """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link, as after
+        ``cp -r``. With ``rewinds``, checkpoints are to be removed: a linked folder must then have the file ``OWNER``,
+        which names its run."""
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             other = Path(os.fsdecode(path))
@@ -275,8 +257,7 @@ class RunFolder:
         )
 
     def _is_owner(self, owner: Path, inode: int) -> bool:
-        """Return whether no other run uses this run's folder of checkpoints. The file ``OWNER`` in it has the path
-        ``owner`` and the ``inode`` of a run folder, which may have been moved or removed since."""
+        """Return whether no other run uses these checkpoints. ``owner`` and ``inode`` are from the file ``OWNER``."""
         linked, same = self.checkpoints.is_symlink(), _same(owner, self.path)
         if inode == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
             return not linked or same or not os.path.exists(owner) or _inode(owner) != inode
@@ -294,8 +275,7 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Call :meth:`LockedFolder.require` if this process has locked the folder. If that raises InputError, nothing
-        is written into the folder any more."""
+        """Call :meth:`LockedFolder.require` if the folder is locked. After an error, write nothing more into it."""
         try:
             if self._locked is not None:
                 self._locked.require()
@@ -304,8 +284,7 @@ class RunFolder:
             raise
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with a ``why`` for each change, such as "since 1,000 tokens; before: 0.01". If this
-        process ``writes``, also write it to recipe.toml."""
+        """Return ``recipe`` with a ``why`` for each change. Write it to recipe.toml if this process ``writes``."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -313,8 +292,7 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer at ``path`` into the run folder if the folder has none. ``path`` may be in a
-        cache, which can be cleared, and weights are useless without their tokenizer."""
+        """Copy the tokenizer at ``path`` into the run folder if it has none, because ``path`` may be in a cache."""
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 
@@ -335,8 +313,7 @@ class RunFolder:
         return storage.JsonLines([line for _, line in lines], damaged, [number for number, _ in lines])
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the events in events.jsonl: the lines whose value of ``event`` is a text. Raise InputError if a
-        value that a resumed run needs is missing or has a wrong type."""
+        """Return the events in events.jsonl. Raise InputError if a value that a resumed run needs is wrong."""
         read = _read(self.events_file)
         for number, event in zip(read.numbers, read.documents, strict=True):
             if not isinstance(event.get("event"), str):
@@ -357,7 +334,7 @@ class RunFolder:
         return next((event["text"] for event in self.read_events() if isinstance(event.get("text"), str)), None)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """Return the events in events.jsonl, as :meth:`events` does, without checking their values."""
+        """Return the events in events.jsonl without checking their values."""
         return _named_events(_read(self.events_file))
 
     def rollbacks(self) -> list[dict[str, Any]]:
@@ -376,7 +353,7 @@ class RunFolder:
 
 
 def _inode(folder: Path) -> int:
-    """Return the inode of a folder, which stays if the folder is moved on its disk. A copy has another."""
+    """Return the inode of a folder, which is the same after a move on its disk, but not in a copy."""
     return folder.stat().st_ino
 
 
@@ -411,11 +388,8 @@ def _content(path: Path) -> bytes:
 
 
 def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
-    """Return the lines of metrics.jsonl in order of steps, and the numbers of damaged lines.
-
-    If a step was repeated, only its last line counts. Lines without a step are left out. A line whose step does not
-    fit between its neighbours is damaged.
-    """
+    """Return the lines of metrics.jsonl in order of steps, and the numbers of damaged lines. Only the last line of a
+    repeated step counts. A line is damaged if its step does not fit between its neighbours."""
     with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
     steps = [line["step"] for _, line in with_step]
     found, damaged = list[NumberedLine](), list[int]()
@@ -439,7 +413,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _parse_int(digits: str) -> int:
-    """Parse an integer. Raise ValueError if it has more than 300 digits: a line with such a number is damaged."""
+    """Parse an integer. Raise ValueError if it has more than 300 digits, because its line is damaged."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)
@@ -456,8 +430,8 @@ def _read(path: Path) -> storage.JsonLines:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that keep a run of the recipe ``there`` from resuming with the
-    recipe ``here``. Differences in layout and micro-batch do not."""
+    """Return the differences that keep a run of the recipe ``there`` from resuming with the recipe ``here``.
+    Differences in layout and micro-batch do not."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
@@ -476,7 +450,7 @@ def describe_changes(changes: list[Difference]) -> str:
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values with which an event records changes of a run's recipe. ``recipe`` is the new recipe."""
+    """Return the values with which an event records the changes of a run's recipe. ``recipe`` is the new recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 

@@ -1,5 +1,4 @@
-"""Writes the lines of metrics.jsonl and events.jsonl (:class:`RunLines`), and compares them with the digests that a
-checkpoint or the finish event stores. Does not import torch."""
+"""Writes the lines of metrics.jsonl and events.jsonl, and compares them with saved digests. Does not import torch."""
 
 import json
 import operator
@@ -25,8 +24,7 @@ MOST_RANGES = 3  # a message lists at most this many ranges of missing steps
 
 @dataclass(frozen=True)
 class LinesDigest:
-    """The number and the digest of the lines of metrics.jsonl or events.jsonl, stored in a checkpoint or the finish
-    event."""
+    """The number and the digest of the lines of metrics.jsonl or events.jsonl."""
 
     lines: int  # number of lines
     blake2b: str  # digest of the lines
@@ -34,7 +32,7 @@ class LinesDigest:
 
 class RunLines:
     """Writes the lines of metrics.jsonl and events.jsonl. A line that cannot be written is kept in memory and written
-    later. In a process that may not write (``run.writes`` is False), nothing is written."""
+    later. If ``run.writes`` is False, nothing is written."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -44,8 +42,7 @@ class RunLines:
         self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl. Numbers that are not finite become null. The first line has the run's
-        id."""
+        """Append a line to metrics.jsonl. Numbers that are not finite become null."""
         first = not self._lines and self._run.identity
         written = _json_line({IDENTITY: self._run.identity} | line if first else line)
         self._lines += 1
@@ -87,8 +84,7 @@ class RunLines:
         self.unwritten, self.no_room = None, False
 
     def require_written(self) -> None:
-        """Write the lines that are still in memory. Raise InputError if a line cannot be written, for example because
-        the disk is full."""
+        """Write the lines that are still in memory. Raise InputError if a line cannot be written."""
         self.write_waiting()
         if self.unwritten is not None:
             count = f"{len(self._waiting):,} line{'s' * (len(self._waiting) > 1)} of metrics or events"
@@ -99,10 +95,7 @@ class RunLines:
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
-
-        ``written`` is the :meth:`metrics_digest` that was saved at this step. Return a sentence that says how the
-        remaining lines differ from those lines, or None if they do not.
-        """
+        Return a sentence if the remaining lines differ from the digest ``written``, or None."""
         waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
         if not self._run.writes:
@@ -144,10 +137,7 @@ def digest(lines: Iterable[bytes]) -> "blake2b":
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
     """Return (count, fault): how many lines of metrics.jsonl belong to the steps up to ``step``, and what is wrong
-    with them, such as "steps 3 to 5 are missing", or None.
-
-    ``written`` is the digest of these lines when they were written. Without it, changed values are not found.
-    """
+    with them, such as "steps 3 to 5 are missing", or None. ``written`` is their original digest."""
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
     found, _ = in_order(enumerate((storage.json_object(line) or {} for line in lines), start=1))
@@ -162,8 +152,7 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
 
 
 def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
-    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are". After
-    ``MOST_RANGES`` ranges, the remaining steps are only counted, such as "steps 1, 3, 5 and 7 others are"."""
+    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are"."""
     sizes = [last - first + 1 for first, last in ranges]
     parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
     if len(ranges) > MOST_RANGES:

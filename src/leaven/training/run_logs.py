@@ -1,7 +1,7 @@
 """Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights & Biases).
 
-All readers raise :class:`LogDamaged` if the file is damaged. An incomplete last record is no damage, because another
-program may be writing the file. Readers leave this record out, and call their argument ``cut`` with a message.
+Readers raise :class:`LogDamaged` if the file is damaged. They leave out an incomplete last record, because another
+program may be writing it, and call their argument ``cut`` with a message.
 """
 
 import json
@@ -33,11 +33,8 @@ class LogDamaged(InputError):
 def tensorboard_rows(
     file: Path, tag: str, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file.
-
-    Only values with the name ``tag`` are read; other values are None. For a tensor that is no scalar, the value is a
-    text with its shape, such as "a tensor of shape [2, 3]".
-    """
+    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file. Only values with the name
+    ``tag`` are read; other values are None. A tensor that is no scalar gives a text with its shape."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -55,12 +52,8 @@ def tensorboard_rows(
 
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
-    """Yield (position of the first byte, content) for each record of a TensorBoard event file.
-
-    A record is the length of its content in 8 bytes, the checksum of the length in 4 bytes, the content, and the
-    checksum of the content in 4 bytes. If a checksum is wrong, and the record ends in zeros up to the end of the
-    file, as a crash may leave them, the record is incomplete. Otherwise, it is damaged.
-    """
+    """Yield (position of the first byte, content) for each record of a TensorBoard event file. A record is: length (8
+    bytes), checksum of the length (4), content, checksum of the content (4)."""
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
     with storage.open_file(file) as log:
@@ -86,8 +79,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
 
 
 def _scalar(value: "Summary.Value") -> Any:
-    """Return the number in a value. For a tensor that is no scalar, return a text with its shape. Raise ValueError if
-    the tensor is invalid."""
+    """Return the number in a value, or the shape of a tensor as a text. Raise ValueError if the tensor is invalid."""
     from tensorboard.util.tensor_util import make_ndarray
 
     if value.WhichOneof("value") == "simple_value":
@@ -142,10 +134,8 @@ def log_records(
     log: bytes, name: str, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield (position of the first byte, content) for each record of a log in LevelDB's format, which W&B uses.
-
-    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. W&B differs in two points: the file begins
-    with a header of 7 bytes, and the checksums are plain CRC-32. ``name`` is the name of the log in messages.
-    """
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. In W&B, the file begins with a header of 7
+    bytes, and the checksums are plain CRC-32. ``name`` is the name of the log in messages."""
     at, first, parts = _HEADER, _HEADER, list[bytes]()
     while at < len(log):
         if _BLOCK - at % _BLOCK < _HEADER:  # the rest of a block is padding
@@ -172,8 +162,7 @@ def log_records(
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, content) for each field of a protobuf message
-    (https://protobuf.dev/programming-guides/encoding). Raise ValueError if the message is invalid."""
+    """Yield (field number, content) for each field of a protobuf message. Raise ValueError if it is invalid."""
     at = 0
 
     def varint() -> int:

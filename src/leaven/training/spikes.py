@@ -11,12 +11,11 @@ At each step, the detector does the following for each of the three quantities:
    steps since then are suspicious; they do not change the usual level.
 
 Three steps with a large deviation are an anomaly, and so are a dozen steps with a small one. A single batch of
-unusual text is not. The logarithms of the norms are used. Before that, the update norm is divided by the lr. The
-update norm is monitored because in a 32B run it doubled before loss and gradient changed
-(marin-community/marin#1368).
+unusual text is not. The detector uses the logarithms of the norms, and divides the update norm by the lr. In a 32B
+run, the update norm doubled before loss and gradient changed (marin-community/marin#1368).
 
 A value that is not finite is an anomaly at once, unless steps are skipped (:class:`SpikeDetector`). Other anomalies
-are detected only after 2 x :data:`LEVEL` steps, which establish the usual level. Rate of false alarms: docs/log.md.
+are detected only after 2 x :data:`LEVEL` steps. Rate of false alarms: docs/log.md.
 """
 
 import math
@@ -104,11 +103,9 @@ class QuantityMonitor:
 
 
 class SpikeDetector:
-    """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order.
-
-    With ``skipping`` (``on_spike = "skip"``), the trainer skips steps above :meth:`limits`. Only :data:`PATIENCE`
-    skipped steps in a row, or an update norm that is not finite, are then an anomaly.
-    """
+    """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order. With
+    ``skipping`` (``on_spike = "skip"``), the trainer skips steps above :meth:`limits`. Then only :data:`PATIENCE`
+    skipped steps in a row, or an update norm that is not finite, are an anomaly."""
 
     def __init__(self, skipping: bool = False) -> None:
         self.skipping = skipping
@@ -174,8 +171,7 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits for step number ``step``. They do not depend on the step before it, because the metrics
-        of that step may not be read yet."""
+        """Return the limits for step number ``step``, which do not depend on the metrics of the step before it."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,8 +188,7 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because of its loss or gradient. Return False for a step that was skipped
-    only because the fp16 loss scale was too large."""
+    """Return whether a step was skipped because of its loss or gradient, not only because of the fp16 loss scale."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
 
 
@@ -203,10 +198,9 @@ def rollback(
     """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
     The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
-    steps, and the same amount of data after them. If the anomaly comes again, the bad data may extend further on both
-    sides. So each attempt skips four times as much data after the suspicious steps as the attempt before it. Further
-    attempts also skip about as much data before the suspicious steps. A rewind does not go back further than
-    ``oldest_tokens``, the token count of the oldest checkpoint.
+    steps, and the same amount of data after them. If the anomaly comes again, each attempt skips four times as much
+    data after the suspicious steps as the attempt before it, and about as much data before them. No attempt goes back
+    further than ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -231,12 +225,10 @@ def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
     """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found. It is
-    computed, not read from the disk, which may have damaged and unscheduled checkpoints."""
+    computed, because the disk may have damaged and unscheduled checkpoints."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` has
-        the token counts of those that existed right after the previous rewind. ``good_tokens`` is the number of
-        tokens up to which the run showed no anomaly."""
+        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]

@@ -1,11 +1,8 @@
 """A stack of trials: trains many recipes of one shape at once, as one batched model on one device.
 
-Parameters, moments and samples have a leading dimension K with one entry for each recipe. So models that are too
-small to occupy a GPU alone occupy it together. On CUDA, a step is one CUDA graph. The recipes have the same shape,
-batch and number of tokens. They may differ in hyperparameters, schedule and seed.
-
-A stack is a second trainer besides the engine, because 48 small models on a GPU were 36 times as fast as with eight
-processes (docs/log.md). On a CPU it is not faster. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
+Parameters, moments and samples have a leading dimension K with one entry for each recipe. The recipes may differ in
+hyperparameters, schedule and seed. On a GPU, a stack of 48 small models was 36 times as fast as eight processes
+(docs/log.md). On a CPU it is not faster. Sizes in comments: K recipes, B sequences, T tokens, P parameters.
 """
 
 import json
@@ -95,8 +92,8 @@ def train_stack(
     that diverges stays in the stack until the others are done.
 
     Args:
-        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume from it, pass the same recipes
-            in the same order, and the same size.
+        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``. To resume, pass the same recipes in the
+            same order, and the same size.
         inputs: the fingerprint that the text must have (``fingerprint_of``). None: any.
 
     Raises:
@@ -162,8 +159,7 @@ def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
 
 
 class TrialStack:
-    """The buffers and the training step for ``size`` recipes with the shape, batch and dtype of ``like``. On a CUDA
-    device, the step is compiled."""
+    """The buffers and the training step for ``size`` recipes with the shape, batch and dtype of ``like``."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)
@@ -203,8 +199,7 @@ class TrialStack:
         self.progress = Progress()  # tokens of one recipe; seconds do not include the time to fill the buffers
 
     def train(self, recipes: Sequence[Recipe]) -> list[float]:
-        """Train the recipes to their end, also if they diverge. Return the validation loss of each recipe in nats per
-        token."""
+        """Train the recipes to their end, even if they diverge. Return their validation losses in nats per token."""
         self.begin(recipes)
         self.advance(len(self.schedule))
         return self.evaluate(recipes[0])[: len(recipes)]
@@ -319,8 +314,7 @@ class TrialStack:
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, factor: Tensor) -> None:
-        """Clip the gradient (K, P) of each recipe by its norm, and take a step of AdamW with torch's formulas.
-        ``factor`` (K,) is the schedule's factor on the lr."""
+        """Clip the gradient (K, P) of each recipe, and take a step of AdamW. ``factor`` (K,) multiplies the lr."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
         count = (self.step + 1).double()
@@ -338,8 +332,7 @@ class TrialStack:
         self.flat.copy_(kept - each(rate / correction1) * self.first / root)
 
     def _losses(self, p: Mapping[str, Tensor], windows: Tensor) -> Tensor:
-        """Return the mean loss of each recipe over its windows, (K,). ``p`` has the parameters by name, and
-        ``windows`` is (K, B, T + 1)."""
+        """Return the mean loss of each recipe, (K,), for parameters ``p`` by name and ``windows`` (K, B, T + 1)."""
         shape, inputs, targets = self.shape, windows[..., :-1], windows[..., 1:]
         k, b, t = inputs.shape
 
@@ -380,8 +373,8 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation losses (K,) in nats per token, over ``recipe.evaluation.tokens`` tokens.
-        Batches have B sequences and parameters require gradients, as in training, so that the compiled pass fits."""
+        """Return the validation losses (K,) in nats per token, over ``recipe.evaluation.tokens`` tokens. Batches and
+        gradients are as in training, so that the compiled pass fits."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

@@ -131,27 +131,25 @@ def train(
 ) -> TrainDocument:
     """Train a recipe in a run folder, and return the result.
 
-    A run in the folder resumes from its newest undamaged checkpoint. A finished run only returns its result. On a
-    CPU, a resumed run has the same bits as one that was never stopped (docs/concepts/promises.md). Train one run at a
-    time in a process: dropout uses torch's global random generator, and seeds it at every step.
+    A run in the folder resumes from its newest undamaged checkpoint, on a CPU bit for bit
+    (docs/concepts/promises.md). A finished run only returns its result. Train one run at a time in a process, because
+    dropout seeds torch's global random generator.
 
-    Ctrl-C and the stop button of a notebook save the state: a warning says so, and KeyboardInterrupt is raised. A
-    second Ctrl-C raises KeyboardInterrupt at once. In other threads than the main thread, Ctrl-C is not handled. To
-    save the state there, or at a SIGTERM, pass ``stop``.
+    Ctrl-C in the main thread saves the state and raises KeyboardInterrupt. A second Ctrl-C raises it at once. To save
+    the state in another thread, or at a SIGTERM, pass ``stop``.
 
     Args:
         on_step: called with the metrics of each step.
-        on_event: called with the name and values of each event during the call; most are also lines of events.jsonl.
-        stop: polled between steps. When it returns True, the state is saved and ``finished`` of the result is False.
-            A single process also polls it within a step, and then drops this step. If the last state cannot be
-            written because a disk is full or away, the run waits for the disk until ``stop`` returns True.
+        on_event: called with the name and values of each event; most are also lines of events.jsonl.
+        stop: polled between steps, and by a single process also within a step. When it returns True, the state is
+            saved, and ``finished`` of the result is False.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
-        InputError: if the recipe cannot be trained, or if the folder cannot be written, is in use, or has a run of
+        InputError: if the recipe cannot be trained, or the folder cannot be written, is in use, or has a run of
             another recipe or text.
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
@@ -167,12 +165,8 @@ def train(
 
 @contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed.
-
-    The first Ctrl-C does not interrupt the block, because that would leave half a step. The exception that its
-    handler raises, such as KeyboardInterrupt, is raised after the block. A second Ctrl-C, at least `AGAIN_AFTER`
-    seconds later, raises it at once. Outside the main thread, Ctrl-C is not handled.
-    """
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. A second Ctrl-C ends the
+    block."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield stop
@@ -256,12 +250,7 @@ def _train(  # noqa: PLR0917
 def _require_one_recipe(
     recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
 ) -> None:
-    """Raise InputError on all processes unless they have the same arguments and version of leaven, and see the same
-    events of the run.
-
-    Paths in the recipe may differ. But if there are two or more sources, their names must be equal, because they
-    decide the order of the samples.
-    """
+    """Raise InputError on all processes unless arguments (except paths), versions of leaven and events are equal."""
     if group is SINGLE_PROCESS:
         return
     run = RunFolder(folder)
@@ -292,8 +281,7 @@ def _require_one_recipe(
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
-    """Return the initial state of a run, and the choice of its micro-batch (None if no pass was timed). Raise
-    StopRequested if ``stop`` returns True while micro-batches are timed."""
+    """Return the initial state of a run, and the choice of its micro-batch (None if no pass was timed)."""
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
         if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
@@ -335,9 +323,8 @@ class RunTrainer:
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self, **about: Any) -> None:
-        """Restore the newest checkpoint that is undamaged and that no rewind has undone, or start a new run. Log a
-        ``resume`` or ``start`` event, which also contains ``about``. Raise InputError if there are checkpoints but
-        none can be used, if the text has changed, or if files in the folder belong to different runs."""
+        """Restore the newest usable checkpoint, or start a new run. Log a ``resume`` or ``start`` event with
+        ``about``. Raise InputError if no checkpoint can be used, or if the text or files do not belong to the run."""
         saved = newest_saved(self.run)
         # A network disk may show an event to one process late.
         rewinds = self.group.broadcast(rewinds_of(self.run) if self.group.is_first else ())
@@ -372,8 +359,7 @@ class RunTrainer:
         """Train until the run is done or ``stop()`` returns True, and return the result of the run.
 
         Raises:
-            InputError: if the text cannot be read, if all checkpoints for a rollback are damaged, or if the run is
-                done but its last checkpoint or finish event cannot be written.
+            InputError: if the text or a checkpoint cannot be read, or the end of the run cannot be saved.
             Diverged: if the run diverges.
         """
         try:
@@ -413,11 +399,7 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """If the last checkpoint could not be saved because a disk is full, away or may not be written, save it again
-        until this succeeds or ``stop()`` returns True. ``error`` is the error of the first attempt, or None.
-
-        The pauses between attempts get longer. Return the error of the last attempt, or None.
-        """
+        """If saving failed with ``error`` and may succeed later, retry until ``stop()``. Return the last error."""
         pauses = left = 1  # number of short pauses before the next attempt, and how many are left
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell_if(str(error), "waits")
@@ -437,9 +419,8 @@ class RunTrainer:
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Restore the newest undamaged checkpoint at or before the target of ``rewind``. Log a ``rollback`` event,
-        which also contains ``values``. Raise InputError if all these checkpoints are damaged, and Diverged if there
-        are none."""
+        """Restore the newest undamaged checkpoint at or before the target of ``rewind``. Log a ``rollback`` event
+        with ``values``. Raise InputError if all these checkpoints are damaged, and Diverged if there are none."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None and self.damaged:  # the user may be able to repair one
@@ -476,14 +457,12 @@ class RunTrainer:
         return {"step": self.training.progress.step, "tokens": self.training.tokens}
 
     def _tell_if(self, why: str | None, event: str) -> None:
-        """Pass an event to ``on_event`` with the reason ``why``, without writing it to the run folder. If ``why`` is
-        None, do nothing."""
+        """Unless ``why`` is None, pass an event with this reason to ``on_event``, but not to the run folder."""
         if why is not None:
             self._on_event(event, self._at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that none of ``rewinds`` has undone, or None. Also set
-        :attr:`damaged`. Raise InputError if files in the folder belong to different runs."""
+        """Return the newest undamaged checkpoint that no rewind has undone, or None. Also set :attr:`damaged`."""
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)
@@ -522,8 +501,7 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """In the first process: rewind the run folder, lock it until the end of the block, and begin the run in it. An
-    InputError there becomes Settled on all processes."""
+    """Let the first process rewind, lock and begin the run folder. Raise Settled on all processes if it cannot."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -558,11 +536,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return (run folder, recipe, rewind). The returned rewind is None if none was given, or if it was done already.
-
-    If ``micro_batch`` of the recipe is "auto" and the run has begun, the returned recipe has the run's micro-batch.
-    Raise InputError if the folder cannot be used to train this recipe after this rewind.
-    """
+    """Return (run folder, recipe, rewind). "auto" in the recipe becomes the micro-batch of a run that has begun. A
+    rewind that was done already becomes None. Raise InputError if this recipe cannot be trained in the folder."""
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):

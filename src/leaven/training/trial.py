@@ -1,10 +1,8 @@
 """Trains one trial: a recipe until it is done, diverges or is pruned (cannot beat the best trial so far).
-:class:`WorkerPool` runs several trials at once in worker processes.
 
 A trial of several durations trains the run with the longest duration (the trunk), and for each shorter duration only
 the cooldown. With the wsd schedule (warm-up, stable lr, cooldown), runs of different durations are identical until
-the shortest starts its cooldown (Hägele et al. 2024, arXiv 2405.18392). So k durations cost one run of the longest
-duration and k - 1 cooldowns.
+the shortest starts its cooldown (Hägele et al. 2024, arXiv 2405.18392).
 """
 
 import json
@@ -57,20 +55,19 @@ def train_trial(
     checkpoint_seconds: float = 60,
     inputs: str | None = None,
 ) -> Outcome:
-    """Train a recipe until it is done, diverges, or can no longer reach the loss of the ``baseline``. Return the
-    outcome.
+    """Train a recipe until it is done, diverges or is pruned. Return the outcome.
 
     Args:
-        baseline: the best trial so far, with the same schedule. A baseline of another duration is ignored. Without a
-            baseline, the trial is not pruned.
+        baseline: the best trial so far, with the same schedule. The trial is pruned if it cannot reach the baseline's
+            loss. A baseline of another duration is ignored.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
             bit. The caller removes the folder once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
         inputs: the expected :func:`fingerprint_of` the text and the start weights. None: any.
 
     Raises:
-        InputError: if the recipe or the durations cannot be trained, if the text or the start weights have another
-            fingerprint than ``inputs``, or if the checkpoint was not written by this trial.
+        InputError: if the recipe or the durations cannot be trained, the text or start weights have another
+            fingerprint, or the checkpoint was not written by this trial.
     """
     tokens = same_tokens(recipe, inputs)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
@@ -109,8 +106,7 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe's text. ``inputs`` is the expected :func:`fingerprint_of` the text and the start
-    weights. Raise InputError if they have another one, unless ``inputs`` is None."""
+    """Return the tokens of a recipe's text. Raise InputError if their fingerprint is not ``inputs`` (None: any)."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -174,14 +170,13 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def cooldown_start(schedule: Schedule, duration: int) -> float:
-    """Return the token count at which a wsd schedule starts its cooldown in a run of ``duration`` tokens. A step that
-    ends later has a lower lr."""
+    """Return the token count at which the cooldown of a wsd schedule starts in a run of ``duration`` tokens."""
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the run with the longest duration (the trunk) reaches the
-    start of this cooldown. Afterwards, the trunk continues from a copy of its state."""
+    """Trains the cooldown of each shorter duration when the run with the longest duration (the trunk) reaches its
+    start. Afterwards, the trunk continues from a copy of its state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -218,13 +213,9 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Writes a checkpoint of a trial at a fixed interval in seconds. If it cannot be written, a warning says so, and
-    the trial continues.
-
-    ``folder`` comes from :func:`checkpoint_folder`, and a checkpoint contains its name. A checkpoint is ignored if it
-    contains another name, because it belongs to another trial. If ``recipe`` is given, a checkpoint is also ignored
-    if it has other parameters than this recipe.
-    """
+    """Writes a checkpoint of a trial at a fixed interval in seconds. A failure is only a warning. ``folder`` comes
+    from :func:`checkpoint_folder`. Checkpoints of other trials, or with other parameters than ``recipe``, are
+    ignored."""
 
     def __init__(
         self,
@@ -240,7 +231,7 @@ class TrialCheckpoint(Callback):
 
     def resume(self) -> None:
         """Continue from the checkpoint of this trial, if there is one. Warn about checkpoints that are ignored. Raise
-        InputError if a value in the checkpoint has a type or size that this trial does not write."""
+        InputError if the checkpoint has a value that this trial does not write."""
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
         if found is not None and found.state.get(TRIAL) != self._folder.name:
@@ -290,8 +281,8 @@ def initialise_worker(device: str | None = None) -> None:
 
 
 class WorkerPool:
-    """A pool of worker processes. If ``device`` is given, it is the ``CUDA_VISIBLE_DEVICES`` of the workers. If a
-    worker dies, the next :meth:`submit` starts new workers. The end of the ``with`` block kills all workers."""
+    """A pool of worker processes, which ends with its ``with`` block. ``device`` is the ``CUDA_VISIBLE_DEVICES`` of
+    the workers. If a worker dies, the next :meth:`submit` starts new workers."""
 
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device
