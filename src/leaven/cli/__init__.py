@@ -1,8 +1,4 @@
-"""Defines the command line.
-
-Each command has a file in this folder. The file parses the options, calls the library, and prints the document (the
-typed result) that the library returns.
-"""
+"""Defines the command line. A file for each command parses options, calls the library and prints its document."""
 
 import errno
 import os
@@ -56,11 +52,7 @@ class Verbs(TyperGroup):
 
 
 def command_of(verb: str) -> Any:
-    """Import the file of a verb such as ``train``, and return the verb's command.
-
-    In the file of a verb with subcommands, the command is ``app``. In other files, it is the function with the name
-    of the verb.
-    """
+    """Import the file of a verb such as ``train``, and return the verb's command."""
     module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
     app = getattr(module, "app", None)
     if app is None:
@@ -139,8 +131,7 @@ def _no_verb(
 def main() -> None:
     """Run the command line, and exit. An error is one line on standard error, or with LEAVEN_DEBUG a traceback.
 
-    The exit code is 2 for wrong input, 70 for a bug, 75 if Ctrl-C or another signal stopped the command, and 1 for
-    other failures.
+    The exit code is 2 for wrong input, 70 for a bug, 75 after Ctrl-C or another signal, and 1 for other failures.
     """
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -168,8 +159,7 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Open the null device in place of each standard stream that is closed, for example by ``leaven ... >&-``.
 
-    Otherwise, the next file that is opened would get the number of the stream, and printed text would go into that
-    file.
+    Otherwise, the next opened file would get the number of the stream, and printed text would go into that file.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)  # as standard streams are
@@ -234,7 +224,7 @@ def _has_no_folder() -> bool:
 
 
 def _message_of_system(error: OSError) -> str | None:
-    """Return the message for an error of the system, such as a full disk. None if the user cannot fix the error."""
+    """Return the message for an error of the system, such as a full disk, or None if the user cannot fix it."""
     if isinstance(error, BlockingIOError) and not hasattr(error, "characters_written"):  # not of a full pipe
         return _NO_PROCESS
     if _has_no_folder():
@@ -250,10 +240,7 @@ def _message_of_system(error: OSError) -> str | None:
 
 
 def bug_message(error: BaseException) -> str:
-    """Write a bug's traceback to a file that only this user can read, and return a message that names the file.
-
-    If the file cannot be written, the message says how to see the traceback.
-    """
+    """Write a bug's traceback to a file that only this user can read, and return a message that names the file."""
     what = f"a bug in leaven: {type(error).__name__}: {f'{error}'[:200]}"
     about = (
         f"leaven {__version__}, Python {platform.python_version()}, {platform.platform()}\n"

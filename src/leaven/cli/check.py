@@ -327,11 +327,10 @@ def init(
 @app.command()
 @with_option_fields
 def equivalence(options: RunOptions, batch_ratios: BatchesOption = "0.25,0.5,2,4", scale: ScaleOption = None) -> None:
-    """Check that runs with different batch sizes reach the same loss if the scaling rule adapts the hyperparameters
-    to the batch, and different losses if it does not.
+    """Check that runs with different batch sizes reach the same loss if the scaling rule adapts the hyperparameters.
 
-    The rule is exact only for many steps with noisy gradients. Choose small batches, and at least 200 steps with the
-    largest batch.
+    Without the rule, the losses must differ. The rule is exact only for many steps with noisy gradients. Choose small
+    batches, and at least 200 steps with the largest batch.
     """
     from leaven.verification.equivalence import FACTORY_TOKENS, equivalence
 

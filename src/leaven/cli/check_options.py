@@ -57,8 +57,7 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of fin
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with an option for each field of the data class that is its first parameter.
 
-    typer does not support data classes. ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run,
-    scales, seeds=3, ...)``.
+    ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run, scales, seeds=3, ...)``.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters
@@ -95,10 +94,7 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``.
-
-        Raise InputError for a file with logs, and for an option that does not apply to ``subject``.
-        """
+        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -184,10 +180,7 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the recipe's model family, and the size of the model: ``scale``, or by default the recipe's size.
-
-        The family makes the recipe's model at any size.
-        """
+        """Return the recipe's model family (its model at any size), and the size: ``scale`` or the recipe's."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
@@ -265,10 +258,7 @@ class LoggedRunOptions(RunOptions):
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the user's logs (results of finished runs), or None if the check trains runs.
-
-        ``only_logs`` names the options that need logs.
-        """
+        """Return the path of the user's logs, or None if the check trains runs. ``only_logs``: options for logs."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 
 def option(help: str, default: str | bool = True, names: str = "", **more: Any) -> Any:
-    """Return an option of a command. ``default`` is the text of the default value in ``--help``.
+    """Return an option of a command. ``names``, such as ``"--output -o"``, replace the name of the parameter.
 
-    ``names`` are the names of the option, such as ``"--output -o"``; by default, typer derives one from the
-    parameter. ``more`` are arguments of `typer.Option`.
+    ``default`` is the text of the default value in ``--help``. ``more`` are arguments of `typer.Option`.
     """
     return typer.Option(*names.split(), help=help, show_default=default, **more)
 
@@ -132,10 +131,7 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed one of the parameters ``others``, because ``option`` excludes them.
-
-    ``others`` has the names of the parameters, such as ``"params tokens"``.
-    """
+    """Raise InputError if the user typed ``option`` with one of ``others``, such as ``"params tokens"``."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -145,8 +141,7 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 def require_new(path: Path, force: bool | None = None) -> None:
     """Raise InputError if ``path`` is a folder, is in a folder that does not exist, or is a file that exists.
 
-    Devices such as /dev/null are allowed. With ``force``, the file may exist. ``force`` is None if the command has no
-    option ``--force``.
+    With ``force``, the file may exist. ``force`` is None if the command has no option ``--force``.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
@@ -173,7 +168,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe that :func:`read_recipe` reads. Raise InputError with a hint if it is a published run."""
+    """Return the recipe in a file. For the id of a published run, raise InputError with a hint."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
@@ -227,8 +222,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
     A Ctrl-C more than `AGAIN_AFTER` seconds after the first signal raises KeyboardInterrupt. Other repeats are
-    ignored: torchrun and a scheduler both send a signal, and a closed terminal often sends SIGHUP twice. If the
-    terminal is closed, or the program that reads the output has ended, the command continues without output.
+    ignored. If nobody reads the output any more, the command continues without output.
     """
     requested: float | None = None  # time.monotonic() of the first signal
     readers = [number for number in (1, 2) if _has_reader(number)]
@@ -267,9 +261,9 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
-    """Return the tokens that :func:`leaven.data.tokens.prepare` returns. Show its progress, and print notes.
+    """Return the tokens of a text. Show the progress of tokenising it, and print notes.
 
-    If the weights in the folder ``start`` have another tokenizer, a note says so.
+    One note warns if the weights in the folder ``start`` have another tokenizer.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

@@ -167,10 +167,7 @@ def new(
 
 
 def _mixture(context: typer.Context, experts: int | None, active: int | None) -> tuple[int, int] | None:
-    """Return the numbers of --experts and --active, or None if neither is given.
-
-    Raise InputError if only one of the two is given, or if another option excludes them.
-    """
+    """Return the numbers of --experts and --active, or None if neither is given."""
     if experts is None and active is None:
         return None
     if experts is None or active is None:

@@ -1,10 +1,8 @@
 """Chooses the commands that leaven suggests below the result of a command (with ``--json``, under the key ``next``).
 
 The usual order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan -> train ->
-report.
-
-``leaven new`` names the files: OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is the recipe
-of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
+report. OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is the recipe of a small model, which
+is tuned instead. OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex
@@ -30,10 +28,7 @@ PROXY, TUNED = "-proxy", "-tuned"
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``recipes check`` passed.
-
-    For a recipe OUT-tuned.toml, the first one is a coordinate check.
-    """
+    """Return the commands to suggest after ``recipes check`` passed. A tuned recipe gets a coordinate check."""
     check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
     return [*check, *after_coordinates(path, recipe, overrides)]
 
@@ -55,13 +50,11 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a check that did not pass.
+    """Return the command to suggest after a check that did not pass: one of three.
 
-    - If no row failed and the check advises options that would decide it: the same check with these options.
+    - If no row failed, and the check advises options: the same check with these options.
     - If a row failed with another rule than complete-d-p: the same check with complete-d-p.
-    - Otherwise: a command that writes a page about the check, or [] if the check has already written ``page``.
-
-    ``run`` is the folder of the check's runs, if any.
+    - Otherwise: a command that writes a page about the check, or [] if there is a ``page`` already.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -102,8 +95,8 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after the plan of a recipe: tune an untuned proxy, and train as planned.
 
-    Return [] if the plan does not fit in memory or has context parallelism, with which leaven cannot train. With
-    ``overrides``, do not suggest tuning the proxy, which was made for the recipe without them.
+    Return [] for a plan that leaven cannot train. The proxy was made without ``overrides``, so it is not tuned with
+    them.
     """
     if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []
@@ -157,10 +150,7 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
-    """Return the command that imports the configuration again, if leaven can read it.
-
-    leaven reads the JSON file that torchtitan saves when it trains, so torchtitan's own command comes first.
-    """
+    """Return the commands that import the configuration again. For torchtitan, its own command comes first."""
     if to not in ("transformers", "megatron", "torchtitan") or is_device(path):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
@@ -181,10 +171,9 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``.
+    """Return the command that tunes the proxy in the file ``path``. If this machine is too small, plan first.
 
-    If this machine is too small for the proxy, the first command is a plan of the proxy. If ``target`` is given, the
-    command has the number of trials that are worth their cost.
+    If ``target`` is given, the command has the number of trials that are worth their cost.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
@@ -232,11 +221,7 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: its known cluster, or else a cluster of estimated size.
-
-    The estimated cluster has GPUs of the kind of the target's known cluster. If that is a CPU, or if no cluster is
-    known, it has GPUs of the kind `EXAMPLE_GPU`.
-    """
+    """Return the cluster on which to plan a recipe: its known cluster, or else enough GPUs of the target's kind."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None
@@ -246,10 +231,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return a line with the reason for the cluster in the first ``leaven plan`` command of ``following``.
-
-    Return [] if ``following`` has no such command, or if its cluster is not the recipe's known cluster.
-    """
+    """Return a line with the reason for the cluster in the first ``leaven plan`` command, or []."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []
@@ -289,7 +271,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return ``path`` or, if it exists, the first path with -2, -3 and so on after the name that does not exist."""
+    """Return ``path``. If it exists, add -2, -3 and so on to its name until it does not exist."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

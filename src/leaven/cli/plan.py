@@ -144,11 +144,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return the plan with its times corrected by measurements, if there are any.
-
-    With ``measure``, the measurements are steps on this machine, which are run now. Otherwise, with ``history``, they
-    are past runs.
-    """
+    """Return the plan with times corrected by steps on this machine (``measure``), or by past runs (``history``)."""
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 

@@ -23,8 +23,10 @@ def show(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """The command also compares the recipe's init stds with published initialisations, and says how the optimizer
-    applies weight decay. With --rule, it prints a scaling rule instead."""
+    """Compare the init stds with published initialisations, and say how the optimizer applies weight decay.
+
+    With --rule, print a scaling rule instead.
+    """
     if rule is not None:
         document = RULES[rule].document()
         print_document(document, rule_table(document), json_output)

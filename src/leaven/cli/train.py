@@ -130,10 +130,7 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run has stopped since the user started torchrun.
-
-    torchrun restarts every command that ends with an error, but only the user may resume a run that has stopped.
-    """
+    """Exit if the run was stopped after torchrun began, so that torchrun does not resume the run by itself."""
     from leaven.training.integrity import events_before_torchrun
 
     events, before = run.events(), events_before_torchrun(run)

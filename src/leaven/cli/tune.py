@@ -210,11 +210,7 @@ def tune(
 
 
 def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return (URL of the database or None, folder for the results).
-
-    ``study`` is the folder of the results, or the URL of a database. With a URL, the results are in the folder
-    ``out``, by default studies/``name``.
-    """
+    """Return (URL of the database or None, folder for the results: --study, --out or studies/``name``)."""
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     if "://" in study:
@@ -229,10 +225,7 @@ def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
 def _command(
     context: typer.Context, path: Path, command: str | None, loss: str | None, overrides: list[str] | None
 ) -> "tuple[Command | None, CommandSpace | None]":
-    """Return the user's training command, and the search space of a command file.
-
-    The command is None if leaven's own trainer trains. The search space is None if ``path`` is a recipe.
-    """
+    """Return the user's training command and the search space of a command file, each None if there is none."""
     from leaven.recipe.files import validated
     from leaven.tuning.command import Command, command_space, is_command_file
 
@@ -295,9 +288,8 @@ def _study_of_recipe(
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe. Tokenise the recipe's text first.
 
-    If the number ``gpus`` is above 0 and the device is a CUDA GPU, leaven chooses how many trials each GPU trains at
-    once. Otherwise, each worker trains at most ``stack`` trials at once. It trains one at a time if ``stack`` is
-    None, or if trials of this search cannot be trained at once.
+    Each worker trains at most ``stack`` trials at once, by default one. If ``gpus`` is above 0 and the device is a
+    CUDA GPU, leaven chooses how many.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

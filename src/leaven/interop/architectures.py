@@ -1,7 +1,6 @@
 """Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-The data is in ``architectures.toml``, with the tensors of Megatron-LM's and torchtitan's models.
-:mod:`leaven.interop.huggingface_config` reads a config.json.
+``architectures.toml`` has the data, also for the models of Megatron-LM and torchtitan.
 """
 
 import json
@@ -30,7 +29,7 @@ _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of another code's model: one or more of leaven's tensors together, or the matrix of one expert."""
+    """A tensor in another library's model: one or more of leaven's tensors together, or the matrix of one expert."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
@@ -103,9 +102,9 @@ class Architecture:
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the keys of a shape whose values this architecture does not support, each with a supported value.
+        """Return the keys of ``shape`` whose values this architecture does not support, each with a supported value.
 
-        The entry ``experts: None`` means that only one of shape and architecture has experts.
+        The entry ``experts: None`` means that only one of the two, shape or architecture, has experts.
         """
         values = self._values(shape)
         if bool(self.experts) != bool(shape.experts):
@@ -128,15 +127,12 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key. For the keys in ``words``, the text "none" stands for None."""
+        """Return the values of a shape by key. For keys in ``words``, the text "none" replaces None."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 
     def config(self, shape: ModelShape) -> Config:
-        """Return the config.json for a model shape.
-
-        Settings of rotary positions are written twice: under the keys of transformers 4, and under those of 5.
-        """
+        """Return the config.json for a model shape. Its rotary keys are those of transformers 4 and those of 5."""
         values = self._values(shape)
         values |= {key: words[values[key]][0] for key, words in self.words.items()}
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
@@ -157,12 +153,11 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return the factors between stored weights and leaven's, by leaven's name of the weight.
+        """Return the factors in ``leaven's weight = factor x (stored weight + offset)``, by name of the weight.
 
-        leaven's weight = factor x (stored weight + offset), with the offsets of :meth:`offsets`. Factors of 1 are
-        left out. The factors come from two constants of the architecture: one multiplies the output of its embedding,
-        the other its logits. With tied embeddings, the factor of the final norm is (constant of the logits) /
-        (constant of the embedding).
+        A factor comes from a constant by which the architecture multiplies the output of its embedding, or its
+        logits. With tied embeddings, the final norm has the factor (constant of the logits) / (constant of the
+        embedding).
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = 1.0
@@ -175,14 +170,11 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the offsets in the equation of :meth:`factors`, by leaven's name of the weight.
-
-        The offset of a gain is 1 if the architecture stores gain - 1. Offsets of 0 are left out.
-        """
+        """Return the number to add to a stored weight, by leaven's name: 1 for gains stored as gain - 1."""
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the tensors of a checkpoint. Biases are among them if the shape or this architecture has biases."""
+        """Yield the tensors of a checkpoint. They include biases if the shape or this architecture has biases."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -218,11 +210,10 @@ class Architecture:
             )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the trainable parameters of a model in memory.
+        """Yield the trainable parameters of a model in memory. Only the experts differ from the checkpoint's tensors.
 
-        Only mixtures of experts differ from their checkpoints. Biases of routers are left out, because they are not
-        trained by gradients. In transformers 5, the experts of a layer are two tensors. ``gate_up_proj`` has gate and
-        input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrices.
+        In transformers 5, a layer has two tensors for all experts. ``gate_up_proj`` has gate and input matrix of
+        expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:
@@ -239,10 +230,7 @@ class Architecture:
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape by key of [model], such as ``d_model`` or ``experts.number``.
-
-    Keys in ``TRAINING_ONLY`` are left out. ``attention_bias`` is None if it follows from ``bias``.
-    """
+    """Return the values of a shape by key of [model], such as ``experts.number``, except ``TRAINING_ONLY`` keys."""
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None
@@ -266,10 +254,7 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return the kind of attention of each layer, as a config.json names it.
-
-    Every ``global_every``-th layer has full attention; all others have a sliding window. With 0, all have a window.
-    """
+    """Return config.json's ``layer_types``. Every ``global_every``-th layer has full attention, others a window."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)
@@ -285,10 +270,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return an architecture's table, completed with entries of the table that its key ``like`` names.
-
-    Its key ``without`` lists entries that are not taken over, such as ``keys.bias``. ``known`` has tables by name.
-    """
+    """Return an architecture's table. Entries that it lacks come from the table that its key ``like`` names."""
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {
@@ -315,7 +297,7 @@ _FUSED = {
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return the names of leaven's modules in other codes, such as ``o_proj`` for ``attention.out``."""
+    """Return the names that other libraries give to leaven's modules, such as ``o_proj`` for ``attention.out``."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -327,9 +309,8 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture for which a shape needs the fewest changes, and the changes: new values by key.
 
-    Some changes count more than others (`_LARGE`). An architecture that always has biases can represent a shape
-    without biases, by zeros. If the exported model will be ``trained``, the zeros do not stay, so ``bias`` is then
-    one of the changes.
+    Some changes count more than others (`_LARGE`). If the model will be ``trained``, biases of 0 would change, so an
+    architecture that always has biases needs them in the shape, too.
     """
     changes = []
     for architecture in ARCHITECTURES:

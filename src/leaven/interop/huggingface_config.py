@@ -48,7 +48,6 @@ def read_config(path: Path) -> HuggingFaceModel:
 
 
 def _named(config: Config) -> Architecture:
-    """Return the architecture that a config.json names."""
     names = config.get("architectures")
     names = [] if names is None else names
     if config.get("model_type") is not None:
@@ -67,10 +66,10 @@ def _named(config: Config) -> Architecture:
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
-    """Return the contents of a config.json with the current names of its keys and with defaults of missing keys.
+    """Return a config.json with current names of its keys, and with the architecture's defaults for missing keys.
 
-    A key with the value null counts as missing. If it states a size of `implied` or an optional value
-    (``_OPTIONAL``), null also removes its default. A known key with a value of the wrong type is an InputError.
+    A value of null counts as missing. For sizes in `implied` and keys in ``_OPTIONAL``, null also removes the
+    default. A known key with a value of the wrong type is an InputError.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated
@@ -174,11 +173,7 @@ def _rotary(architecture: Architecture, given: Config) -> dict[str, float]:
 
 
 def _set_global_layers(architecture: Architecture, given: Config, values: dict[str, Any]) -> None:
-    """Replace ``global_every``, a list of layer types, by the number n for which every n-th layer has no window.
-
-    If all layers have a window, remove ``global_every``. If no layer has one, remove ``window`` too. Any other list
-    is an InputError. In an architecture without ``global_every``, only check that all layers have a window.
-    """
+    """Convert ``global_every`` from a list of layer types to a number n: every n-th layer has no window."""
     if "global_every" not in architecture.keys:
         if "window" in values and any(kind != "sliding_attention" for kind in given.get("layer_types", ())):
             raise InputError(

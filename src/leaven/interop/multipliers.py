@@ -1,10 +1,9 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
 A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention
-logits. Installing adds a hook that multiplies the branch or the logits. For the attention logits, it changes their
-scale, an attribute of the attention module.
+logits. For attention logits, it changes the scale in the attention module. For the others, it is a hook.
 
-Folding removes the multiplier from the forward pass and multiplies weights by it instead:
+Folding multiplies weights instead:
 
 - for a branch: the norm on its output. Without such a norm, the last matrix of the branch.
 - for the logits: the final norm. Without exactly one final norm, the unembedding.
@@ -55,7 +54,7 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook that scales the input of the unembedding. So it scales the logits, but not their bias."""
+    """A forward pre-hook that scales the input of the unembedding, to scale the logits without their bias."""
 
     factor: float
 
@@ -71,13 +70,12 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    For a branch, a hook scales the output of the branch's last matrix. If the matrices of all experts are one tensor,
-    it scales the output of the module ``experts``. A norm on the branch's output would undo the multiplier, so then a
-    hook scales the output of the norm. ``output_norms`` maps paths of these norms, such as ``layers.*.post_norm``, to
-    ``attention`` or ``mlp``.
+    For a branch, a hook scales the output of its last matrix, or of the module ``experts`` if it has the matrices of
+    all experts in one tensor. A norm on the branch's output would undo the factor; then a hook scales the norm's
+    output. ``output_norms`` maps paths of such norms, such as ``layers.*.post_norm``, to ``attention`` or ``mlp``.
 
-    For the logits, a hook scales the output of the final norm, because fused losses use the weight of the unembedding
-    without calling its module. Without exactly one final norm, the input of the unembedding is scaled.
+    For the logits, a hook scales the output of the final norm, because fused losses do not call the unembedding.
+    Without exactly one final norm, a hook scales the input of the unembedding.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
@@ -124,12 +122,10 @@ def multipliers(
 def rescale_attention(
     model: nn.Module, base: nn.Module, structure: ModelStructure, head: float, factor: float
 ) -> list[LogitScale]:
-    """Return the new attention scales (factors on query . key) as (attention module, attribute, new scale).
+    """Return new attention scales (factors on query . key) as (attention module, attribute, scale).
 
-    With ``factor`` 1, the list is empty. Otherwise a new scale is ``factor`` x (scale in the base) / sqrt(``head``).
-    ``head`` is (head dimension of the model) / (head dimension of the base). The model's own scale is not used,
-    because it may be a constant (Gemma 2). Exception: if the layers have different scales, each new scale is
-    ``factor`` x the current one.
+    A new scale is ``factor`` x (scale in the base) / sqrt(``head``). ``head`` is the head dimension of the model
+    divided by that of the base. If the layers have different scales, a new scale is ``factor`` x the current one.
     """
     if factor == 1.0:
         return []
@@ -223,8 +219,8 @@ def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and return the model.
 
     The outputs stay the same up to rounding. Do not train the folded model with the old parameter groups: their lr,
-    eps and weight decay are wrong for the new weights. If folding is interrupted, for example by Ctrl-C, calling the
-    model or its ``state_dict`` raises InputError.
+    eps and weight decay are wrong for the new weights. After an interrupted fold, calling the model raises
+    InputError.
 
     Raises:
         InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
@@ -255,7 +251,7 @@ def fold(model: nn.Module) -> nn.Module:
 def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model itself does not change. ``options`` are passed to ``save_pretrained``.
+    The model does not change. ``options`` are passed to ``save_pretrained``.
 
     Raises:
         InputError: as :func:`fold`, and if the model has no ``save_pretrained`` or is sharded over processes.
@@ -334,11 +330,10 @@ def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter], *, by_input: bool = False) -> None:
-    """Check that a module has parameters, and that its output doubles if they are doubled.
+    """Raise InputError unless doubling a module's parameters doubles its output. A copy of the module is run.
 
-    With ``by_input``, doubling the weight alone must have the effect of doubling the input. To check the output, a
-    copy of the module is run. Modules with the forward pass of ``nn.Linear``, and norms with a weight in ``offset``,
-    pass without a run. Modules that are sharded or on the meta device also pass, because they cannot be run here.
+    With ``by_input``, doubling the weight must have the effect of doubling the input. Linear modules, norms with a
+    weight in ``offset``, and modules that are sharded or on the meta device pass without a run.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:

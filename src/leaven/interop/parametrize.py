@@ -104,9 +104,9 @@ def parametrize(
     biases       0.00500 0.00 2.0e-08
     >>> optimizer = torch.optim.AdamW(groups)
 
-    Call this function once, on the model as it will be trained. Replace modules before, as for float8, and call
-    ``fully_shard`` and ``to_empty`` before, because they replace the parameters. If parameters are replaced later,
-    ``leaven.interop.parametrize.groups`` returns the groups with the new parameters.
+    Call this function once, on the model as it will be trained: after modules are replaced (as for float8), after
+    ``fully_shard`` and after ``to_empty``. If parameters are replaced later, ``leaven.interop.parametrize.groups``
+    returns groups with the new ones.
 
     **The state dict does not contain the multipliers.** A model that loads it gives wrong outputs until the model is
     parametrized with the same arguments. :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads
@@ -115,7 +115,7 @@ def parametrize(
     The rules are for decoders, dense or with mixtures of experts:
 
     - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` needs more
-      than token ids, name all norms in the blocks in ``modules``. Norms on outputs of branches have the names
+      than token ids, name all norms in the blocks in ``modules``. Norms on outputs of branches are
       ``norm.attention_out`` and ``norm.mlp_out``.
     - The routed experts of a block are in a module named ``experts``: a list of MLPs, or a tensor (experts, fan out,
       fan in) for each matrix. The router is a matrix ``gate`` or ``router`` beside this module. ``base`` must have
@@ -124,8 +124,8 @@ def parametrize(
       (depth of the model / depth of the base)^-alpha.
     - Remove factors that the model's own code derives from its width, such as 1 / width on the logits. Only a factor
       on the embedding may stay, as ``embed_scale`` or ``scalar_embed_scale`` of the embedding's module.
-    - A multiplier acts when a module is called, such as the last matrix of a branch or the norm on the branch's
-      output. A fused kernel that reads the weight without calling the module skips the multiplier.
+    - A multiplier acts when a module is called. A fused kernel that reads the weight without calling the module skips
+      the multiplier.
     - If you initialise the model yourself, use these variances: proportional to 1 / fan in for all hidden weights,
       and to 1 / (fan in)^2 for the unembedding.
 
@@ -139,7 +139,7 @@ def parametrize(
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
-            attention modules. If it is not 1, some rules change the scale of the attention logits in these modules.
+            attention modules. If it is not 1, some rules change the scale of the attention logits.
         roles: Roles by parameter name or glob pattern, for parameters that are refused or classified wrongly.
         modules: The names under which parameters are tuned, such as ``attention.query``, by parameter name or glob
             pattern. ``attention.out`` and ``mlp.out`` are the last matrices of branches.
@@ -149,9 +149,8 @@ def parametrize(
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. With
-        ``optimizer`` muon, pass the groups to ``leaven.MuonWithAdamW``. Groups of matrices inside the blocks then
-        have momentum, match, nesterov and ns_steps in place of betas and eps. Muon treats a fused matrix, such as one
-        with query, key and value, as one matrix.
+        ``optimizer`` muon, pass them to ``leaven.MuonWithAdamW``. Groups of matrices inside the blocks then have
+        momentum, match, nesterov and ns_steps in place of betas and eps. Muon treats a fused matrix as one matrix.
 
     Raises:
         InputError: if the model or an argument is not supported. The model is then unchanged.
@@ -217,8 +216,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, if parameters were added or removed since then, or if
-            multipliers are gone.
+        InputError: if the model is not parametrized, or if its parameters or multipliers are no longer complete.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -267,11 +265,10 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Return the row, corrected for an embedding module that multiplies its output by a factor, such as sqrt(width).
+    """Correct a row for an embedding module that multiplies its output by a factor, such as sqrt(width).
 
-    ``c`` is (factor in this model) / (factor in the base). Rows of other parameters stay as they are. In the row of
-    an embedding, std and lr are divided by c, and eps and weight decay are multiplied by c. With AdamW, the embedding
-    then trains as with the base's factor. The multiplier of a tied embedding is also multiplied by c.
+    ``c`` is (factor in this model) / (factor in the base). With std and lr / c, and eps and weight decay x c, AdamW
+    trains the embedding as with the base's factor.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -286,10 +283,7 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether to draw initial values.
-
-    ``given`` and ``wanted`` are the arguments ``hyperparameters`` and ``initialise`` of :func:`parametrize`.
-    """
+    """Validate two arguments of :func:`parametrize`. Return hyperparameters, and whether to draw new weights."""
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):
@@ -322,10 +316,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return ``value``, a ratio of sizes of the two models, as a finite float above 0.
-
-    For the message, ``name`` is the argument with this value, and ``size`` the kind of size, such as "width".
-    """
+    """Return a ratio, model / base, as a finite float above 0. ``name`` and ``size`` are for the error message."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
@@ -336,10 +327,7 @@ def _positive(name: str, size: str, value: Any) -> float:
 
 
 def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratios:
-    """Return the ratios of the two models: width and depth as read from the models, batch and tokens as ``given``.
-
-    A given width or depth must be 1 or equal the ratio that was read.
-    """
+    """Return the ratios model / base: width and depth as read from the models, batch and tokens as ``given``."""
     if not isinstance(given, Ratios):
         raise InputError(f"parametrize: ratios is {given!r:.60}; give leaven.Ratios(batch=..., tokens=...)")
     stated = {axis: _positive(f"ratios.{axis}", axis, value) for axis, value in vars(given).items()}

@@ -1,9 +1,7 @@
-"""Classifies each parameter of a user's model.
+"""Classifies each parameter of a user's model: its role in a scaling rule, and the module name for its tuning.
 
-A classification is a role in a scaling rule, such as ``hidden_weight``, and the module name under which the parameter
-is tuned, such as ``attention.query``. Both follow from the parameter's name, the type of its torch module, and the
-dimensions that grow between a smaller model and this model. Ambiguous parameters are errors that ask the user to give
-``roles`` or ``modules``.
+Both follow from the parameter's name, the type of its module, and the dimensions that grow between two sizes of the
+model. If they are ambiguous, an error asks the user for ``roles`` or ``modules``.
 """
 
 import warnings
@@ -64,8 +62,8 @@ _NORMS_IN_BLOCKS = (
 class Classifier:
     """Classifies each parameter of ``model``, with the help of the smaller model ``base``.
 
-    ``root`` is the nn.Module of ``base``. ``roles`` and ``modules`` are the user's classification: roles and module
-    names by parameter name or glob pattern.
+    ``root`` is the nn.Module of ``base``. ``roles`` and ``modules`` are the user's, by parameter name or glob
+    pattern.
     """
 
     def __init__(
@@ -140,7 +138,6 @@ class Classifier:
         self._refuse(site, f"a parameter of {type(site.owner).__name__} is not an embedding, matrix, gain or bias")
 
     def _matrix_role(self, site: ParameterSite) -> Role:
-        """Return the role of a matrix of a linear module, of a router or of experts."""
         if site.layer is None:
             if not self._is_readout(site):
                 why = "it is a matrix outside the blocks, but not a readout (after the blocks, fan out = vocabulary)"
@@ -165,7 +162,6 @@ class Classifier:
         )
 
     def _norm_role(self, site: ParameterSite) -> Role:
-        """Return the role of a gain or bias of a norm."""
         if site.layer is None:
             # The name counts first, because norms outside the blocks may be registered in any order.
             at_embedding = site.path[-1] in _NAMES["norm.embedding"]
@@ -260,9 +256,8 @@ class Classifier:
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
         """Run the base to find the norms on outputs of branches, and set ``output_norms``.
 
-        ``classified`` has the matrices of the model. Names of norms in the user's ``modules`` override what is found.
-        If the base cannot be run, warn. There is no warning if the blocks have norms and ``modules`` names them all;
-        norms of queries, keys and latents need no name.
+        Names in the user's ``modules`` override what is found. If the base cannot be run and ``modules`` does not
+        name all norms, warn. ``classified`` has the matrices of the model.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -39,7 +39,7 @@ class ParameterSite:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor on the output of an embedding, from an attribute such as ``embed_scale``; 1 without it."""
+        """The factor on the output of an embedding, from an attribute such as ``embed_scale``, or 1."""
         found = _first(self.owner, _EMBEDDING_SCALE, float)
         return float(getattr(*found)) if found else 1.0
 
@@ -84,15 +84,12 @@ class ModelStructure:
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Return whether the class of a module, or one of its base classes, has this name.
-
-    Base classes count because FSDP2 puts a subclass in place of a module's class.
-    """
+    """Return whether a module's class or a base class has this name. FSDP2 replaces classes by subclasses."""
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return a model without the wrapper of torch.compile, if it has one. ``argument`` is its name in the message."""
+    """Return a model without the wrapper of torch.compile, if any. ``argument`` names the model in messages."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -141,10 +138,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
-    """Return the structure of ``model`` with the ``base_shape`` of each parameter.
-
-    That is the shape of the same parameter in ``base``, in the block at the nearest relative depth.
-    """
+    """Return ``model`` with the ``base_shape`` of each parameter, from the block of ``base`` at the nearest depth."""
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
         by_label[site.label].append(site)
@@ -188,7 +182,7 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
     """Return modules inside blocks by (path of the list of blocks, number of the block, name).
 
-    ``labels`` lists the modules: it maps a path with "*" for the block's number, such as ``layers.*.mlp``, to a name.
+    ``labels`` has the name of each module, by a path with "*" for the block's number, such as ``layers.*.mlp``.
     """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():
@@ -216,8 +210,7 @@ def bare_name(name: str) -> str:
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
     """Return the lists of blocks of a model: the keys of the blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` whose members all have submodules. The members of an
-    ``nn.Sequential`` must also have the same type. Lists inside a list of blocks do not count.
+    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` of one type, whose members all have submodules.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

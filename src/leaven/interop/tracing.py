@@ -17,14 +17,13 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
     """Return the paths of modules that normalise the output of a residual branch, each with the name of the branch.
 
     A copy of the model with random weights is run twice for each branch. The outputs of the branch's last matrices
-    are replaced by random values, in the second run by four times these values. A norm on the branch's output then
-    gets exactly four times the input, and returns the same output. The input of other norms also contains the
-    embedding, so it is not four times as large. More runs find branches whose norm is not a module (InputError).
+    are replaced by random values, and in the second run by four times these values. A norm on the branch's output
+    then gets four times the input, and returns the same output. The input of other norms also contains the embedding,
+    so it is not four times as large.
 
     Args:
         model: a small model of the family.
-        ends: for each branch (``attention`` or ``mlp``) and each block, the paths of the modules with the branch's
-            last matrices: one path, or one for each expert.
+        ends: by branch and block, the path of the branch's last matrix, or the paths for all experts.
 
     Raises:
         InputError: if a norm undoes the multiplier of a branch, but is not a module that only this branch calls.
@@ -68,7 +67,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
 
 
 def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the first input and the output of each module whose first input is floating-point, by path.
+    """Run a model. Return the first input and the output of each module with floating-point input, by path.
 
     The modules ``ends`` return random values of RMS ``scale`` in place of their outputs.
     """
@@ -98,7 +97,7 @@ def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple
 
 
 def _random(like: Tensor, seed: int = 0) -> Tensor:
-    """Return standard normal values in a tensor's shape. torch's global generators do not change."""
+    """Return standard normal values in a tensor's shape, without using torch's global generators."""
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)
 
 

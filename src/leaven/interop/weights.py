@@ -1,9 +1,8 @@
 """Writes and reads models in Hugging Face's format, without the ``transformers`` library.
 
-leaven's models multiply branches and logits by factors of the recipe (forward multipliers). Models of Hugging Face
-have none, but some have constants of their own, such as sqrt(d_model) on Gemma's embedding. Therefore writing
-multiplies weights by leaven's factors (:func:`leaven.scaling.table.folding`) and divides them by the constants of the
-architecture (:meth:`leaven.interop.architectures.Architecture.factors`). Reading does the reverse.
+leaven's models have forward multipliers (:func:`leaven.scaling.table.folding`). Those of Hugging Face do not, but
+some have other constants (:meth:`leaven.interop.architectures.Architecture.factors`). Writing multiplies weights by
+the first and divides them by the second. Reading does the reverse.
 """
 
 import json
@@ -71,15 +70,13 @@ def write_huggingface(
         weights: leaven's tensors by name.
         tokenizer: the text of a tokenizer.json.
         end_of_text: the token that ends a document, and its id.
-        router_bias_LE: the biases that routers add to the scores of experts, of shape (layers, experts); None if all
-            are 0. They are written in fp32.
+        router_bias_LE: the biases that routers add to the scores of experts, by layer and expert; None if all are 0.
         card: the text of README.md; without one, there is no README.md.
-        dtype: a key of ``DTYPES``.
+        dtype: a key of ``DTYPES``. Biases of routers stay in fp32.
         shard_bytes: the largest size of a file of weights. A larger tensor gets a file of its own.
 
     Raises:
-        InputError: if no architecture can represent the shape, the folder cannot be written, or a weight is not
-            finite.
+        InputError: if no architecture has this shape, the folder cannot be written, or a weight is not finite.
     """
     architecture = holding(shape)
     token, id = end_of_text
@@ -131,11 +128,7 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return the factors between leaven's weights and stored weights, by leaven's name of the weight.
-
-    stored weight = factor x leaven's weight - offset, with the offsets of :meth:`Architecture.offsets`. A missing
-    factor is 1.
-    """
+    """Return the factors in ``stored weight = factor x leaven's weight - offset``, by leaven's name."""
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor
@@ -143,10 +136,7 @@ def _factors(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Distribute tensors over files, and return them by name of the file.
-
-    A file has at most ``limit`` elements. A tensor with more elements gets a file of its own.
-    """
+    """Distribute tensors over files of at most ``limit`` elements. A larger tensor gets a file of its own."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -189,10 +179,9 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a parameter with the entries of each head in another order.
+    """Return a parameter with the entries of each head written into a table by row and read by column.
 
-    The entries are written into a table row by row, and read column by column. With 2 rows, a b c d e f becomes
-    a d b e c f; with 2 columns, this becomes a b c d e f again.
+    With 2 rows, a b c d e f becomes a d b e c f. With 2 columns, this becomes a b c d e f again.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
@@ -210,15 +199,14 @@ def model_card(
     averaged: bool = False,
     licence: str | None = None,
 ) -> str:
-    """Return the model card of a run's checkpoint as Markdown.
+    """Return the model card of a run's checkpoint as Markdown. ``text`` is the text of the recipe file.
 
     Args:
-        text: the text of the recipe file.
         architecture: the name of the model's class in transformers.
         tokens: the number of tokens that the checkpoint was trained on.
         dtype: the dtype of the exported weights, such as fp32.
-        events: the events of the run. The card shows the last validation loss at or before the checkpoint.
-        averaged: whether the exported weights are averages over steps. The card then shows the loss of the averages.
+        events: the events of the run, with its validation losses.
+        averaged: whether the weights are averages over steps. The card then shows the loss of the averages.
         licence: the licence of the data, if known.
     """
     measured: list[Mapping[str, Any]] = []
@@ -265,8 +253,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     """Return a description of the model in a folder, without its weights.
 
     Raises:
-        InputError: if the folder has no model that leaven supports, or if names, shapes or dtypes of its weights do
-            not fit its config.json.
+        InputError: if the folder has no model that leaven supports, or its weights do not fit its config.json.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
@@ -312,7 +299,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return a hash of a folder's config.json and weight files. Only `SAMPLES` pieces of each file are read."""
+    """Return a hash of a folder's config.json and weight files. It reads `SAMPLES` pieces of each file."""
     content = blake2b(digest_size=16)
     for path in _weight_files(folder):
         with suppress(OSError), storage.open_file(path) as file:
@@ -325,10 +312,9 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def tensors_fingerprint(folder: Path) -> str:
-    """Return a hash of the tensors in a folder's weight files, which :func:`weights_fingerprint` may miss.
+    """Return a hash of the tensors in a folder's safetensors files. Of a large tensor, some pieces are read.
 
-    The header of each file and tensors of up to `WHOLE_TENSOR` bytes are read whole, and `TENSOR_SAMPLES` pieces of
-    each larger tensor, from its beginning to its end. A file that is not in the format of safetensors is left out.
+    :func:`weights_fingerprint` may miss changes of single tensors, because it reads pieces of whole files.
     """
     content = blake2b(digest_size=16)
     for path in _weight_files(folder):
@@ -356,8 +342,7 @@ def tensors_fingerprint(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """Yield config.json and the weight files of a folder. Those with other names are read only if the index names
-    them."""
+    """Yield config.json, the weight files whose names begin with ``model``, and those that the index names."""
     index = b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")
@@ -370,8 +355,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     """Return a description of the model in a folder, after checking that a run of ``shape`` can start from it.
 
     Raises:
-        InputError: as :func:`read_huggingface`, and if the two shapes differ in a key that is not in ``_FREE``. With
-            learned positions, ``seq_len`` must be equal, too. If all layers have experts, ``d_ff`` may differ.
+        InputError: as :func:`read_huggingface`, and if the weights do not fit ``shape``.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -391,10 +375,9 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
-    """Return a warning if the start weights in ``folder`` were trained with other token ids, or None.
+    """Return a warning if token ids are other tokens in the tokenizer of ``folder`` than in the file ``tokenizer``.
 
-    The warning counts the ids of the file ``tokenizer`` that are other tokens in the tokenizer.json of ``folder``. If
-    one of the two files cannot be read, return None.
+    Return None if all ids agree, or if one of the two tokenizers cannot be read.
     """
     there = folder / "tokenizer.json"
     try:
@@ -414,10 +397,9 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
-    """Return a recipe that starts from a model's weights.
+    """Return a recipe that starts from a model's weights and trains on the data ``source``.
 
-    The recipe's base has the size of the model itself, so scaling rules change nothing at this size. ``source`` is
-    its training data. ``tokens`` is its number of training tokens, by default 20 per parameter.
+    The recipe's base is the model's own size, so rules change nothing. ``tokens`` is by default 20 per parameter.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -475,10 +457,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 
 def router_biases(shape: ModelShape, folder: Path) -> Tensor:
-    """Return the biases that the routers of a folder's model add to the scores of experts, as (layers, experts).
-
-    Layers without such biases have 0.
-    """
+    """Return the biases that a model's routers add to the scores of experts, as (layers, experts)."""
     assert shape.experts is not None
     plain = require_start(shape, folder)
     bias_LE = torch.zeros(shape.n_layers, shape.experts.number)

@@ -49,11 +49,7 @@ class CatalogueChart:
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return the predictions of each law, by the law's name, for models of these sizes.
-
-    The models are trained on `TOKENS_PER_PARAMETER` tokens per parameter. ``predicted`` is the predicted quantity,
-    such as ``lr``. Laws that only restate another law are left out.
-    """
+    """Return what each law predicts, such as the ``lr``, for models of these sizes, by the law's name."""
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
         for result in evaluate(size, TOKENS_PER_PARAMETER * size):
@@ -66,8 +62,7 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
     """Return the init std of each rule, by the rule's name, for models of these sizes.
 
-    The width d_model follows from two assumptions: a model has 12 n_layers d_model^2 parameters, and d_model /
-    n_layers is `ASPECT`.
+    It depends on d_model: a model has 12 n_layers d_model^2 parameters, and d_model / n_layers is `ASPECT`.
     """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
@@ -107,7 +102,7 @@ CHARTS = (
 
 
 def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
-    """Return the page of the published runs as HTML. If ``own`` is given, the charts also show this recipe."""
+    """Return the page of the published runs as HTML. Its charts also show the recipe ``own``, if given."""
     hues, values = hues_of(runs), dict[str, float]()
     if own:
         case = Case(own, adamw_rows(own))  # the lr and init std are those of the hidden weights
@@ -145,11 +140,7 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
-    """Return plotly's name of a run's symbol.
-
-    Runs with muP are diamonds, runs with another optimizer than Adam(W) are squares, and all others are circles. The
-    symbols of mixtures of experts are open.
-    """
+    """Return plotly's symbol of a run: diamond for muP, square without Adam(W), else circle; open for experts."""
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -168,7 +159,7 @@ def scatter(
 ) -> tuple[Figure, list[str]]:
     """Return a chart of published runs over their active parameters, and the names of its lines (published laws).
 
-    On the chart, line n has the label n; its name is the n-th name. The recipe ``own`` is a star at ``own_value``.
+    Line n has the label n on the chart. The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]
@@ -241,8 +232,8 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the quartiles of the runs' values at several model sizes, as (size, lower quartile, upper quartile).
 
-    At each size, a lineage has one vote: the median of its runs whose sizes are within a factor of `BAND_FACTOR`.
-    Sizes with fewer than four votes are left out.
+    At each size, a lineage has one vote: the median of its runs within a factor of `BAND_FACTOR`. Sizes with fewer
+    than four votes are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []
@@ -258,10 +249,7 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return a position for the label of each line: the line's end, moved up if the label would overlap another.
-
-    ``decades`` is the height of the chart in factors of 10.
-    """
+    """Return a position for each line's label: the line's end, moved up if labels would overlap."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):

@@ -87,10 +87,7 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart of traces. ``x`` and ``y`` are axes, ``notes`` are annotations.
-
-    Only the titles are escaped: pass a user's text in other places through :func:`text`.
-    """
+    """Return a chart of traces. ``x`` and ``y`` are axes, ``notes`` are annotations. Only titles are escaped."""
     axes = {"xaxis": {"title": {"text": text(x_title)}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
     return {"data": list(traces), "layout": {"title": {"text": text(y_title)}, **axes, **marks, **layout}}
@@ -132,10 +129,7 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis with at most ``most`` ticks. ``spell`` returns the label of a tick.
-
-    ``pad`` is the space at each end, as a share of the axis.
-    """
+    """Return a logarithmic axis with up to ``most`` ticks, labelled by ``spell``. ``pad`` is a share of the axis."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -143,10 +137,7 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
-    """Return a logarithmic axis with a tick at each of ``values``.
-
-    If there are more than 8 values, only every second (or third, and so on) has a tick, to keep at most 8 ticks.
-    """
+    """Return a logarithmic axis with ticks at ``values``. If there are more than 8, some get no tick."""
     places = sorted(set(values))
     shown = places[:: -(-len(places) // 8)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
@@ -193,9 +184,8 @@ def _minus(a: float | None, b: float | None) -> float | None:
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
     """Return the values ``y``, smoothed: at each point, the value of a straight line fitted around it.
 
-    The line at point i is fitted to ``share`` * i points on each side, at least 2, and fewer near the ends. The
-    number grows with i because later points are closer together on a logarithmic axis. Unlike a moving average, the
-    fit does not lag where the curve falls.
+    The line at point i is fitted to about ``share`` * i points on each side, because later points are closer together
+    on a logarithmic axis. Unlike a moving average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)
@@ -220,7 +210,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` points, the first and the last included, evenly spaced on a log or linear axis."""
+    """Return at most ``most`` points, evenly spaced on a log or linear axis, with the first and the last."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])

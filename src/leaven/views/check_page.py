@@ -38,8 +38,8 @@ def check_page(check: CheckDocument) -> str:
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of a coordinate or gradient check, and the template variables of their sections.
 
-    There is a chart for each axis (width or depth) and quantity. It has a curve for each module. Gradients are
-    divided by Adam's eps at the same size, so their curves are flat if the rule scales eps correctly.
+    Each axis (width or depth) and quantity has a chart with a curve for each module. Gradients are divided by Adam's
+    eps at the same size, so their curves are flat if the rule scales eps correctly.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
@@ -66,10 +66,9 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve, with its values divided by the first value.
+    """Return the points of a curve, divided by ``eps`` at the same size (if given), and then by the first value.
 
-    With ``eps``, each value is first divided by the eps at the same size. Where eps is 0 or missing, the value is not
-    divided by eps. Return [] if a value of the curve is 0 or missing, because a logarithmic axis cannot show it.
+    Return [] if a value of the curve is 0 or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
@@ -78,11 +77,7 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a sweep or of ``check equivalence``, and the template variables of their section.
-
-    The first chart shows the loss over the swept value. Each other chart shows the best value over width, depth,
-    batch or tokens.
-    """
+    """Return the charts of a sweep or of ``check equivalence``, and the template variables of their section."""
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
     name = curves[0].axis.replace("_", " ")
@@ -110,8 +105,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return the charts of ``check collapse``, and the template variables of their section.
 
-    One chart shows the normalised loss curves, and the other their deviations from the curve of the first size. Both
-    results are empty if the check has no curves.
+    The charts show the normalised loss curves, and their deviations from the curve of the first size.
     """
     colours = dict(zip(check.settings["scales"], cycle(_COLOURS)))
     drawn: dict[str, Figure | None] = {}
@@ -131,10 +125,7 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 
 
 def _best(curve: VerdictCurve, title: str, level: float | None, limit: float | None) -> Figure:
-    """Draw the best value over the width, depth, batch or tokens, with a grey line at ``level``, that of the base.
-
-    With ``limit``, two red lines are that many octaves (factors of 2) above and below the grey line.
-    """
+    """Draw the best value over a scale such as width. Red lines are ``limit`` octaves from the base's ``level``."""
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []
     known = [value for value in (*curve.low, *curve.y, *curve.high, *limits) if value is not None]
     x = charts.measured_axis(curve.x, numbers.value)

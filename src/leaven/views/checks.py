@@ -128,7 +128,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return the function that makes the cells of a column. ``part`` names its number, such as ``regret``."""
+    """Return a function from a row to its cell in the column ``part``, such as ``regret``."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

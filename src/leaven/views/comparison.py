@@ -36,8 +36,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     Both name ``output``, the file for the page. The file is not written here.
 
     Raises:
-        InputError: if a folder is given twice, is not a training run or has no steps yet, if there are more than
-            `MOST_RUNS` folders, or if plotly is missing.
+        InputError: if a folder is given twice or has no run with steps, for more than `MOST_RUNS`, or without plotly.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -96,11 +95,10 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return how many times fewer tokens ``run`` needed than ``first`` to reach the same validation loss.
+    """Return how many times fewer tokens ``run`` needed than ``first`` to reach the final loss of the worse run.
 
-    Both arguments are lists of (tokens, validation loss). The loss to reach is the final loss of the worse run. 2.0
-    means half of the tokens. Return None if a run has fewer than two validations, or if the better run reached the
-    loss at its first validation.
+    Both arguments are lists of (tokens, validation loss). Return None with fewer than two validations, or if the
+    better run reached this loss at its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -112,11 +110,7 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the tokens at which a run first reached ``loss``, interpolated over the logarithm of tokens.
-
-    One of its validation losses must be ``loss`` or lower. Return None if the first one is, because there is nothing
-    to interpolate.
-    """
+    """Return the tokens at which a run reached ``loss``, interpolated, or None if its first loss is as low."""
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss
     )

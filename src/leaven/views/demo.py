@@ -26,10 +26,7 @@ COMMANDS = (  # for a model of the user's own, after the demo
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the loss at each lr, for each pair (rule, width).
-
-    At the base, it is the mean over all seeds. At other widths, it is the loss of the first seed.
-    """
+    """Return the losses by lr for each (rule, width): at the base the mean over seeds, else of the first seed."""
     base = demo.models[0].width
     return {
         (rule, width): {
@@ -64,19 +61,13 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 
 
 def _change(first: float, last: float, lrs: list[float]) -> str:
-    """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
-
-    "or less" and "or more" mean that ``last`` is at an end of ``lrs``, the tried values.
-    """
+    """Return the change of the best lr, such as ``goes from 0.016 to 0.002 or less`` if 0.002 is the lowest tried."""
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return a table of the losses at each lr, with a row for each width and rule. The base has one row.
-
-    A star marks the lowest loss of a row.
-    """
+    """Return a table of the losses at each lr, with a row for each width and rule. A star is at the lowest loss."""
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -91,10 +82,7 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return a table of the losses of the smallest and the largest model, with a column for each seed.
-
-    All losses are at the lr that is the best for the smallest model. The demo must have finished.
-    """
+    """Return a table of a finished demo: losses of its smallest and largest model, with a column for each seed."""
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
     lines = [
@@ -138,7 +126,7 @@ def demo_plan(
     Args:
         runs: number of training runs.
         seconds: estimated time of each demo size ("full" and "quick").
-        most_seconds: leaven chose the quick size if the full size takes longer. None if the user chose the size.
+        most_seconds: leaven chooses "quick" if "full" takes longer. None if the user chose the size.
     """
     base, *wider = (model.width for model in demo.models)
     copied, moved = RULES
@@ -163,7 +151,7 @@ def demo_plan(
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield the two tables of losses of a finished demo, its result, its time and the file of its page."""
+    """Yield the tables of losses of a finished demo, its result, its time and the file of its page."""
     yield "loss, nats per token (*: the lowest loss of a row)"
     yield loss_table(demo)
     yield ""
@@ -197,10 +185,7 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a curve for each width. Diamonds are the lowest losses.
-
-    A dotted line is at the best lr of the base.
-    """
+    """Draw the loss over the lr for one rule, with a curve for each width. Diamonds are the lowest losses."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

@@ -61,10 +61,7 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-        """The faults in the files of the run as text, or "" if there are none.
-
-        The files are read on first use, because a list of runs does not show faults.
-        """
+        """The faults in the files of the run as text, or "". Read on first use: a list of runs does not show them."""
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
@@ -83,10 +80,7 @@ class StudyView(StudyDocument):
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return values of hyperparameters by path. ``octaves`` has their distances from the starting values.
-
-        :mod:`leaven.tuning.point` defines the distances.
-        """
+        """Return values of hyperparameters by path. ``octaves`` has their distances from the starting values."""
         start = self.centre
         return point.values(start, octaves) if isinstance(start, Recipe) else start.values(octaves)
 
@@ -96,18 +90,12 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss, in nats per token.
-
-        None if there is no best point, if it has no trials with fresh seeds, or if the noise is not known.
-        """
+        """The 95% interval of the best loss, in nats per token, or None if it is not known."""
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the complete trials with the starting values.
-
-        Without such trials, it is the loss of the first complete trial. None if no trial is complete.
-        """
+        """The mean loss of complete trials with the starting values. Without any, the first complete trial's loss."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -131,8 +119,7 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder contains no run, study, check or demo, if it has no results yet, or if one of its
-            files is damaged or contradicts itself.
+        InputError: if the folder has no run, study, check or demo, or no results yet, or a damaged file.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
@@ -197,10 +184,7 @@ def read_run(folder: Path) -> RunView:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics.jsonl or events.jsonl, with None in place of each value that charts cannot draw.
-
-    The texts ``event`` and ``why`` stay.
-    """
+    """Return a line of metrics.jsonl or events.jsonl, with None in place of values that charts cannot draw."""
 
     def plain(key: str, value: Any) -> Any:
         if isinstance(value, str) and key in {"event", "why"}:
@@ -260,7 +244,6 @@ def _same(a: Value | None, b: Value) -> bool:
 
 
 def read_demo(folder: Path) -> DemoDocument:
-    """Return the document of a demo, finished or not."""
     return _document(folder / "demo.json", DemoDocument, _faults_of_demo)
 
 
@@ -355,10 +338,7 @@ def _document(path: Path, kind: type[Kind], faults: Callable[[Kind], Iterator[st
 
 
 def _undrawable(value: Any, where: str) -> Iterator[str]:
-    """Yield a message for each number in ``value`` that charts cannot show.
-
-    ``where`` is the place of ``value`` in the document, such as ``"trials: 3: "``.
-    """
+    """Yield a message for each number that charts cannot show. ``where`` locates ``value`` in the document."""
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if key != "interval":  # an unknown interval is infinite

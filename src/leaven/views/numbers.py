@@ -15,8 +15,7 @@ LEAST_GIB = 0.05  # smaller parts of memory are not shown
 def value(number: float | None, digits: int = 3) -> str:
     """Return a hyperparameter with ``digits`` significant digits, such as ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more. Zeros at the end are left out. None becomes
-    `NONE`.
+    Numbers from 0.9 to 1 and from 1,000 to 10,000 have one digit more. None becomes `NONE`.
     """
     if number is None:
         return NONE
@@ -56,9 +55,7 @@ def setting(value_of: Any) -> str:
 def published_range(plan: PlanDocument) -> list[str]:
     """Return lines about how far the planned time of a step may be off, judged by published runs.
 
-    The lines have the range of the time, a range for each of the three training codes with the most runs, and how to
-    measure the time. If no published run was compared, a line says so instead of the ranges. Return [] for a
-    calibrated plan or a CPU.
+    The last line says how to measure the time. Calibrated plans and CPUs have no such lines.
     """
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]

@@ -1,6 +1,6 @@
 """Prepare the table of every parameter's init std, lr and other values for display.
 
-The base is the scale (width, depth, batch, tokens) for which the recipe's hyperparameters are written. A scaling rule
+The base is the scale (width, depth, batch, tokens) for which a recipe states its hyperparameters. A scaling rule
 converts them to the target, the scale of the recipe's own run.
 """
 
@@ -73,7 +73,7 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe, scaled to its base. Return None if it is at the base already or cannot be scaled to it."""
+    """Return the recipe, scaled to its base, or None if it is at the base already or cannot be scaled to it."""
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):
@@ -94,12 +94,10 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return why a parameter has its value of ``quantity``, a key of ``HEADERS``.
+    """Return why a parameter has its value of ``quantity``, a key of ``HEADERS``, such as ``m_in^-1 = 0.25``.
 
-    Usually, the reason is the factor by which the rule multiplies the base's value, such as ``m_in^-1 = 0.25``. Each
-    m is a ratio target / base: m_in is that of the tensor's fan in, m_out of its fan out, m_head of the head
-    dimension, m_L of the depth, m_B of the batch size, m_D of the tokens, and m_match of the factor by which Muon
-    multiplies the tensor's update.
+    Each m is a ratio target / base: m_in of the tensor's fan in, m_out of its fan out, m_head of the head dimension,
+    m_L of the depth, m_B of the batch size, m_D of the tokens, and m_match of Muon's factor on the tensor's update.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
@@ -123,10 +121,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the factors whose product scales ``quantity`` from base to target.
-
-    For ``init_std``, the product scales the variance. For a beta, it scales the half-life.
-    """
+    """Return the factors that scale ``quantity``; for an init std its variance, for a beta its half-life."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

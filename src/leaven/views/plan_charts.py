@@ -25,10 +25,7 @@ HUES = {
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colour of each part of memory. Parts below `LEAST_GIB` on all ranks are left out.
-
-    ``stages`` has the GiB of each part, by rank.
-    """
+    """Return the colour of each part of memory that is drawn. ``stages`` has the GiB of each part, by rank."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= numbers.LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
@@ -42,7 +39,7 @@ def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, st
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw the memory of each pipeline rank as a bar of parts. ``stages`` has the GiB of each part, by rank."""
+    """Draw the memory of each pipeline rank as a bar of parts. ``stages`` has the GiB of the parts, by rank."""
     p, totals = len(stages), [sum(parts.values()) for parts in stages]
     traces = [
         {
@@ -92,10 +89,9 @@ def drawn_ranks(p: int) -> list[int]:
 
 
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
-    """Draw the forward and backward passes of pipeline ranks over the time of a step.
+    """Draw the forward and backward passes of pipeline ranks over the time of a step. Later stages are paler.
 
-    If a rank has several stages, the later ones are paler. All times are multiplied by ``slower``, the factor of the
-    calibration.
+    All times are multiplied by ``slower``, the factor of the calibration.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
@@ -148,11 +144,7 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first.
-
-    Layouts that are much slower than the fastest layout are left out if they are also slower than ``chosen``. Of the
-    others, the chart shows at most `DOTS`.
-    """
+    """Return the layouts that the chart shows: at most `DOTS` of the best, and none that are much slower."""
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 
@@ -171,8 +163,7 @@ def layouts(
 ) -> Figure:
     """Draw a dot for each layout at its step time and memory, and a line through the layouts of the Pareto front.
 
-    The colour shows tp, and the symbol shows recompute. A layout that leaven cannot train is a cross. A ring is
-    around the ``chosen`` layout.
+    The colour shows tp, and the symbol shows recompute. A cross is a layout that leaven cannot train.
     """
     slowest = _slowest(shown, chosen)
     times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)

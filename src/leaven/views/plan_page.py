@@ -34,8 +34,7 @@ def plan_page(
 ) -> str:
     """Return the HTML page of a plan. ``document`` is the document of ``plan``.
 
-    ``name`` is the title, and ``command`` the shell command that prints the plan. ``form`` is empty except in
-    ``leaven serve``, which shows these input fields above the plan.
+    ``name`` is the title, and ``command`` prints the plan. ``form`` has the input fields that ``leaven serve`` shows.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

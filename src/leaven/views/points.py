@@ -17,10 +17,7 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a value's change from the start, such as ``2×`` or ``+0.05``. For a choice, return the chosen option.
-
-    ``to`` is the distance from the start, in the unit of the dimension.
-    """
+    """Return a value's change from the start, such as ``2×`` or ``+0.05``, or the option that was chosen."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
@@ -30,10 +27,9 @@ def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """Return how values change from ``before`` to ``now``, in at most ``room`` characters.
+    """Return how values change from ``before`` to ``now``, largest changes first, in at most ``room`` characters.
 
-    Both are distances from the start, by path. The largest changes come first, and the smallest are left out if there
-    is no space for them.
+    ``before`` and ``now`` are distances from the start, by path.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -51,8 +47,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
     """Return what a trial changes from the trial ``best``, or by default from the start.
 
-    The text has at most ``room`` characters. It is ``trial 3 again, seed +1`` for a trial that repeats another one
-    with a new seed.
+    The text has at most ``room`` characters. A repeat with a new seed is ``trial 3 again, seed +1``.
     """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -70,10 +65,7 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return a trial's tokens as a share of those of the longest complete trial, such as ``at 18%``.
-
-    Return "" if one of the two numbers is unknown.
-    """
+    """Return a trial's tokens as a share of those of the longest complete trial, such as ``at 18%``, or ""."""
     whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
 
@@ -145,7 +137,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``, the point with the fewest changes that is equal to the best within the noise."""
+    """Return lines about ``fewest``, the point with the fewest changes that is as good within the noise."""
     if fewest == state.octaves:
         return [("fewest", "no trial with fewer changes is equal to the best within the noise")]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}

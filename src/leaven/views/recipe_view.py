@@ -16,18 +16,14 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """Return the variables of the macros in ``recipe.html.j2``, by name.
 
-    ``beside`` is a recipe to show next to ``recipe``, if any. ``names`` are two column titles: first that of
-    ``beside``, and then that of ``recipe``.
+    ``beside`` is another recipe to show, if any. ``names`` are the column titles of ``beside`` and of ``recipe``.
     """
     table = parameter_table(recipe)
     mine = by_label(table.rows)
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return a line of the parameter table. A cell is (range in ``beside``, range in ``recipe``, reason).
-
-        A range goes from the smallest to the largest value over the layers. The reason is that of the first layer.
-        """
+        """Return a line of the table. Each cell has two ranges over the layers (of both recipes), and a reason."""
         first, base = rows[0], others.get(name, [])
         cells = [
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
@@ -54,10 +50,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter.
-
-    A band shows the lr of each layer, divided by ``lr``, the lr of the recipe.
-    """
+    """Return a table with a coloured band for each parameter: the lr of each layer, divided by ``lr``."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -70,8 +63,7 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
     """Return a band with a colour for each layer, ``text`` beside it, and ``label`` in its tooltip.
 
-    ``reach`` is that of :func:`shade`. ``state`` is "left" for a multiplier that the study did not search, "depth"
-    for depth multipliers, or else "".
+    ``state`` is "left" for a multiplier that the study did not search, "depth" for depth multipliers, or else "".
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
@@ -84,10 +76,7 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1.
-
-    The distance is rounded up. It is rounded down if the rest is at most a quarter of an octave.
-    """
+    """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
@@ -103,15 +92,14 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the colour legend as (colour, factor): at most three factors below 1, then 1, then as many above. They
-    are powers of 2 within ``reach`` octaves of 1."""
+    """Return the colour legend as (colour, factor): 1, and up to three powers of 2 on each side of 1."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return the values of a recipe by their reason under ``[why]``. The key None has the values without a reason.
+    """Return the values of a recipe by their reason under ``[why]``. The key None has values without a reason.
 
     A value is (keys of its path, value as text). Multipliers of 1 and empty values are left out.
     """
@@ -128,10 +116,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that were searched or differ from 1 somewhere.
-
-    ``space`` has the paths of the searched values.
-    """
+    """Return the kinds of multipliers, such as ``lr``, that are searched (in ``space``) or that differ from 1."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -155,21 +140,17 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return the module's multiplier times the depth multiplier of each layer.
-
-    A module outside the layers, such as the embedding, has no depth multiplier. Return its one multiplier.
-    """
+    """Return the module's multiplier times the depth multiplier of each layer. Outside layers, it is one number."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the table of the multipliers in a study's best recipe.
+    """Return the table of the multipliers in a study's best recipe, or None if it has none.
 
-    The table has a row for each module and a column for each of `multiplier_kinds`. A cell is a band. The text beside
-    the band is the module's own multiplier. If there are depth multipliers, the first row shows them. Return None if
-    no multiplier was searched or differs from 1.
+    It has a row for each module and a column for each of `multiplier_kinds`. A cell is a band. The first row has the
+    depth multipliers, if any.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

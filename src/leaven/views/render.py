@@ -61,8 +61,7 @@ def served(page: ServedPage) -> Iterator[None]:
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
     """Return the HTML of a template in ``templates/``. Every text in ``context`` is escaped.
 
-    ``charts`` has the charts by name. The template shows the chart ``loss`` with ``ui.chart("loss", ...)``. A chart
-    without data is None.
+    ``charts`` has the charts by name. A chart without data is None.
 
     Raises:
         InputError: if plotly is missing and the page is not for ``leaven serve``.

@@ -46,10 +46,7 @@ SAME = 1.02  # numbers of tokens that differ by at most this factor count as equ
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Return the trials, grouped by kind (a key of `MARKS`). Kinds without trials are left out.
-
-    Trials that have no loss yet are left out, too. Diverged and failed trials have the kind ``diverged``.
-    """
+    """Return the trials that have ended, grouped by kind (a key of `MARKS`). Failed trials count as diverged."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -66,8 +63,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss that the chart of the search shows. Of the completed trials, only
-    outliers are above. Pruned trials may be above, and diverged trials are; all are drawn at the upper edge."""
+    """Return the lowest and the highest loss that the chart of the search shows. Outliers are at its upper edge."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
@@ -89,10 +85,7 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 
 
 def search(study: StudyView) -> Figure:
-    """Draw the losses of all trials in order, with a line through the lowest loss so far.
-
-    To the right is the loss of the best hyperparameters, with its interval and a band of the noise between seeds.
-    """
+    """Draw the losses of all trials in order, the lowest loss so far as a line, and the best point at the right."""
     low, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
     room, ticks = 0.03 * max(last - first, 1) + 0.2, numbers.linear_ticks(first, max(last, first + 1), 10)
@@ -134,11 +127,7 @@ def search(study: StudyView) -> Figure:
 
 
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
-    """Draw the predicted loss over each of the most important hyperparameters, all with the same y axis.
-
-    On the y axis, 0 is the predicted loss of the best point. The axis may go below 0, because the surrogate may
-    predict a lower loss elsewhere.
-    """
+    """Draw the predicted loss over each of the most important hyperparameters, all with the same y axis."""
     losses = [p.loss for each in study.coordinates for p in each.slice]
     largest = max((abs(each.gain) for each in study.coordinates), default=0.0)
     wanted = max(2.5 * largest, 8 * (study.noise_floor or 0.0), 1e-3)
@@ -151,9 +140,9 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
     """Draw the predicted loss over one hyperparameter, in nats above the loss of the best point.
 
-    The band around the line is one standard deviation on each side. In the grey region, the loss is flat within the
-    noise. The red area is the probability of divergence, which is 1 at the top. Crosses are trials that diverged, and
-    ticks are complete trials. ``depth`` and ``height`` are the lowest and the highest loss that the chart shows.
+    The band is one standard deviation on each side. In the grey region, the loss is flat within the noise. The red
+    area is the probability of divergence. Crosses are trials that diverged, and ticks are complete trials. The chart
+    shows losses from ``depth`` to ``height``.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
@@ -218,10 +207,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return how far each curve is above the curve of the best trial, at the tokens that both cover.
-
-    The differences are smoothed. Return {} if there is no best trial, or if it has no curve.
-    """
+    """Return how far each curve is above the best trial's, smoothed, or {} if the best has no curve."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}
@@ -263,10 +249,7 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Draw the final losses of trials over their tokens, with the Pareto front. A trial has a dot for each duration.
-
-    Return None if the front has fewer than two points, or if all its points have about the same number of tokens.
-    """
+    """Draw final losses over tokens, with the Pareto front. Return None if the front has a single run length."""
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):
         return None

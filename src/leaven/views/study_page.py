@@ -58,10 +58,7 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Return the charts of a search, and the variable ``view`` of the macros in ``search.html.j2``.
-
-    Both are empty until a trial is complete.
-    """
+    """Return the charts of a search, and the variable ``view`` of ``search.html.j2``. Both may be empty."""
     if study.start_loss is None:
         return {}, {}
     kinds, slices = study_charts.by_kind(study), study_charts.slices(study)
@@ -94,11 +91,7 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return a table of the values that the best point changes.
-
-    It has a column for the start, one for the best point and, if it is known, one for the point with the fewest
-    changes. Return None if there is no best point yet, or if the best point is the start.
-    """
+    """Return a table of the values that the best point changes, or None if there are none."""
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
         for point in (study.octaves, study.fewer)
@@ -116,7 +109,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials: the complete trials, and then all others. Both are sorted by loss."""
+    """Return the rows of the table of trials: first the complete trials, then all others, both sorted by loss."""
     names, best = points.workers(study), study.best_trial
     ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
     lowest = best.loss if best else min(ended, default=None)
@@ -157,7 +150,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """Return the command that repeats a study. It names the file ``recipe`` and the study folder ``folder``."""
+    """Return the command that repeats a study, with the file ``recipe`` and the study folder ``folder``."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method]
     if isinstance(study.centre, Recipe):

@@ -22,8 +22,6 @@ Fact = tuple[Cell, Cell | Sequence[Cell]]  # a label, and the text beside it or 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
-
     header: str
     cell: Callable[[Any], Cell] = str  # returns the cell of an item
     unit: str = ""  # printed below the header
@@ -37,8 +35,8 @@ class Column:
 class Table:
     """A table whose rows are known before it is printed.
 
-    If it is too wide for the terminal, optional columns (``Column.drop``) are left out first. Then the gaps between
-    columns get narrower. Then columns with the same number in all rows move into a line below the table.
+    If it is too wide for the terminal, optional columns (``Column.drop``) are left out, then gaps get narrower, then
+    columns with the same number in all rows move below the table.
     """
 
     columns: Sequence[Column]
@@ -98,10 +96,9 @@ class Table:
 
 
 class RowByRow:
-    """A table that is printed row by row, in columns of fixed width.
+    """A table that is printed row by row, in columns of fixed width. Optional columns that do not fit are left out.
 
-    Optional columns (``Column.drop``) that do not fit are left out. ``widths`` has the width of each other column, by
-    its index in ``columns``.
+    ``widths`` has the width of each printed column, by its index in ``columns``.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -129,10 +126,7 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, such as ``layout   dp 64 · tp 1 · pp 1``.
-
-    ``indent`` is the width of the labels in characters. By default, the longest label determines it.
-    """
+    """Labelled lines, such as ``layout   dp 64 · tp 1``. ``indent`` is the width of the column of labels."""
 
     def __init__(self, *facts: Fact, indent: int = 0) -> None:
         self._facts = facts
@@ -180,10 +174,7 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
-    """Pad numbers with spaces so that their decimal points are below one another.
-
-    A number without a point ends where a point would be: after 16 in ``16*``, and after 1 in ``1e-8``.
-    """
+    """Pad numbers with spaces so that their decimal points are below one another."""
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)
     after = max((len(cell) - end for cell, end in zip(cells, ends, strict=True)), default=0)

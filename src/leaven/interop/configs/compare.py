@@ -1,11 +1,9 @@
 """Compares a recipe's parameter table with the settings that another trainer (an export target) would use.
 
-The differences are what an export does not preserve.
-
-Before the comparison, multipliers are folded into matrices on both sides, except for multipliers of tied embeddings.
-Folding replaces a matrix W, whose output is multiplied by c, by the matrix c W without a multiplier. Both train alike
-if the lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is part of the
-gradient, so it is divided by c^2.
+The differences are what an export does not preserve. Before the comparison, multipliers are folded on both sides,
+except for tied embeddings. Folding replaces a matrix W, whose output is multiplied by c, by the matrix c W. Both
+train alike if the lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is
+part of the gradient, so it is divided by c^2.
 """
 
 import json
@@ -45,8 +43,7 @@ class ParameterSettings:
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
         """Return the settings with which the weight ``factor`` x W trains like W with the multiplier ``factor``.
 
-        ``decoupled`` is true for the weight decay of AdamW, and false if decay is part of the gradient. The field
-        ``multiplier`` is not changed.
+        ``decoupled`` is false if weight decay is part of the gradient. The field ``multiplier`` does not change.
         """
         return replace(
             self,
@@ -79,10 +76,7 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings, by parameter, of an equivalent model without multipliers.
-
-        Without gradient clipping, it trains in the same way.
-        """
+        """The settings by parameter of a model without multipliers that, without clipping, trains in the same way."""
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -90,7 +84,7 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The most frequent settings of the hidden weights, for targets with one lr and eps for the whole model."""
+        """The most frequent settings of hidden weights, for targets that have one lr for the whole model."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
@@ -108,8 +102,8 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        It is the largest number up to the recipe's micro-batch that divides a rank's sequences in every step. With
-        the micro-batch ``auto``, it is 1. A batch that ``layout.dp`` does not divide is an InputError.
+        It is the largest divisor of a rank's sequences up to the recipe's micro-batch (``auto``: 1). A batch that
+        ``layout.dp`` does not divide is an InputError.
         """
         recipe = self.recipe
         dp, wanted = recipe.layout.dp, recipe.batch.micro_batch
@@ -140,8 +134,8 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return what an export does not preserve, as (rows, number of differences).
 
-    A row is for one setting, such as lr, and for all modules with the same value in the recipe and the same value in
-    the target. Each module counts as one difference. A different attention scale is one more.
+    A row is for one setting, such as lr, and for all modules that have the same pair of values (the recipe's, the
+    target's). Each module counts as one difference.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.
@@ -197,17 +191,15 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of a recipe as a user writes it. Keys with their default values are left out of tables."""
+    """Return a value of a recipe as a user writes it: tables have no keys with default values."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that a target supports, and a row for each value that had to be replaced.
 
-    ``holds`` maps keys of ``[model]`` to lists of the values that the target supports. A value that is not listed is
-    replaced by the first of the list. The list ``["any"]`` allows every value. The word "d_model" stands for
-    ``d_attention = None``. Keys without a list keep their values. But if there are any lists, keys in
-    ``ModelShape.added`` without a list get their defaults.
+    ``holds`` lists the supported values by key of ``[model]``. The first of them replaces any other value.
+    ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``.
     """
     changes = {
         key: default

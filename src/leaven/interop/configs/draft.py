@@ -1,7 +1,6 @@
 """Builds a recipe from the configuration of another trainer.
 
-:class:`Settings` has the settings of the configuration and the trainer's defaults. :class:`Draft` collects values of
-the recipe with their reasons, and estimates required values that are missing.
+:class:`Settings` has the trainer's settings and defaults. :class:`Draft` collects the recipe's values and reasons.
 """
 
 import math
@@ -48,7 +47,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json. Reasons call the config.json ``file``."""
+        """Set the model shape and the initial std from a config.json, which the reasons call ``file``."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -69,11 +68,9 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the value that most matrices in the blocks have, not counting 0. Modules with another
-        value get a multiplier. If a module's value differs between blocks, that of block 0 is used. If the initial
-        stds are those of a published init, such as ``depth-scaled``, ``init`` is set and not ``init_std``.
-
-        ``init_why`` is the reason for the initial values, ``why`` for the optimizer settings.
+        A hyperparameter gets the value above 0 that most matrices in the blocks have. A module with another value in
+        block 0 gets a multiplier. If all initial stds are those of a published init, such as ``depth-scaled``,
+        ``init`` is set. ``init_why`` is the reason for initial values, and ``why`` the reason for the rest.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -123,12 +120,11 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def guess(self, path: str, value: Any, why: str) -> None:
-        """Set an estimate of a value that is missing in the files, and list it as unknown."""
+        """Set an estimate of a value that the files lack, and list the value as unknown."""
         self.set(path, value, f"not in {self.origin}: {why}")
         self.unknown.append(f"{path}: {why}")
 
     def guess_tokens(self, shape: ModelShape) -> None:
-        """Set an estimate of the number of training tokens."""
         tokens = TOKENS_PER_PARAMETER * shape.params_active
         self.guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} tokens per parameter, as for a run from scratch")
 
@@ -185,10 +181,7 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value of a setting, or its default.
-
-        If it has neither, a count or number is an InputError, a switch is False, a word "" and a table {}.
-        """
+        """Return a setting's value or default. If it has neither: False, "" or {}, or InputError for a number."""
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
         if kind == "switch":
@@ -226,10 +219,9 @@ class Settings:
         return known[self[name]]
 
     def why(self, *names: str) -> str:
-        """Return the reason for a recipe value that follows from the settings ``names``.
+        """Return the reason for a recipe value that follows from the settings ``names``, such as "--bf16".
 
-        The reason lists the given settings, such as ``--bf16``. If none is given, it names the default of the first.
-        If one is an unset shell variable, it names the variable.
+        Without given settings, the reason is the default of the first one, or a shell variable that is not set.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
@@ -242,7 +234,7 @@ class Settings:
         self.draft.set(path, value, self.why(*names))
 
     def put_all(self) -> None:
-        """Set the values of all settings that have a ``path``, unless the draft already has them."""
+        """Set the values of all settings that have a ``path``, except where the draft has a value."""
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in self.draft.values and not (row.get("optional") and name not in self):
@@ -273,25 +265,19 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the peak lr of the published run nearest in size that states one, and the reason."""
+    """Return the peak lr of the published run nearest in size, and the reason."""
     peak_lr, why = _of_nearest("peak_lr", shape, tokens)
     return peak_lr, f"the peak of {why}"
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens, and the reason.
-
-    The warm-up is the same share of the run as in the published run nearest in size that states its share.
-    """
+    """Return the warm-up in tokens, and the reason. Its share of the run is that of the nearest published run."""
     share, why = _of_nearest("warmup_fraction", shape, tokens)
     return round(share * tokens), f"{share:.2g} of the run, as in {why}"
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the value of ``key`` in the nearest published run that has one, and a text that names this run.
-
-    :func:`leaven.catalogue.neighbours.nearest` orders the runs.
-    """
+    """Return the value of ``key`` in the nearest published run that has one, and a text that names this run."""
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):

@@ -1,8 +1,8 @@
-"""Exports recipes as configurations of other trainers (targets).
+"""Exports recipes as configurations of other trainers (targets). ``targets/NAME.toml`` describes a target.
 
-The file ``targets/NAME.toml`` describes a target. A loss of an export is a value of the recipe that the target cannot
-have. Some losses are written in the target's file. The others are found by comparing the recipe with the model shapes
-that the target supports, and with the settings that it would give each parameter (:mod:`.per_parameter`).
+An export loses the values of the recipe that the target cannot have. The target's file lists some losses. The others
+are found by comparing the recipe with the shapes and the settings of parameters (:mod:`.per_parameter`) that the
+target has.
 """
 
 import json
@@ -55,8 +55,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export."""
-
     files: Mapping[str, str]  # text by file name; "" is the name if the target has a single file
     losses: list[LossRow]  # values of the recipe that the target cannot represent
     notes: list[str]  # other remarks for the user
@@ -202,10 +200,7 @@ def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Itera
 
 @cache
 def environment(kind: str) -> Environment:
-    """Return a Jinja environment that prints expressions as literals of a file format, such as ".yaml".
-
-    With any other ``kind``, it prints them as text.
-    """
+    """Return a Jinja environment that prints expressions as literals of a format such as ".yaml", or else as text."""
     scalars = {".json": _json, ".yaml": _yaml, ".py": _literal(str), ".sh": _literal(shlex.quote)}
     scalar: Callable[[Any], str] = scalars.get(kind, str)
     made = Environment(

@@ -1,7 +1,6 @@
 """Imports a recipe from a list of Megatron-LM arguments.
 
-``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Modules to
-which Megatron gives another lr or initial std get multipliers.
+``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe.
 """
 
 import math
@@ -23,17 +22,12 @@ TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").re
 
 
 def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
-    """Convert a shell script, or a list of Megatron's arguments, to a recipe.
+    """Convert a shell script, or a list of Megatron's arguments, to a recipe called ``name``.
 
-    Args:
-        text: the script or the arguments.
-        origin: the name of the file with the text, for messages.
-        name: the name of the recipe.
-        ranks: the number of processes of the run, if known.
+    ``origin`` names the script in messages. ``ranks`` is the number of processes of the run, if known.
 
     Raises:
-        InputError: if a flag is missing, has a value that leaven does not support, or is for a kind of model that
-            leaven does not have. The message names the flag.
+        InputError: if a flag is missing, or if leaven does not support its value. The message names the flag.
     """
     given = _read_flags(text, Draft(origin))
     draft = given.draft
@@ -57,10 +51,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 
 
 def _read_flags(text: str, draft: Draft) -> Settings:
-    """Return the known flags of a script.
-
-    Unknown flags are added to ``draft.unread``, unset variables to ``draft.unknown``.
-    """
+    """Return the known flags. Add unknown flags to ``draft.unread``, and unset variables to ``draft.unknown``."""
     origin = draft.origin
     flags = Settings(draft, origin, TABLE["flags"], default="Megatron's default of --{}", prefix="--")
     for flag, words in parse_flags(text, origin).items():
@@ -191,10 +182,7 @@ def _window(given: Settings) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Return a text such as ``([0]*1+[1]*2)*2`` written out: "011011".
-
-    Return "" if the text has another form, or if the result does not have one digit for each of the ``layers``.
-    """
+    """Write out a text such as ``([0]*1+[1]*2)*2`` for ``layers`` layers: "011011". Return "" if it does not fit."""
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
     if not found:
@@ -271,7 +259,6 @@ def _dense_layers(given: Settings) -> int:
 
 
 def _modules(given: Settings, shape: ModelShape) -> None:
-    """Set the multipliers of modules."""
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
@@ -327,10 +314,7 @@ def _batch_and_duration(given: Settings, length: int) -> None:
 
 
 def _stages(given: Settings, length: int) -> list[dict[str, int]]:
-    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences).
-
-    Token counts are rounded down to whole sequences of ``length`` tokens.
-    """
+    """Return the stages of --step-batch-size-schedule, such as "0:2 0.1M:4 1M:8" (tokens:sequences)."""
     label, stages = given.label("step-batch-size-schedule"), []
     for entry in re.split(r"[\s,]+", given["step-batch-size-schedule"].strip()):
         numbers = []
@@ -352,10 +336,7 @@ def _schedule(given: Settings, length: int) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Return --PREFIX-samples or --PREFIX-iters in tokens.
-
-        None if neither is given, or if only --PREFIX-iters is given and the batch size is unknown.
-        """
+        """Return --PREFIX-samples or --PREFIX-iters in tokens, or None if it is not given or the batch is unknown."""
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None
@@ -423,12 +404,11 @@ DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     """Return the flags in a shell script or a list of flags, each with the words after it.
 
-    All lines count, also those in branches and in variables that no command uses. If one command repeats a flag, the
-    last one counts. If different commands have different values of a flag that leaven reads, InputError is raised.
+    All lines count, also those in branches and in unused variables. If a command repeats a flag, the last one counts.
+    If commands have different values of a flag that leaven reads, InputError is raised.
 
-    The parser understands comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the script
-    sets. Other variables, and the output of commands, stay as $NAME or $(COMMAND). An unset variable that may contain
-    flags is a key of the result, as $NAME.
+    Variables that the script sets are inserted. Others, and the output of commands, stay as $NAME or $(COMMAND). An
+    unset variable that may contain flags is a key of the result.
     """
     if len(text) > LONGEST:
         raise InputError(
@@ -462,7 +442,7 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
 
 
 def _name(flag: str) -> str:
-    """Return the current name of a flag if leaven reads it, otherwise the flag as it is written."""
+    """Return the current spelling of a flag if leaven reads it, otherwise the flag as it is written."""
     name = flag.replace("_", "-")
     name = TABLE["aliases"].get(name, name)
     return name if name in TABLE["flags"] else flag
@@ -495,9 +475,8 @@ def _without_commands(text: str) -> str:
 class _Script:
     """The flags and variables of a shell script.
 
-    ``flags[flag][n]`` has the words after the last occurrence of a flag in command number n. ``values`` has the
-    values of each variable. Arrays, and values that begin with a flag, are not in ``values``: their flags are in
-    ``flags``. ``loose`` has the variables that stand where a flag may be.
+    ``flags[flag][n]`` has the words after a flag in command n. ``values`` has the values of each variable, except
+    flags. ``loose`` has the variables that stand where a flag may be.
     """
 
     def __init__(self, text: str, origin: str) -> None:
@@ -544,10 +523,10 @@ class _Script:
                     takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
 
     def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
-        """Return the texts to which a word can expand: one for each combination of the values of its variables.
+        """Return all texts that a word can be: one for each combination of values of its variables.
 
-        Unset variables stay as they are. ``inside`` has the values in which the word was found; they are not inserted
-        again, because that would never end.
+        Unset variables stay. Values in ``inside`` contain the word. They are not inserted, because that would never
+        end.
         """
         found, end = [""], 0
         for match in _VARIABLE.finditer(word) if len(inside) < DEEPEST else ():

@@ -1,8 +1,7 @@
 """Imports a recipe from a configuration of torchtitan.
 
-There are two kinds of files. The TOML file of torchtitan up to 0.2.2 names a model by its flavor. The JSON file that
-0.3.0 and later save with ``--debug.save_config_file`` describes every module and every parameter group.
-``targets/torchtitan_keys.toml`` contains the keys of both, their defaults and the corresponding keys of a recipe.
+Up to 0.2.2, torchtitan has TOML files, which name a model by its flavor. From 0.3.0 on, it saves a JSON file with
+``--debug.save_config_file``, which describes every module and every parameter group.
 """
 
 import json
@@ -52,7 +51,6 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Return the contents of a TOML or JSON configuration of torchtitan."""
     if path.suffix == ".py":
         raise InputError(f"{path}: leaven does not run Python files; {SAVE}")
     text = read_text(path)
@@ -69,11 +67,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
-    """Return the settings that leaven reads, by name such as ``optimizer.lr``.
-
-    Other keys are added to ``draft.unread``, except those that change no computed value. In a ``saved`` file,
-    optimizer.param_groups is skipped, because `_parameters` reads it.
-    """
+    """Return the settings that leaven reads, by name such as ``optimizer.lr``. ``draft.unread`` gets other keys."""
     given = Settings(draft, draft.origin, TABLE["keys"], default="torchtitan's default of {}")
     for section, values in document.items():
         for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
@@ -162,7 +156,6 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
 
 
 def _block_shape(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shape of a block, by key of [model]."""
     attention = block["attention"]
     return {
         "n_heads": attention["n_heads"],
@@ -207,10 +200,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
 
 
 def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
-    """Return the file's text for the function that draws a module's weight, such as ``<function ones_ at 0x7f>``.
-
-    ``where`` is the part of the file that describes the module's block or, outside the blocks, the model.
-    """
+    """Return the file's text for the function that draws a module's weight, such as ``<function ones_ at 0x7f>``."""
     place = SAVED[module]
     if module == "embedding" and tied:
         place = "lm_head"
@@ -222,10 +212,7 @@ def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> 
 
 
 def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
-    """Return mean and std of the values that a function draws.
-
-    ``text`` describes the function, such as ``partial(<function normal_>, std=1)``.
-    """
+    """Return mean and std of the values that a function draws, such as ``partial(<function normal_>, std=1)``."""
     kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
     if "function trunc_normal_" in text:
         kind = "normal_"  # a cut at 50 stds changes nothing, a cut at 3 stds lowers the std by 1.3%
@@ -279,11 +266,7 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
 
 
 def _schedule(given: Settings) -> None:
-    """Set the warm-up and the decay.
-
-    The decay is ``wsd`` if its type is sqrt, or if steps with a constant lr lie between warm-up and decay. If the lr
-    never decays, it is ``constant``.
-    """
+    """Set the warm-up and the decay: ``wsd`` for the type sqrt, or if the lr stays at the peak for a while."""
     draft = given.draft
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)

@@ -1,10 +1,6 @@
 """Imports a recipe from a config.json of transformers and the training_args.json in the same folder.
 
-A checkpoint of the Trainer has trainer_state.json in place of training_args.json. training_args.bin is not read: it
-is a pickle, and reading a pickle runs its code.
-
-``targets/transformers_arguments.toml`` contains the fields of TrainingArguments, their defaults and the corresponding
-keys of a recipe.
+A checkpoint of the Trainer has trainer_state.json and a pickle, training_args.bin, which is not read.
 """
 
 import math
@@ -37,8 +33,8 @@ GIVEN.remove("hyperparameters.lr")
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """Convert a folder with config.json, and usually training_args.json, to a recipe called ``name``.
 
-    ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run. If ``ranks`` is
-    None, the number is read from config.json, where an export of leaven writes it, or 1 is assumed.
+    ``path`` is the folder or one of these files. ``ranks`` is the number of processes, by default that of an export,
+    or 1.
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))
@@ -63,11 +59,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None, ranks: int | None) -> None:
-    """Set what the files beside the config.json say about the training, and list what they do not say.
-
-    In a folder of the Trainer without the training arguments, their defaults are used. With a config.json alone, it
-    is the defaults of leaven.
-    """
+    """Set what the files beside the config.json say about the training, and list what they do not say."""
     shape = model.shape
     leaven = model.config.get("leaven")  # what an export of leaven adds
     if not isinstance(leaven, dict):
@@ -101,10 +93,7 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
-    """Set the coefficient of the balance loss, if the config.json turns this loss on.
-
-    ``layers`` is the number of layers with experts, ``active`` the number of experts that a token uses.
-    """
+    """Set the coefficient of the balance loss, if config.json turns it on. ``layers`` counts layers with experts."""
     if not config.get("output_router_logits") or "router_aux_loss_coef" not in config:
         draft.unknown.append(f"model.experts.balance_loss: {CONFIG} uses no balance loss; leaven's default is used")
         return
@@ -114,10 +103,7 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return (file of the model's shape, file of the training arguments or None if there is none).
-
-    ``path`` is the folder of both files or one of the files. If it is a file, this file may have any name.
-    """
+    """Return the paths of config.json and of the training arguments, or None. The given file may have any name."""
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS
@@ -135,10 +121,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
 
 
 def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks: int) -> None:
-    """Set recipe values from the fields of TrainingArguments. Missing fields have their defaults.
-
-    Values that the draft already has, from a trainer_state.json, stay.
-    """
+    """Set recipe values from TrainingArguments and their defaults, except those that trainer_state.json has set."""
     document = {key: value for key, value in document.items() if value is not None}
     if isinstance(path := document.get("accelerator_config"), str):  # of a JSON file, which may be elsewhere
         draft.unread.append(f"accelerator_config {path}, with which the batch may be another one")
@@ -177,7 +160,6 @@ def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks:
 
 
 def _batch(given: Settings, seq_len: int, ranks: int) -> None:
-    """Set the batch, and the micro-batch of a process."""
     draft, accelerate = given.draft, given["accelerator_config"]
     field = "per_gpu_train_batch_size" if given["per_gpu_train_batch_size"] else "per_device_train_batch_size"
     sequences, accumulated = given[field], given["gradient_accumulation_steps"]

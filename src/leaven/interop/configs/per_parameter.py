@@ -1,7 +1,4 @@
-"""Computes the settings that each export target (Megatron, ...) would give every parameter.
-
-The sources are in the table of each target, ``targets/NAME.toml``.
-"""
+"""Computes the settings that each export target would give every parameter. ``targets/NAME.toml`` has the sources."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +27,7 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for Megatron: one with --lr and --decoupled-lr, and one with --use-mup.
 
-    --use-mup is the rule in Table 8 of Yang et al. 2022. Models with experts, and models that are not wider than
-    their base, have only the first candidate.
+    --use-mup is the rule in Table 8 of Yang et al. 2022. It is only for dense models that are wider than their base.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -94,7 +90,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
-    """Return those variables of Megatron's template that are the same in every candidate."""
+    """Return the variables of Megatron's template that are the same in every candidate."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
     # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
@@ -111,8 +107,8 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for Megatron with leaven_table.py, which sets the values of each parameter.
 
-    Each part of a fused matrix, such as the query, has its own initial std. The other settings of a fused matrix are
-    those of its first part.
+    A fused matrix has an initial std for each part, such as the query. Its lr, eps and decay are those of the first
+    part.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
@@ -138,8 +134,7 @@ def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | No
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has one lr, one pair of betas and one eps for all parameters.
 
-    With the method ``NUM_LAYERS``, the initial std of the last matrices of branches is divided by sqrt(2 n_layers).
-    With ``NONE``, all matrices have the same initial std.
+    ``NUM_LAYERS`` divides the initial std of the last matrices of branches by sqrt(2 n_layers). ``NONE`` does not.
     """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
@@ -161,11 +156,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of each parameter.
-
-    The last matrices of branches have the settings ``end``, other matrices ``matrix``, gains and biases ``vector``.
-    For gains and biases, the initial mean is the recipe's and the initial std is 0.
-    """
+    """Return settings by parameter: ``vector`` for gains and biases, ``end`` for matrices that end branches."""
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix
@@ -221,10 +212,9 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return (regular expression, values) for each group. A parameter has the values of the first that matches.
+    """Return (regular expression, values) for each group. The first expression that matches a name counts.
 
-    ``groups`` maps values to names of parameters. ``blocks`` is the path of the list of blocks. ``end`` is a regular
-    expression for an ending that these names lack, such as ".weight".
+    ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. ``end`` completes the expressions.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -261,7 +251,7 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for transformers. Fused matrices have the settings described at `megatron_module`."""
+    """Yield the only candidate for transformers. A fused matrix has the lr, eps and decay of its first part."""
     assert architecture is not None
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)
@@ -307,10 +297,7 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 def _by_tensor(
     run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return the settings by leaven's name of the parameter, and the entries of parameters.json by the tensor's name.
-
-    A stored tensor is leaven's parameter / factor - offset, as :meth:`Architecture.factors` says.
-    """
+    """Return the settings by leaven's name of the parameter, and the entries of parameters.json by tensor name."""
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)

@@ -20,10 +20,7 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class _Stream:
-    """A text stream that raises BrokenPipeError if its terminal is gone.
-
-    With ``forgiving``, other errors, such as a full disk, are ignored. The unwritten text stays in the buffer.
-    """
+    """A stream that raises BrokenPipeError if its terminal is gone. With ``forgiving``, it ignores other errors."""
 
     def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
         self._stream, self._forgiving = stream, forgiving
@@ -63,10 +60,7 @@ class SafeConsole(Console):
             yield Segment(text if control else shown(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        """Drop all later output, because the program that reads the output has ended, or the terminal was closed.
-
-        On standard error, the command continues. On standard output, BrokenPipeError ends the command.
-        """
+        """Drop all later output, because its reader is gone. On standard output, BrokenPipeError ends the command."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         if not self.stderr:
@@ -96,10 +90,7 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used. ``checkpoints`` has the reason of each, by name.
-
-    ``changed`` is another warning, or None.
-    """
+    """Warn of checkpoints that were not used, with the reasons by name. ``changed`` is one more warning."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])

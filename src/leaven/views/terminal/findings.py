@@ -21,7 +21,7 @@ _MOST = 4  # largest number of run ids in a line; --json has all of them
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[RenderableType]:
     """Yield a title, the findings and the conclusion. ``width`` is the width of the terminal in characters.
 
-    ``chosen`` has the paths of values with a reason in the recipe. Notes about these values suggest no change.
+    ``chosen`` has the paths of values that the recipe explains. Notes about these values suggest no change.
     """
     size, tokens = format_parameters(check.params, check.params_active), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size}, {tokens} tokens; values after the scaling rule")

@@ -104,10 +104,7 @@ def laws_screen(
     *,
     experts: float = 1,
 ) -> Iterator[RenderableType]:
-    """Yield the predictions of all laws for a run, and the median and range of the predictions.
-
-    ``batch_tokens`` is a batch size to compare with the predicted ones.
-    """
+    """Yield the predictions of all laws for a run, their median and range, and a comparison with ``batch_tokens``."""
     with_number = [law for law in rows if not law.says and law.loss is None and law.tau is None]
     yield Table.of(_LAWS, with_number, _notes)
     yield ""
@@ -141,10 +138,7 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return lines about a batch size: its ratio to the batch size of each law, its cost, and rules for its lr.
-
-    The cost is compared with the fewest possible tokens and the fewest possible steps.
-    """
+    """Return lines about a batch size: its ratio to the batch size of each law, its cost, and rules for its lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -172,10 +166,7 @@ def _spreads(
     *,
     experts: float,
 ) -> Facts:
-    """Return the median and range of each quantity that the laws predict.
-
-    The first line has the model sizes N that the laws use, because some laws do not count all embeddings.
-    """
+    """Return the median and range of each quantity that the laws predict, and the sizes N that the laws use."""
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
     best = best_tokens_per_param(6 * params * tokens)
@@ -202,10 +193,7 @@ def _spreads(
 
 
 def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
-    """Return lines about the predicted loss.
-
-    If ``experts`` is 1, one line is for all laws. Otherwise, laws for mixtures of experts have a line of their own.
-    """
+    """Return lines about the predicted loss. With ``experts``, laws for mixtures of experts have their own line."""
     unit = "nats per token, each of its own text"
     if experts == 1:
         return [("loss", (*_spread(own, "loss", _loss), unit))]
@@ -218,10 +206,7 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Return the median and the range of the laws' predictions of ``key``, a field of the rows.
-
-    If all laws extrapolate, the last text says so. If some do, it has the range of the laws that do not.
-    """
+    """Return the median and range of the laws' predictions of ``key``, and the range without extrapolations."""
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]
     parts = [

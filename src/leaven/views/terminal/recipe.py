@@ -157,11 +157,7 @@ SHOWN = (
 
 
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a table of the init std of matrices in this recipe and in each published initialisation.
-
-    The line above the table has the reason of the recipe's init. The lines below have the nearest published
-    initialisations, and the formulas of all published ones.
-    """
+    """Yield a table of the init std in this recipe and in published initialisations, with reasons and formulas."""
     init, n_layers = shown.init, shown.scale["depth"]
     by_module: dict[str, list[Mapping[str, Any]]] = {}  # the matrices of each module, in the order of the layers
     for start in init["starts"]:

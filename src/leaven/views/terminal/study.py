@@ -33,8 +33,8 @@ COLUMNS = (
 class TuneScreen(LiveScreen):
     """The live screen of a study: a row for each trial that has ended, and below the rows the running trials.
 
-    Trials of other ``leaven tune`` commands that share the study are shown, too. Methods may be called from several
-    threads. ``trials``, ``flops`` and ``hours`` are the budget; ``stack`` is how many trials a worker trains at once.
+    Trials of other commands that share the study are shown, too. Methods may be called from several threads.
+    ``stack`` is how many trials a worker trains at once.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median seconds of all ended trials, including diverged and pruned ones, or None without any."""
+        """Return the median seconds of all trials that have ended, including pruned ones, or None without any."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -178,7 +178,7 @@ class TuneScreen(LiveScreen):
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
-    """Return the noise between seeds as text. None: it is unknown, or has less than ``least`` degrees of freedom."""
+    """Return the noise between seeds as text, or None if it comes from fewer than ``least`` repeats."""
     if state.noise_floor is None or state.noise_runs < least:
         return None
     return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"
@@ -198,10 +198,7 @@ def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
-    """Yield the best loss of a study, the values that mattered, other findings, and the files to use.
-
-    The study must have a best point. ``budget`` is the number of trials that the search was allowed to run.
-    """
+    """Yield a study's best loss, the values that mattered, other findings, and the files. A best point must exist."""
     facts = under("best", result(state))
     if state.noise_floor is not None:
         degrees = "1 degree" if state.noise_runs == 1 else f"{state.noise_runs} degrees"

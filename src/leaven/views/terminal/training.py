@@ -57,10 +57,9 @@ class _Quantities(string.Formatter):
 
 
 class TrainScreen(LiveScreen):
-    """The live screen of a training run.
+    """The live screen of a training run: a table of steps, a line for each event in `EVENTS`, and the current step.
 
-    It prints a row at each validation, every ``log_every`` steps, and after a minute without a row. Events in
-    `EVENTS` have a line each. In a terminal, a changing row above the progress bar shows the current step.
+    It prints a row at each validation, every ``log_every`` steps, and after a minute without a row.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
