@@ -14,10 +14,7 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes.
-
-    Also raise it if the recipe measures the gradient noise scale, and this is not possible.
-    """
+    """Raise InputError if leaven cannot train a recipe on this number of processes, or measure its noise scale."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
@@ -73,10 +70,7 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the gradient noise scale cannot be measured; None if it can, or if the recipe does not measure it.
-
-    The measurement compares the gradients of the first micro-batch with those of the whole batch.
-    """
+    """Return why the gradients of one micro-batch cannot be measured for the noise scale, or None."""
     if recipe.stability.noise_scale_every_tokens is None:
         return None
     layout = recipe.layout
