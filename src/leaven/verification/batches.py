@@ -23,7 +23,7 @@ HELD_OUT = 1_000_000  # the seed of the batches for the validation loss; no mode
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of ``count`` sequences of text.
 
-    The text of the seed `HELD_OUT` is the validation split; that of all other seeds is the training split.
+    The seed `HELD_OUT` has text of the validation split. All other seeds have text of the training split.
     """
 
     def batch(seed: int, step: int) -> TokenBatch:

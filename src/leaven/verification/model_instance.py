@@ -78,10 +78,9 @@ class ModelInstance:
 def block_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps the name of a module or parameter to its label, which all blocks share.
 
-    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label ``output``.
-    The members of an ``nn.ModuleList`` are blocks. So are the members of an ``nn.Sequential`` that are all of one
-    type and have submodules. Neither a list inside a block nor the model itself counts as such a list:
-    ``layers.3.experts.0`` has the label ``layers.experts.0``.
+    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``, and the whole model has the label
+    ``output``. Blocks are the members of an outermost ``nn.ModuleList``, or of an ``nn.Sequential`` whose members
+    have one type and submodules.
     """
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -109,8 +108,7 @@ def _lists_blocks(module: nn.Module) -> bool:
 def own_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps names in leaven's own transformer to labels, such as ``mlp.in``.
 
-    A block has the label ``residual``, because it returns the residual stream. The whole model has the label
-    ``unembedding``.
+    A block has the label ``residual``, because it returns the stream. The whole model has the label ``unembedding``.
     """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 

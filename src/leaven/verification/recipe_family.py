@@ -74,7 +74,7 @@ class RecipeFamily:
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         """Return the exponent with which the rule scales a hyperparameter along an axis.
 
-        Over width and depth, the result is 0, because there the rule has a different exponent for each tensor.
+        Over width and depth, it is 0, because the rule has a different exponent for each tensor.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
