@@ -29,8 +29,7 @@ class ModuleStart:
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     """Return the initial std of each module's matrices.
 
-    A module has one entry if its own and the published stds are the same in all blocks. Otherwise it has two, for the
-    first and the last block.
+    If the stds differ between blocks, a module has two entries, for the first and the last block.
     """
     by_module: dict[str, list[ModuleStart]] = {}
     depth = recipe.model.n_layers

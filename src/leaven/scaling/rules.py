@@ -16,7 +16,7 @@ A table has a row for each role of a tensor, such as embedding, hidden weight (i
   the block adds m g norm(y) to the residual stream. Here m is the branch's multiplier and g is the norm's gain.
 
   - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one. So
-    the size of what a block adds to the stream, and of its change in a step, scale as without the norm.
+    what a block adds to the stream, and how much a step changes it, scale as without the norm.
   - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
     the gradient of the stream. The gradient of the stream is proportional to 1 / width, so the gradient of g falls as
     width^-1 L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha

@@ -109,7 +109,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the parameter rows with AdamW in place of Muon, followed by the recipe's own rows of Muon's matrices."""
+    """Return the parameter rows of the recipe without Muon, followed by its rows of matrices that Muon updates."""
     by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
     return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 

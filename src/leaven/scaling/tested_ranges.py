@@ -70,10 +70,7 @@ def untuned(tuned: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
-    """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
-
-    ``source`` has fields of the model from which the hyperparameters come. A size that it lacks is not compared.
-    """
+    """Return a warning for each of vocab_size and seq_len that differs between a recipe and the model ``source``."""
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
     return [_caution(name, value, there) for name, value, there in pairs if there and value != there]
@@ -108,7 +105,7 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on branch outputs far above the base: complete-d-p then misses the best lr."""
+    """Warn if norms follow branches and the model is far larger than its base: then the best lr changes."""
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():
