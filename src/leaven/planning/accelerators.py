@@ -1,7 +1,7 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file (:func:`user_file`) has the same format. It adds accelerators, or replaces groups of numbers of
-built-in ones, such as ``memory``.
+The user's file (:func:`user_file`) has the same format. It adds accelerators. For built-in accelerators, it replaces
+groups of numbers, such as ``memory``.
 """
 
 import os
@@ -91,10 +91,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype.
-
-        Without a measurement, return 80% of the peak, or None if the peak is unknown, too.
-        """
+        """Return the TFLOP/s of the fastest matmul in a dtype; not measured: 80% of the peak; unknown: None."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
@@ -196,10 +193,7 @@ def user_file() -> Path:
 
 
 def accelerators() -> dict[str, Accelerator]:
-    """Return every known accelerator by name: first the built-in ones in file order, then the user's.
-
-    Raise InputError if the user's file cannot be read or is wrong.
-    """
+    """Return every known accelerator by name, the built-in first. Raise InputError if the user's file is wrong."""
     path = user_file()
     return _read(path if path.exists() or os.environ.get("LEAVEN_ACCELERATORS") else None)
 

@@ -64,10 +64,7 @@ class Arrangement:
 
 
 def scheduled(layout: Layout, micro_batches: int) -> int:
-    """Return the number of micro-batches that the schedule runs in a step, including padding.
-
-    Interleaved and zero-bubble schedules need a multiple of pp. Padding micro-batches do not count in the loss.
-    """
+    """Return the micro-batches in a step, padded to a multiple of pp for interleaved and zero-bubble schedules."""
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
     return -(-micro_batches // layout.pp) * layout.pp
@@ -171,10 +168,7 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Return the share of a step in which a pipeline rank is idle. ``stages`` is the number of pipeline ranks.
-
-    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
-    """
+    """Return the share of a step in which a pipeline rank is idle (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 

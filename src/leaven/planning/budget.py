@@ -51,10 +51,7 @@ _STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Return the cluster and the time in seconds of text such as ``64xH100 x 14d``.
-
-    Raise InputError if the text does not have this form, the time is zero, or the cluster is unknown.
-    """
+    """Return the cluster and the seconds of text such as ``64xH100 x 14d``. Raise InputError for other text."""
     match = _BUDGET.fullmatch(text.strip())
     if match is None or not (seconds := _seconds(match)):
         raise InputError(
@@ -70,9 +67,9 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and numbers of tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is a row for each scaling law and for each number of tokens per parameter in `OVER_TRAINED`, or an entry in
-    ``refused``. With ``mfu``, a share of the GPUs' dense peak, the speed is not planned. Raise InputError if the text
-    is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
+    There is a row for each scaling law and each number of tokens per parameter in `OVER_TRAINED`. Impossible rows are
+    in ``refused``, with the reason. With ``mfu``, the speed is this share of the dense peak, and no layout is
+    planned. Raise InputError if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
     """
     cluster, seconds = parse_budget(text)
     if mfu is not None and not 0 < mfu < 1:

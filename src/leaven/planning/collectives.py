@@ -42,10 +42,7 @@ def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, message
 
 
 def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of an all-reduce of ``size`` bytes, in ``messages`` messages.
-
-    NCCL can use a ring or a tree of nodes, so the lower of their latencies counts.
-    """
+    """Return the seconds of an all-reduce of ``size`` bytes in ``messages`` messages, by ring or tree of nodes."""
     if ranks == 1:
         return 0.0
     nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))

@@ -219,10 +219,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether any layout with one stage per pipeline rank fits into memory.
-
-    If ``job.by_leaven``, only layouts that leaven can train are tried.
-    """
+    """Return whether any layout that the job allows, with one stage per pipeline rank, fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:
@@ -244,7 +241,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest of 64 smaller numbers of GPUs on which a layout fits, or None."""
+    """Return the largest number of GPUs below the job's on which a layout fits, or None. At most 64 are tried."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {

@@ -52,7 +52,7 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 
     Full recomputation repeats the forward pass of all blocks (Narayanan 2021, arXiv 2104.04473, equation 3).
     Selective recomputation repeats attention without its projections: 4 s h FLOPs per layer and token, for sequence
-    length s and width h. (Korthikanti 2022, arXiv 2205.05198, has 12 s h.)
+    length s and width h. (Korthikanti 2022, arXiv 2205.05198, counts 12 s h.)
     """
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}

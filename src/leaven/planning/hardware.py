@@ -152,7 +152,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs of the kind ``gpu`` can store a model and train it within 30 days: a power of two.
 
-    At most one GPU per sequence of a batch is used to save time, so training may take longer. Memory may need more.
+    Time adds at most one GPU per sequence of a batch, so training may take longer than 30 days.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

@@ -212,8 +212,8 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
 
-    A layout with several ranks sets the count. Otherwise it is the first of n, 2n, 4n, ..., 128n on which the recipe
-    fits, where n is from :func:`estimated_gpus`. If none fits, it is n.
+    If the recipe's layout has several ranks, their number is the count. Otherwise the count is the first of n, 2n,
+    4n, ..., 128n on which the recipe fits, or n. Here n is from :func:`estimated_gpus`.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"

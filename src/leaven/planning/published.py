@@ -81,7 +81,7 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the sequences in a batch of rounded tokens: 1,953.1 becomes 2,048, the roundest number within 5%."""
+    """Return the sequences in a published batch. A fraction such as 1,953.1 becomes a round number near it: 2,048."""
     count = batch_tokens / seq_len
     if count == int(count):
         return int(count)
@@ -90,10 +90,7 @@ def _sequences(batch_tokens: int, seq_len: int) -> int:
 
 
 def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
-    """Return a published architecture as a blueprint, with full attention in all layers.
-
-    Raise InputError if a part of the shape is not published.
-    """
+    """Return a published architecture as a blueprint, with full attention. Raise InputError if a size is unknown."""
     d, gain = _known(arch, "d_model"), _gains(arch)
     layers = _layer_widths(arch)
     blocks = {layer: _block(arch, layer) for layer in dict.fromkeys(layers)}

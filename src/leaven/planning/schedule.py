@@ -104,7 +104,7 @@ def simulate(
     """Return the passes of a step with their times.
 
     ``forward`` and ``backward`` have the time of one pass through each stage, in any unit. ``weight`` has the part of
-    ``backward`` for gradients of weights, by default as long as ``forward``. On the first stage, it is all of
+    ``backward`` for gradients of weights, by default as long as ``forward``. On the first stage, ``weight`` is all of
     ``backward``.
     """
     weight = [backward[0], *(weight or forward)[1:]]

@@ -261,8 +261,8 @@ def _data_parallel(
 ) -> float:
     """Return the seconds per step of data-parallel communication that does not overlap with compute.
 
-    ``held`` has the parameters of the largest rank, ``most`` the most blocks on a rank. ``forward`` and ``backward``
-    are the slowest rank's seconds per micro-batch.
+    ``held``: parameters of the largest rank. ``most``: largest number of blocks on a rank. ``forward``, ``backward``:
+    seconds of one micro-batch on the slowest rank.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
