@@ -6,24 +6,23 @@ scaled hyperparameters. Their loss curves become one curve after this normalisat
     l(x) = (L(x T) - L0) / (L(T) - L0)
 
 T is the length of a run, x the share of the run that is done, and L0 the irreducible loss, the same for all sizes.
-Bergsma et al. 2025 (arXiv 2509.25087) found the same for families of language models with equal tokens per parameter.
-Curves do not collapse if hyperparameters are scaled wrongly.
+Bergsma et al. 2025 (arXiv 2509.25087) found the same for language models with equal tokens per parameter. Curves do
+not collapse if hyperparameters are scaled wrongly.
 
 The first size is the base. If the normalised curves of another size and of the base are equal, then
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), the fall of the loss
-after the first quarter of the run. The check judges the largest deviation after this quarter.
+The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T). This is the fall of the
+loss after the first quarter of the run. The check judges the largest deviation after this quarter.
 
 By default, the check fits L0: from 0 to the lowest final loss, it takes the value with the least sum of squared
 deviations. (Qiu et al. fit L0 to the final losses of many sizes; two or three sizes do not determine it.) On three of
 four families of their curves, this L0 is within 2% of theirs (docs/log.md).
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
-band that contains the true deviations at all x together with 95% probability. If a size has only one run, the
-bootstrap draws from the noise within its curve. This band is too narrow, because it lacks the variation between
-seeds.
+band. With 95% probability, the band contains the true deviations at all x. If a size has only one run, the bootstrap
+draws from the noise within its curve. Its band is too narrow, because it lacks the variation between seeds.
 
 The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails in three cases: the whole band
 of a size is beyond the limit at some x, a run diverged, or the loss of a size besides the base does not fall after
@@ -233,8 +232,8 @@ def _interval_means(points: Points, count: int) -> Array:
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
     """Return bootstrap samples of the mean curve of each size (draws, sizes, intervals), or None with too few points.
 
-    Seeds are drawn, or for a single run :func:`_blocks`. Deviations of n seeds from their mean are too small by
-    sqrt((n - 1) / n), and deviations of n blocks from a line by sqrt((n - 2) / n). So both are scaled up.
+    A sample draws seeds, or for a single run blocks (:func:`_blocks`). Deviations of n seeds from their mean are too
+    small by sqrt((n - 1) / n), and deviations of n blocks from a line by sqrt((n - 2) / n). So both are scaled up.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -253,7 +252,7 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean deviations of BLOCKS blocks from a line fitted to each interval: (count, BLOCKS), or None."""
+    """Return the mean deviation of BLOCKS blocks from a line through their interval: (count, BLOCKS), or None."""
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
     found = []

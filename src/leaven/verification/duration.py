@@ -3,10 +3,10 @@
 The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
 tokens. Control runs show what the rule gains: one group keeps the lr, another keeps all hyperparameters.
 
-The rule is derived for gradients that are mostly noise. To test this, the check also trains with twice the batch on
-the same tokens, under the batch rule. The tokens needed to reach a given loss are proportional to 1 + x, where x is
-the batch / the critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So a doubled batch needs (1
-+ 2x) / (1 + x) times the tokens.
+The rule is derived for gradients that are mostly noise. To test this assumption, the check also trains with twice the
+batch on the same tokens, under the batch rule. The tokens needed to reach a given loss are proportional to 1 + x.
+Here x is the batch / the critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So a doubled batch
+needs (1 + 2x) / (1 + x) times the tokens.
 
 The log2 of this ratio is the cost of doubling the batch, in octaves of tokens. It is 0 if gradients are only noise,
 0.585 at the critical batch, and 1 if only the number of steps counts. The check measures it as (rise of the loss from

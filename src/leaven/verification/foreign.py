@@ -222,9 +222,9 @@ def foreign(
 ) -> ForeignFamily:
     """Return the family of models that a user's factory ``entry``, ``module:factory``, makes.
 
-    One model is built at ``scale`` to read the size of the vocabulary. ``source`` is written as ``data.source`` in a
-    recipe, or :data:`MADE_UP`, by default :data:`SOURCE`. Raise InputError if the factory, its result or an argument
-    cannot be used, or the vocabulary is too small for text.
+    One model is built at ``scale`` to read the size of the vocabulary. ``source`` names the text, as ``data.source``
+    of a recipe. It can be :data:`MADE_UP`, and is :data:`SOURCE` by default. Raise InputError if the factory, its
+    result or an argument cannot be used, or the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

@@ -83,10 +83,7 @@ class LoggedRow:
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield ``path`` and each folder below it once, with the names of its files that are not hidden.
-
-    Raise InputError if a folder cannot be read, or if an empty folder or a broken link among runs may hide a run.
-    """
+    """Yield ``path`` and each folder below it once, with its file names. Raise InputError if a run may be missing."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
@@ -186,10 +183,7 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
-    """Return the rows of a CSV or JSON lines file, with column names in lower case.
-
-    Raise InputError if the file cannot be read, is cut off, or has no rows, or if a column or row is malformed.
-    """
+    """Return the rows of a CSV or JSON lines file, with lower-case columns. Raise InputError if it is malformed."""
     try:
         if path.suffix.lower() == ".jsonl":
             read = storage.read_json_lines(path)
@@ -229,7 +223,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size in the columns ``axes``, in numbers, not ratios. Sizes that are not in ``axes`` are 1."""
+    """Return the scale in the columns ``axes`` of a row. Batch and tokens are absolute. All other sizes are 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1 or values[axis] > LARGEST_WIDTH:
@@ -315,7 +309,7 @@ def _runs_by_size(
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run, by its last point in ``ends``, is shorter than another run of the same size."""
+    """Raise InputError if a run that has not diverged ends before another of its size. ``ends``: last points."""
     if value in AXES:  # with another batch, a run has another number of steps
         return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
@@ -376,13 +370,13 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _require_new(seen: dict[Hashable, Path], run: Hashable, path: Path) -> None:
-    """Add ``run``, a size and a seed, to ``seen``. Raise InputError if another path has the same, as copies do."""
+    """Add ``run``, a size and a seed, to ``seen``. Raise InputError if another path has a copy of it."""
     if (first := seen.setdefault(run, path)) != path:
         raise InputError(f"{path} repeats the size and seed of {first}; move one of the two to another folder")
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run, without repeated steps. Raise InputError for two runs or a wrong ``time``."""
+    """Return the points of a run, the later of repeated steps. Raise InputError if a second run seems to follow."""
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:
@@ -423,7 +417,7 @@ def _by_numbers(name: str) -> list[str | float]:
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven at or below ``path``. Raise InputError if ``loss`` is not "loss" then."""
+    """Return the run folders of leaven at or below ``path``. Raise InputError if they have no loss named ``loss``."""
     every = _folders(path) if path.is_dir() else ()
     folders = sorted(folder for folder, names in every if _is_own_run(folder, names))
     if folders and loss != "loss":
@@ -434,7 +428,7 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
     """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens.
 
-    Raise InputError if files were changed or lost, texts differ, or recipes of one size differ outside the keys
+    Raise InputError if files were changed or lost, if texts differ, or if recipes of one size differ in a key not in
     ``free``.
     """
     found = []

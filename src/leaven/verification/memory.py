@@ -34,10 +34,7 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return a recipe for a dry run: its steps need as much memory as those of ``recipe``, but are shorter.
-
-    Raise InputError if the recipe cannot be trained in its layout.
-    """
+    """Return a shorter recipe whose steps need as much memory. Raise InputError if its layout cannot be trained."""
     require_trainable(recipe, recipe.layout.ranks)
     layout, seq_len = recipe.layout, recipe.model.seq_len
     each = -(-recipe.batch.tokens // seq_len // layout.dp)
@@ -65,8 +62,7 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the given ``ranks``, sorted and without duplicates. Raise InputError if one of them is not in the
-    layout.
+    """Return the given ``ranks``, sorted, without duplicates. Raise InputError for a rank outside the layout.
 
     By default, return the first rank of the first, second and last pipeline stage; with ``all_stages``, of all
     stages.

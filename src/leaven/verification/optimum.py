@@ -34,10 +34,7 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid of ``losses``, by value and then by seed. A list of losses has the seeds 0, 1, 2 and so on.
-
-        The loss of a diverged run must be NaN or infinite.
-        """
+        """Return the grid of ``losses``, by value and then by seed. Diverged runs have NaN or infinite losses."""
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
             for value, of in sorted(losses.items())

@@ -119,7 +119,7 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values at other scales with the base's.
+    """Return the document that compares the best values at other scales with the best value at the base.
 
     The base is the first scale in ``names``. ``ruled`` has the rule's exponent along each axis. ``settings`` must
     contain "rule" and "unit".
@@ -144,10 +144,7 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a name for each scale, made of what differs between the scales.
-
-    Examples: ``64x4`` (width x depth), ``tokens x2``, ``64x4 batch x2``.
-    """
+    """Return a name for each scale from what differs: ``64x4`` (width x depth), ``tokens x2``, ``64x4 batch x2``."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
