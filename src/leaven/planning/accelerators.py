@@ -1,7 +1,7 @@
 """Read the numbers of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and from the user's file.
 
-The user's file (:func:`user_file`) has the same format. It adds accelerators, or replaces groups of numbers, such as
-``memory``, of built-in ones.
+The user's file (:func:`user_file`) has the same format. It adds accelerators. For built-in accelerators, it replaces
+groups of numbers, such as ``memory``.
 """
 
 import os
@@ -55,8 +55,7 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention counts as two matrix products forward and five backward. All scores count, also those that a causal
-    kernel skips.
+    Attention counts as two matrix products forward and five backward, over all scores, masked ones included.
     """
 
     matmul: _Positive
@@ -92,10 +91,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest measured matmul in a dtype.
-
-        If there is no measurement, return 80% of the peak. If there is no peak either, return None.
-        """
+        """Return the TFLOP/s of the fastest matmul in a dtype; not measured: 80% of the peak; unknown: None."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 
@@ -197,18 +193,14 @@ def user_file() -> Path:
 
 
 def accelerators() -> dict[str, Accelerator]:
-    """Return every known accelerator by name: first the built-in ones in file order, then the user's.
-
-    Raises:
-        InputError: if the user's file cannot be read or is wrong.
-    """
+    """Return every known accelerator by name, the built-in first. Raise InputError if the user's file is wrong."""
     path = user_file()
     return _read(path if path.exists() or os.environ.get("LEAVEN_ACCELERATORS") else None)
 
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators, with the changes and additions of the user's file ``own``, if given."""
+    """Return the built-in accelerators, with the changes and additions of the user's file ``own``."""
     entries = _parsed(_BUILT_IN)
     sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)
@@ -238,7 +230,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: Path | None) -> Accelerator:
-    """Return the accelerator of a TOML table; ``sources`` maps short names of sources to full names."""
+    """Return the accelerator of a TOML table. ``sources`` maps short names of sources to full names."""
     try:
         entry = validated(_Entry, values, f"{file}: {name}")
     except InputError as error:

@@ -64,10 +64,7 @@ class Arrangement:
 
 
 def scheduled(layout: Layout, micro_batches: int) -> int:
-    """Return the number of micro-batches that the schedule runs in a step, including padding.
-
-    Interleaved and zero-bubble schedules need a multiple of pp. Padding micro-batches do not count in the loss.
-    """
+    """Return the micro-batches in a step, padded to a multiple of pp for interleaved and zero-bubble schedules."""
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
     return -(-micro_batches // layout.pp) * layout.pp
@@ -76,8 +73,7 @@ def scheduled(layout: Layout, micro_batches: int) -> int:
 def parse_keys(text: str) -> dict[str, Any]:
     """Return the keys and values of text such as ``tp=8,recompute=full``; the key ``mbs`` is the micro-batch size.
 
-    Raises:
-        InputError: if the text is too long, or a key or a value is wrong.
+    Raise InputError if the text is too long, or a key or a value is wrong.
     """
     if len(text) > MOST_CHARACTERS:
         raise InputError(f"layout {text[:20]!r}... is too long; write for example tp=8,pp=12,dp=4,zero=1,mbs=2")
@@ -98,14 +94,10 @@ def parse_keys(text: str) -> dict[str, Any]:
 
 
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Return the layout and the micro-batch size of text such as ``tp=8,pp=12,zero=1,mbs=2``.
+    """Return the layout and the micro-batch size (None without ``mbs``) of text such as ``tp=8,pp=12,zero=1,mbs=2``.
 
-    - Without ``mbs``, the micro-batch size is None.
-    - Without ``dp``, dp is ``gpus`` / (tp x pp x cp). If this is not a whole number, or ``gpus`` is None, dp is 1.
-    - ``compile`` is the default of the key ``compile``.
-
-    Raises:
-        InputError: if a key or a value is wrong, or two values cannot be combined.
+    By default, dp is ``gpus`` / (tp x pp x cp) if this is a whole number, otherwise 1. ``compile`` is the default of
+    the key ``compile``. Raise InputError if a key or a value is wrong, or two values cannot be combined.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
@@ -124,8 +116,7 @@ def written(layout: Layout) -> str:
 def tensor_degrees(model: Model) -> list[int]:
     """Return the tensor-parallel degrees (values of tp) that a model allows, the smallest first.
 
-    A degree must divide seq_len and all sizes that tensor parallelism splits. If a QK-norm normalises all heads
-    together, only 1 is allowed.
+    A degree divides seq_len and all sizes that tensor parallelism splits. A QK-norm over all heads allows only 1.
     """
     if isinstance(model, ModelShape) and model.qk_norm_whole:
         return [1]
@@ -177,10 +168,7 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Return the share of a step in which a pipeline rank is idle. ``stages`` is the number of pipeline ranks.
-
-    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
-    """
+    """Return the share of a step in which a pipeline rank is idle (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
@@ -190,10 +178,7 @@ def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_bat
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Return a message if the smallest batch of a run gives a rank fewer than pp micro-batches, otherwise None.
-
-    The message says what to change. ``smallest_tokens`` is the size of the smallest batch in tokens.
-    """
+    """Return what to change if a run's smallest batch gives a rank fewer than pp micro-batches, otherwise None."""
     count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None

@@ -1,7 +1,6 @@
 """Models as tables of matrix products, from which the planner computes FLOPs, memory and time.
 
-A :class:`Blueprint` is made from a :class:`ModelShape`, or from the architecture of a published run. leaven cannot
-build all published architectures.
+A :class:`Blueprint` is made from a :class:`ModelShape`, or from the architecture of a published run.
 """
 
 from collections import Counter
@@ -213,12 +212,10 @@ def mlp_rows(
 
 
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
-    """Return the matrix products of a mixture of experts.
+    """Return the matrix products of a mixture of experts, each of the width ``width``.
 
-    Args:
-        width: width of one expert.
-        experts: number of routed experts in a layer, and number of routed experts that a token uses.
-        shared: number of shared experts, which are one MLP of width ``shared`` x ``width``.
+    ``experts`` has the number of routed experts in a layer and the number that a token uses. ``shared`` is the number
+    of shared experts, which are one MLP of width ``shared`` x ``width``.
     """
     stored, passed = experts
     return [

@@ -51,11 +51,7 @@ _STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Return the cluster and the time in seconds of text such as ``64xH100 x 14d``.
-
-    Raises:
-        InputError: if the text does not have this form, the time is zero, or the cluster is unknown.
-    """
+    """Return the cluster and the seconds of text such as ``64xH100 x 14d``. Raise InputError for other text."""
     match = _BUDGET.fullmatch(text.strip())
     if match is None or not (seconds := _seconds(match)):
         raise InputError(
@@ -71,12 +67,9 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and numbers of tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is a row for each scaling law, and for each number of tokens per parameter in `OVER_TRAINED`. If nothing can
-    be planned for one of these, it is listed in ``refused`` with the reason. With ``mfu``, the speed is this share of
-    the GPUs' dense peak, and no layout is planned.
-
-    Raises:
-        InputError: if the text is not a budget, if ``mfu`` is not between 0 and 1, or if no model fits.
+    There is a row for each scaling law and each number of tokens per parameter in `OVER_TRAINED`. Impossible rows are
+    in ``refused``, with the reason. With ``mfu``, the speed is this share of the dense peak, and no layout is
+    planned. Raise InputError if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
     """
     cluster, seconds = parse_budget(text)
     if mfu is not None and not 0 < mfu < 1:
@@ -113,15 +106,8 @@ def size_for_time(
 ) -> tuple[int, int, TimeFit]:
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
-    A text is read at most 4 times (`MOST_EPOCHS`), so a short text gives a shorter run of a smaller model. Earlier
-    runs on the same accelerator correct the planned speed.
-
-    Args:
-        text_tokens: tokens in the text; None if unknown.
-        vocab, seq_len: by default chosen by model size.
-
-    Raises:
-        InputError: if ``time`` is not a time such as ``3h``, or no model can be trained in it.
+    A text of ``text_tokens`` tokens is read at most 4 times (`MOST_EPOCHS`), so a short text gives a smaller model.
+    Raise InputError if ``time`` is not a time such as ``3h``, or no model can be trained in it.
     """
     match = re.fullmatch(_TIME, time.strip(), re.IGNORECASE)
     if match is None or not (seconds := _seconds(match)):
@@ -167,10 +153,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the model size that a law gives for the budget.
-
-        ``size`` is the law: it returns the best number of parameters for a number of training FLOPs.
-        """
+        """Return the model size that a law gives. ``size``, the law, maps training FLOPs to numbers of parameters."""
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
@@ -198,13 +181,7 @@ class _Speeds:
         )
 
     def at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the training speed of a model with ``params`` parameters on ``tokens`` tokens.
-
-        If a model within 5% of this size was planned before, return the speed of that model.
-
-        Raises:
-            InputError: if leaven cannot plan this number of parameters or tokens, or if no layout fits.
-        """
+        """Return the training speed of a model, or of a planned model within 5% of its size."""
         for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed

@@ -1,7 +1,7 @@
 """Record the measured step time and memory of runs in the calibration history, and use them to correct later plans.
 
-The history is two files in leaven's cache folder (``LEAVEN_CACHE``): the current file, and the previous one, which is
-full. Each line is one record. If the current file cannot be written, the record is dropped, and the run continues.
+The history is two JSON Lines files in leaven's cache folder (``LEAVEN_CACHE``): the current file, and the previous
+file, which is full. A record that cannot be written is dropped.
 """
 
 import math
@@ -123,21 +123,17 @@ def calibration(
 ) -> CalibrationRow | None:
     """Return factors that correct the planned time and memory of a model, or None without usable records.
 
-    A factor is the weighted median of measured / predicted over past runs. Predictions are computed again with the
-    current planner. The weight of a run is 1 / (1 + log2(r) + d). Here r is the ratio of the numbers of parameters of
-    the run and the model (the larger / the smaller), and d is the number of :func:`_features` that differ.
-
-    Runs are selected in three steps:
+    A factor is the weighted median of measured / predicted over past runs. The current planner makes the predictions.
+    The weight of a run is 1 / (1 + log2(r) + d). Here r is the larger / the smaller number of parameters of the run
+    and the model, and d is the number of :func:`_features` that differ. Runs are selected in three steps:
 
     1. Runs in the same dtype on the same accelerator (on a CPU: the same processor), with r up to 16. In much smaller
        models, kernel launches dominate.
-    2. Of these, only the runs with r up to 4 and the same features, if there are any.
-    3. Of these, the newest 100.
+    2. If some of these runs have r up to 4 and the same features, only these.
+    3. Of the remaining runs, the newest 100.
 
-    Args:
-        params: number of parameters of the planned model.
-        layout: layout of the plan.
-        step_seconds: uncorrected time of a step, which is copied to the result.
+    ``params`` and ``layout`` are the plan's. ``step_seconds``, the uncorrected time of a step, is copied to the
+    result.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:

@@ -17,8 +17,8 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
     """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
 
-    If a group spans several nodes, it uses one NIC for each of its ranks in a node. Together, these NICs count at
-    most as much as the link inside the node.
+    A group over several nodes uses one NIC for each of its ranks in a node, up to the speed of the link inside the
+    node.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:
@@ -42,10 +42,7 @@ def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, message
 
 
 def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
-
-    NCCL can use a ring or a tree of nodes, so the lower of their latencies counts.
-    """
+    """Return the seconds of an all-reduce of ``size`` bytes in ``messages`` messages, by ring or tree of nodes."""
     if ranks == 1:
         return 0.0
     nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))
@@ -56,10 +53,7 @@ def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, m
 
 
 def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the seconds of an all-to-all of ``size`` bytes per rank.
-
-    Links and network send at the same time, so the longer time counts.
-    """
+    """Return the seconds of an all-to-all of ``size`` bytes per rank: links or network, whichever takes longer."""
     if ranks == 1:
         return 0.0
     near = _in_a_node(ranks, stride, accelerator)
@@ -77,15 +71,10 @@ def send_once(
     experts: tuple[int, int],
     network_share: float = LINK_SHARE,
 ) -> float:
-    """Return the seconds in which a rank sends its tokens to the ranks with their experts.
+    """Return the seconds in which a rank sends its tokens, ``size`` bytes, to the ranks with their experts.
 
-    A token is sent to a rank only once, even if several of the token's experts are there. It crosses the network once
-    for each other node with any of its experts. Links and network send at the same time, so the longer time counts.
-
-    Args:
-        size: bytes of the rank's tokens.
-        experts: the number of experts in a layer, and how many of them a token uses.
-        network_share: share of the network's bandwidth that the exchange reaches.
+    A token is sent to a rank only once, even if several of its experts are there. It crosses the network once for
+    each other node with any of its experts. ``experts`` has the number of experts and how many of them a token uses.
     """
     if ranks == 1:
         return 0.0
@@ -109,8 +98,8 @@ def send_once(
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
     """Return the seconds in which a rank sends ``size`` bytes to other ranks, at a ``share`` of the bandwidth.
 
-    ``span`` is the number of consecutive ranks among which sender and receivers are. If it is above the size of a
-    node, the bytes go over the network.
+    ``span`` is the number of consecutive ranks that contain sender and receivers. If it exceeds a node, the network
+    is used.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

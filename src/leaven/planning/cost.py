@@ -13,10 +13,7 @@ _PUE = 1.0
 
 
 def cluster_cost(cluster: Cluster, seconds: float, price: Price | None = None) -> CostRow:
-    """Return the cost of the whole cluster for ``seconds`` seconds.
-
-    ``price`` is that of one GPU-hour. Without it, ``money`` of the result is None.
-    """
+    """Return the cost of the whole cluster for ``seconds`` seconds. ``price`` is the price of one GPU-hour."""
     gpu_hours, power = seconds / 3_600 * cluster.gpus, cluster.accelerator.power_w
     return CostRow(
         days=seconds / 86_400,
@@ -31,11 +28,7 @@ def cluster_cost(cluster: Cluster, seconds: float, price: Price | None = None) -
 
 
 def parse_price(text: str) -> Price:
-    """Parse the price of one GPU-hour, such as ``2.5``, ``$2.50`` or ``2.2 EUR``.
-
-    Raises:
-        InputError: if the text is not a price.
-    """
+    """Parse the price of one GPU-hour: ``2.5``, ``$2.50`` or ``2.2 EUR``. Raise InputError for other text."""
     match = _PRICE.fullmatch(text)
     if match is None or (match[1] and match[3]):
         raise InputError(f"--price {text}: not a price per GPU-hour; write for example 2.50 or $2.50")

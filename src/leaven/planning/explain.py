@@ -40,11 +40,8 @@ def part_name(part: str, ep: int = 1) -> str:
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If no layout with these values fits into memory, the one that needs the least memory is compared. If no layout has
-    these values, ``line`` of the result says why.
-
-    Raises:
-        InputError: if ``asked`` is empty, or if a key or a value in it is wrong.
+    If no such layout fits into memory, the one that needs the least memory is compared. If none exists, ``line`` of
+    the result says why. Raise InputError if ``asked`` is empty, or a key or a value in it is wrong.
     """
     fixed = parse_keys(asked)
     if not fixed:
@@ -87,11 +84,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about values in ``fixed`` that the layout search never tries, or that leaven cannot train with.
-
-    Only these values have a note: tp above the size of a node, ZeRO above 1 with a pipeline, the zero-bubble
-    schedule, and, if ``job.by_leaven``, cp above 1. Without them, the note is "".
-    """
+    """Return a note about values in ``fixed`` that the search never tries or leaven cannot train with, or ""."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -119,8 +112,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
     """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
     A neighbour has the next lower or higher tp, pp or zero, or another recompute. ``pp 2 (with zero 1)`` says that
-    with pp 2, zero had to change, too. The fastest neighbour comes first, and neighbours that need too much memory
-    come last. Neighbours that are at most 3% slower have no line.
+    with pp 2, zero had to change, too. Neighbours that are at most 3% slower have no line.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -142,7 +134,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the numbers in ``values`` next below and next above ``own``. For text, return all values but ``own``."""
+    """Return the numbers in ``values`` next below and next above ``own``; for text, all values but ``own``."""
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -150,10 +142,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``.
-
-    Left out are ``key``, dp, compile, and keys that have no effect in ``layout``.
-    """
+    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``, apart from ``key``."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -230,10 +219,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether any layout with one stage per pipeline rank fits into memory.
-
-    If ``job.by_leaven``, only layouts that leaven can train are tried.
-    """
+    """Return whether any layout that the job allows, with one stage per pipeline rank, fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:
@@ -255,10 +241,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs, below that of the job, on which a layout fits.
-
-    Only the 64 largest possible numbers are tried. If no layout fits on any of them, return None.
-    """
+    """Return the largest number of GPUs below the job's on which a layout fits, or None. At most 64 are tried."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
@@ -274,10 +257,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``.
-
-    If no layout fits, return "".
-    """
+    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or ""."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

@@ -1,8 +1,8 @@
 """Count the floating-point operations (FLOPs) of training.
 
 A multiply-add counts as two operations, and the backward pass costs twice the forward pass. As in PaLM (appendix B),
-Narayanan 2021 and torchtitan, the unembedding counts, but embedding lookups, norms, activation functions and softmax
-do not, nor does recomputation in a flash attention kernel. Other conventions: benchmarks/planner/conventions.py.
+Narayanan 2021 and torchtitan, only matrix products count, the unembedding included. Recomputation in a flash
+attention kernel does not count. Other conventions: benchmarks/planner/conventions.py.
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,7 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
     """Return the model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
 
     N is the number of matrix weights that a token uses, L the number of layers, d the width of all heads together,
-    and s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan 2021, arXiv 2104.04473, whose
-    formula also counts recomputation.
+    and s the sequence length (PaLM, arXiv 2204.02311, appendix B).
     """
     forward = forward_flops(model, attention)
     return 3 * (forward.matrices + forward.attention + forward.unembedding)
@@ -51,9 +50,9 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
     """Return the FLOPs of training on one token, with full attention and with recomputation.
 
-    Full recomputation repeats the forward pass of all blocks (Narayanan 2021, equation 3). Selective recomputation
-    repeats the scores and weighted sums of attention: 4 s h FLOPs per layer and token, for sequence length s and
-    width h. (The formula of Korthikanti 2022, arXiv 2205.05198, adds 12 s h.)
+    Full recomputation repeats the forward pass of all blocks (Narayanan 2021, arXiv 2104.04473, equation 3).
+    Selective recomputation repeats attention without its projections: 4 s h FLOPs per layer and token, for sequence
+    length s and width h. (Korthikanti 2022, arXiv 2205.05198, counts 12 s h.)
     """
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}
@@ -63,9 +62,8 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
     """Return three FLOPs utilisations of a run by name.
 
-    - ``mfu``: the argument, model FLOPs utilisation with full attention.
-    - ``mfu_causal``: with causal attention.
-    - ``hfu``: hardware FLOPs utilisation, with full attention and with recomputation.
+    ``mfu`` (model FLOPs) is the argument, with full attention. ``mfu_causal`` counts causal attention. ``hfu``
+    (hardware FLOPs) counts full attention and recomputation.
     """
     full = flops_per_token(model)
     return {

@@ -30,7 +30,7 @@ _GPU_BYTES = _MEMORY_SHARE * 80 * 2**30
 
 @dataclass(frozen=True)
 class Cluster:
-    """``gpus`` accelerators of one kind, in nodes of ``accelerator.node_size`` accelerators."""
+    """A number of accelerators of one kind, in nodes of ``accelerator.node_size``."""
 
     gpus: int
     accelerator: Accelerator
@@ -61,11 +61,8 @@ class Cluster:
 def parse_cluster(text: str) -> Cluster:
     """Parse a cluster: ``384xA100-80GB``, ``48x8xA100-80GB`` (nodes x GPUs per node), or ``cpu``.
 
-    Without a node size, GPUs are spread evenly over nodes if possible. With up to 8 GPUs per node, 12 GPUs become two
-    nodes of 6, but 13 GPUs become nodes of 8 and 5.
-
-    Raises:
-        InputError: if the text has none of these forms, has too many GPUs, or the accelerator is unknown.
+    Without a node size, GPUs are spread evenly over nodes if possible: 12 GPUs in nodes of up to 8 become two nodes
+    of 6. Raise InputError for other text, too many GPUs, or an unknown accelerator.
     """
     if text.strip().lower() in {"cpu", "1xcpu"}:
         return Cluster(1, this_machine())
@@ -86,10 +83,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` from node / 2 to node: 6 for 12 GPUs and nodes of 8.
-
-    If there is none, or if all GPUs fit into one node, return ``node``.
-    """
+    """Return the largest divisor of ``gpus`` from node / 2 to node (6 for 12 GPUs, nodes of 8); default: ``node``."""
     divisors = (each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0)
     return node if gpus <= node else next(divisors, node)
 
@@ -97,10 +91,8 @@ def _even_nodes(gpus: int, node: int) -> int:
 def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
 
-    If several accelerators fit, the first in the table is returned: SXM before PCIe, and larger memory first.
-
-    Raises:
-        InputError: if no accelerator has this name.
+    Of several, the first in the table is returned: SXM before PCIe, larger memory first. Raise InputError if there is
+    none.
     """
     by_upper = {known.upper(): found for known, found in accelerators().items()}
     if name.upper().strip() in by_upper:
@@ -139,11 +131,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``wanted`` name the accelerator with the words ``own``.
-
-    ``RTX4090`` also names an RTX 4090. Names of SXM boards may lack the word SXM, so SXM in ``wanted`` only excludes
-    PCIe and NVL boards.
-    """
+    """Return whether the words ``wanted`` name the accelerator ``own``. Names of SXM boards may lack this word."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
@@ -164,8 +152,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs of the kind ``gpu`` can store a model and train it within 30 days: a power of two.
 
-    The number is at most that of the sequences in a batch, except if the memory of more GPUs is needed. So training
-    may take longer than 30 days.
+    Time adds at most one GPU per sequence of a batch, so training may take longer than 30 days.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

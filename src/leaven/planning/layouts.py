@@ -1,7 +1,6 @@
 """Search for the fastest layout that the model, the batch and the memory allow.
 
-Every layout of :func:`layouts` is tried. Memory is computed before time. If a micro-batch size does not fit into
-memory, its multiples are skipped, because they need more.
+Every layout of :func:`layouts` is tried. If a micro-batch size does not fit into memory, its multiples are skipped.
 """
 
 import math
@@ -55,7 +54,7 @@ class Job:
 
     @property
     def slower(self) -> float:
-        """The factor by which the calibration multiplies the planned time of a step; 1 without calibration."""
+        """The calibration's factor on the planned time of a step; 1 without calibration."""
         return self.calibration.time if self.calibration else 1.0
 
     @property
@@ -69,12 +68,9 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each possible micro-batch size, the smallest first.
 
-        If the job requires a micro-batch size, only this one is tried. Otherwise the sizes are the divisors of a
-        rank's share of the batch, up to 64 sequences and 65,536 tokens (1 sequence is always tried). A size is
-        possible if each rank gets at least pp micro-batches, even from the smallest batch of the run.
-
-        Raises:
-            InputError: if the batch cannot be split evenly over the ranks, or if no size is possible.
+        A size divides a rank's share of the batch, and leaves each rank at least pp micro-batches of the run's
+        smallest batch. Sizes end at 64 sequences and 65,536 tokens. If the job requires a size, only this size is
+        tried. Raise InputError if the batch cannot be split evenly over the ranks, or no size is possible.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len
@@ -155,7 +151,7 @@ class Exploration:
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """For each layout, the member of ``choices`` with the best micro-batch size. The best layout comes first."""
+        """The candidate in ``choices`` with the best micro-batch size for each layout, the best layout first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -163,7 +159,7 @@ class Exploration:
 
     @cached_property
     def pareto(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``choices`` that no other member beats in both time and memory, the fastest first."""
+        """The candidates in ``choices`` that no other candidate beats in both time and memory, the fastest first."""
         front: list[LayoutCandidate] = []
         for candidate in sorted(self.choices, key=lambda each: (each.time.step, each.memory.total)):
             if not front or candidate.memory.total < front[-1].memory.total:
@@ -172,11 +168,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The fastest layout that fits but that leaven cannot train, or None.
-
-        The result is None if this layout would be at most 2% faster than the best of ``choices``. Without
-        ``job.by_leaven``, it is always None.
-        """
+        """The fastest fitting layout that leaven cannot train; None if at most 2% faster than all ``choices``."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None

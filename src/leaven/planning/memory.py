@@ -1,8 +1,8 @@
 """Compute the memory of one rank by part, in bytes.
 
 Weights, gradients and optimizer states are sharded as in the ZeRO paper (arXiv 1910.02054). Activations are mainly
-the tensors that autograd saves for the backward pass. docs/evidence/planner-accuracy.md compares the results with
-published measurements, and benchmarks/memory.py with leaven's own steps.
+the tensors that autograd saves for the backward pass. Comparisons with measurements:
+docs/evidence/planner-accuracy.md (published runs) and benchmarks/memory.py (leaven).
 """
 
 from collections import defaultdict
@@ -229,10 +229,7 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory: the first, the last, and one for each set of blocks.
-
-    Of ranks with the same blocks, this is the earliest, because it has the most micro-batches in flight.
-    """
+    """Return the pipeline ranks that may need the most memory: first, last, and one for each set of blocks."""
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
 
@@ -242,9 +239,8 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
 
-    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has activations
-    outside the blocks, outputs that are kept after they were sent to the next stage, and activations that exist only
-    during a backward pass.
+    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all other
+    activations.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -1,8 +1,8 @@
 """Compute the time of the operators of one block on one accelerator.
 
-A matrix product is computed in tiles, at a fraction of the device's fastest matmul rate. Flash attention runs at a
-fraction of the rate of matrix products. All other operators are limited by the memory bandwidth. Sources of the
-constants: docs/evidence/planner-accuracy.md.
+A matrix product is computed in tiles, at a fraction of the fastest matmul rate. Flash attention runs at a fraction of
+the rate of matrix products. The memory bandwidth limits all other operators. Sources of the constants:
+docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -68,8 +68,7 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    Tiles are computed in whole waves, one tile per multiprocessor. If ``over_tokens``, k is a number of tokens, which
-    needs no alignment.
+    Multiprocessors compute tiles in whole waves. If ``over_tokens``, k is a number of tokens and needs no alignment.
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -132,10 +131,7 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products with the same input.
-
-    All experts of a rank run in one launch, or ``code.experts_at_once`` of them at a time.
-    """
+    """Return one operator for matrix products with the same input. Up to ``code.experts_at_once`` share a launch."""
     first, dtype = rows[0], code.products
     whole = first.routed and code.whole_experts
     tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)
@@ -152,10 +148,7 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 
 
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return scores, softmax and the weighted sum of values as one operator.
-
-    Without a flash kernel, softmax and dropout read and write all scores.
-    """
+    """Return scores, softmax and weighted sum as one operator. Without a flash kernel, all scores are written."""
     core = block.core
     if code.flash_attention:  # two products forward and five backward, where scores are recomputed
         forward, backward = flash_flops(accelerator)
@@ -203,8 +196,7 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
     """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
 
-    A token is read once and written once for each of its experts, and the outputs are read and summed. With expert
-    parallelism, the ranks of the experts sort the copies once more, before and after the experts, in whole chunks.
+    With expert parallelism, the ranks of the experts sort the copies once more, before and after the experts.
     """
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)
     if not copies:

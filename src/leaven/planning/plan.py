@@ -41,10 +41,9 @@ ACCURACY_OF_EXPERTS = (
 
 @cache
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
-    """Return the step times of published runs on an accelerator such as H100-SXM-80GB.
+    """Return the step times of published runs on an accelerator such as H100-SXM-80GB and boards of the same name.
 
-    Runs on other boards of this name, such as H100-PCIe, are included. If ``experts``, only mixtures of experts are
-    returned, otherwise only other models.
+    With ``experts``, only mixtures of experts are returned, otherwise only other models.
     """
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
@@ -60,10 +59,7 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``.
-
-        Without such runs in ``records``, the plan is returned unchanged.
-        """
+        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``."""
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -81,11 +77,7 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its micro-batch size: ``layout``, or by default the fastest that fits into memory.
-
-        Raises:
-            InputError: if ``layout`` is impossible, or if ``layout`` is None and nothing fits.
-        """
+        """The planned layout with its micro-batch size. Raise InputError if it is impossible, or if nothing fits."""
         if self.layout is None:
             if not self.exploration.layouts:
                 raise no_layout(self.exploration)
@@ -145,13 +137,7 @@ class ClusterPlan:
         return tuple(found)
 
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
-        """Return the document of ``leaven plan``, without the commands to run next.
-
-        Args:
-            asked: the text of ``--explain``.
-            price: price of one GPU-hour.
-            share: passed to :func:`plan_ramp`.
-        """
+        """Return the document of ``leaven plan``, without commands to run next. ``asked``: text of ``--explain``."""
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
         stages = [stage_memory(model, how, rank, code) for rank in range(how.layout.pp)]
@@ -202,14 +188,9 @@ def plan_recipe(
 ) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``.
 
-    Args:
-        layout: text such as ``tp=8,pp=12``; None: the fastest layout that fits.
-        moments: the optimizer whose states are counted; None: the recipe's.
-        code: name of the training code; None: leaven's own.
-
-    Raises:
-        InputError: if the training code or the cluster is unknown, if the plan is not possible in the recipe's dtype,
-            or if :func:`plan` raises it.
+    ``layout`` is text such as ``tp=8,pp=12``, by default the fastest that fits. ``moments`` is the optimizer whose
+    states are counted, by default the recipe's. ``code`` is the name of a training code, by default leaven's. Raise
+    InputError if a name is unknown, the recipe's dtype cannot be planned, or :func:`plan` raises it.
     """
     return plan(_job(recipe, gpus, moments, code), recipe.data.tokens, layout)
 
@@ -231,9 +212,8 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
     """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, the count is their number. Otherwise it is the first of n, 2n, 4n, ...,
-    128n on which the recipe fits, where n comes from :func:`estimated_gpus`. If the recipe fits on none of them, the
-    count is n.
+    If the recipe's layout has several ranks, their number is the count. Otherwise the count is the first of n, 2n,
+    4n, ..., 128n on which the recipe fits, or n. Here n is from :func:`estimated_gpus`.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"
@@ -243,13 +223,10 @@ def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
 
 
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
-    """Return the plan of a run over ``tokens`` tokens.
+    """Return the plan of a run over ``tokens`` tokens, by default in the fastest layout that fits.
 
-    ``layout`` is text such as ``tp=8,pp=12,mbs=2``, which is planned even if it needs too much memory. By default,
-    the fastest layout that fits is planned.
-
-    Raises:
-        InputError: if the layout or the batch is impossible, or if ``layout`` is None and nothing fits into memory.
+    ``layout`` is text such as ``tp=8,pp=12,mbs=2``, which is planned even if it needs too much memory. Raise
+    InputError if the layout or the batch is impossible, or nothing fits.
     """
     asked = None
     if layout:

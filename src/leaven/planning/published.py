@@ -28,15 +28,9 @@ def plan_run(
 ) -> ClusterPlan:
     """Plan a published run. The vocabulary is padded to a multiple of 128.
 
-    Args:
-        id: id of the run, whose architecture may be one that leaven cannot build.
-        layout: text such as ``tp=8,pp=12``; None: the fastest layout that fits.
-        moments: the optimizer whose states are counted.
-        code: name of the training code; None: Megatron-LM with flash attention.
-
-    Raises:
-        InputError: if there is no such run, cluster or training code, if too little is published to plan the run, or
-            if :func:`leaven.planning.plan.plan` raises it.
+    ``layout`` is text such as ``tp=8,pp=12``, by default the fastest that fits. ``moments`` is the optimizer whose
+    states are counted. ``code`` names the training code, by default Megatron-LM with flash attention. Raise
+    InputError if a name is unknown, too little is published, or :func:`plan` raises it.
     """
     run = find_run(id)
     seq_len = run.data.seq_len if run.data else None
@@ -63,11 +57,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if it is not known.
 
-    It is one of these, the first that applies:
-
-    1. The cluster that ``leaven new --gpus`` was given, if the recipe's layout has a rank for each of its GPUs.
-    2. The cluster of a published run with the same n_layers, d_model and d_ff, and with the same number of tokens
-       within 1%, if the recipe's layout has a rank for each GPU or a single rank.
+    It is the cluster that ``leaven new --gpus`` was given, if the layout has as many ranks. Otherwise it is the
+    cluster of a published run with the same n_layers, d_model, d_ff and (within 1%) tokens, if the layout has one
+    rank or a rank for each GPU.
     """
     # A recipe has no key for a cluster. ``leaven new --gpus`` writes it only into the reason for the layout, as the
     # message "reason" of [cluster] in catalogue/messages.toml.
@@ -89,10 +81,7 @@ def known_cluster(recipe: Recipe) -> KnownCluster | None:
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences in a batch, whose published number of tokens may be rounded.
-
-    A fraction such as 1,953.1 sequences becomes the number within 5% divisible by the largest power of two: 2,048.
-    """
+    """Return the sequences in a published batch. A fraction such as 1,953.1 becomes a round number near it: 2,048."""
     count = batch_tokens / seq_len
     if count == int(count):
         return int(count)
@@ -101,13 +90,7 @@ def _sequences(batch_tokens: int, seq_len: int) -> int:
 
 
 def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
-    """Return a published architecture as a blueprint.
-
-    Layers without experts come first. All layers have full attention, without sliding windows.
-
-    Raises:
-        InputError: if a part of the shape is not published.
-    """
+    """Return a published architecture as a blueprint, with full attention. Raise InputError if a size is unknown."""
     d, gain = _known(arch, "d_model"), _gains(arch)
     layers = _layer_widths(arch)
     blocks = {layer: _block(arch, layer) for layer in dict.fromkeys(layers)}
@@ -142,17 +125,11 @@ def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
 
 
 def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> list[LayerWidths]:
-    """Return the layer widths of OpenELM, which differ from layer to layer.
-
-    Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
-    """
+    """Return the layer widths of OpenELM, as in general_gpt.py of apple/corenet."""
     n_layers, d, d_head = _known(arch, "n_layers"), _known(arch, "d_model"), _known(arch, "d_head")
 
     def width(ends: tuple[float, float], layer: int, divisor: int) -> int:
-        """Return the multiple of ``divisor`` that is nearest to a layer's exact width, but at least 90% of it.
-
-        ``ends`` has (exact width) / d_model of the first and the last layer; other layers are interpolated.
-        """
+        """Return a layer's width, a multiple of ``divisor``. ``ends``: width / d_model of first and last layer."""
         first, last = ends
         exact = round(first + (last - first) * layer / (n_layers - 1), 2) * d
         rounded = max(divisor, int(exact + divisor / 2) // divisor * divisor)

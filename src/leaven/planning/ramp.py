@@ -1,9 +1,9 @@
 """Plan a batch ramp (a batch size that grows during the run), by throughput or by the measured gradient noise scale.
 
-:func:`noise_ramp` proposes a ramp that stays below a multiple of the gradient noise scale. To reach a given loss, a
-batch of m times the noise scale needs 1 + m times the minimum number of tokens and 1 + 1/m times the minimum number
-of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale may be measured on a smaller model at the same
-number of tokens, because critical batch sizes hardly depend on the model size (Zhang et al. 2024, arXiv 2410.21676).
+:func:`noise_ramp` keeps the batch below a multiple m of the gradient noise scale. To reach a given loss, a batch of m
+times the noise scale needs 1 + m times the minimum number of tokens, and 1 + 1/m times the minimum number of steps
+(McCandlish et al. 2018, arXiv 1812.06162). The noise scale may come from a smaller model at the same number of
+tokens, because critical batch sizes hardly depend on the model size (Zhang et al. 2024, arXiv 2410.21676).
 """
 
 import math
@@ -46,10 +46,7 @@ class RampThroughput:
         self._steps: dict[int, tuple[Arrangement, float]] = {}
 
     def step(self, sequences: int) -> tuple[Arrangement, float]:
-        """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
-
-        The layout is the full batch's, and the micro-batch is not larger than the full batch's.
-        """
+        """Return the fastest arrangement and its seconds per step for a batch of ``sequences`` in this layout."""
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
             share = -(-sequences // layout.dp)
@@ -83,10 +80,7 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the cost of a batch ramp over the first ``over_tokens`` tokens.
-
-        ``sizes`` has pairs (first token, batch in tokens). ``increment`` is in tokens, or None if increments differ.
-        """
+        """Return the cost of a ramp over ``over_tokens`` tokens. ``sizes``: pairs (first token, batch in tokens)."""
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch.tokens * self.seconds(job.batch.tokens)
@@ -105,8 +99,8 @@ class RampThroughput:
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
     """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
 
-    The first batch must also give each rank at least pp micro-batches. As in Megatron, all increments are equal.
-    ``full`` is the arrangement at the full batch.
+    The first batch also gives each rank at least pp micro-batches. As in Megatron, all increments are equal. ``full``
+    is the arrangement at the full batch.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -143,10 +137,9 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment, in sequences, that divides ``sequences`` into at most 64 equal parts.
+    """Return the smallest increment, a multiple of dp, that splits ``sequences`` into at most 64 equal parts.
 
-    The increment is a multiple of dp x ``micro_batch``, if this product divides ``sequences`` into 8 or more parts.
-    Otherwise it is a multiple of dp.
+    It is also a multiple of dp x ``micro_batch``, if this product splits ``sequences`` into 8 or more equal parts.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -154,11 +147,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return some of the points ``starts``, sorted by size.
-
-    These are ``start``, and for each of the full batch, half of it, a quarter and so on, the smallest point that is
-    at least as large.
-    """
+    """Return ``start`` and the smallest points at or above the full batch / 1, 2, 4, ..., by size."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -192,10 +181,7 @@ class NoiseFit(NoiseFitRow):
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     """Fit a power law to pairs of (tokens, noise scale), without the first 10 pairs.
 
-    If the noise scale falls with the tokens, the result is a constant.
-
-    Raises:
-        InputError: if there are fewer than 20 pairs.
+    A falling noise scale gives a constant. Raise InputError if there are fewer than 20 pairs.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:
@@ -220,9 +206,8 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    The possible batches are the full batch, half of it, a quarter and so on, down to one sequence. Each begins as
-    soon as it is at most ``multiple`` x the noise scale. The run starts with the largest batch that is allowed at
-    token 0, or with one sequence if none is.
+    The possible batches are the full batch, half of it, a quarter and so on, down to one sequence. A batch begins
+    once ``multiple`` x the noise scale reaches it.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

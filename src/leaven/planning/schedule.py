@@ -36,7 +36,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank in order, with times in the unit of the durations that :func:`simulate` was given."""
+    """The passes of every rank in order, with times in the unit of the durations given to :func:`simulate`."""
 
     ranks: tuple[tuple[Pass, ...], ...]
 
@@ -51,11 +51,7 @@ class Timeline:
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return the largest number of forward passes whose activations a rank keeps at the same time.
-
-        Activations are kept until the end of the backward pass. If the backward pass is split, this is the end of the
-        ``weight`` pass.
-        """
+        """Return the largest number of forward passes whose activations a rank keeps at the same time."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -66,11 +62,9 @@ class Timeline:
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order. ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
 
-    In GPipe, all forward passes come before the backward passes. In other schedules, a rank begins with some forward
-    passes (earlier ranks with more of them), and then forward and backward passes alternate. A zero-bubble schedule
-    splits each backward pass into an ``input`` and a ``weight`` pass (:class:`Pass`). Rank r computes a ``weight``
-    pass r ``input`` passes later than it could. With equal stages and at least as many micro-batches as ranks, all
-    ranks then end together.
+    In GPipe, all forward passes come first. Otherwise a rank begins with some forward passes (earlier ranks with
+    more), then forward and backward passes alternate. In a zero-bubble schedule, rank r delays each ``weight`` pass
+    by r ``input`` passes, so that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
@@ -109,10 +103,9 @@ def simulate(
 ) -> Timeline:
     """Return the passes of a step with their times.
 
-    Args:
-        forward, backward: time of one pass through each stage, in any unit.
-        weight: part of ``backward`` that computes the gradients of weights; by default as long as ``forward``. For
-            the first stage, all of ``backward`` is used instead, because nothing needs gradients of tokens.
+    ``forward`` and ``backward`` have the time of one pass through each stage, in any unit. ``weight`` has the part of
+    ``backward`` for gradients of weights, by default as long as ``forward``. On the first stage, ``weight`` is all of
+    ``backward``.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
@@ -139,8 +132,7 @@ def simulate(
 def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
     """Return the passes of a step with their times in seconds.
 
-    Uneven stages, the logits on the last stage, and transfers between stages are included. Unlike in
-    :func:`timing.step_time`, the gradient exchange and the optimizer are not.
+    Unlike in :func:`timing.step_time`, the gradient exchange and the optimizer are not included.
     """
     layout = how.layout
     block = block_time(model, how, cluster, code)

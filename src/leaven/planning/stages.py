@@ -13,11 +13,10 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage (at least one), balanced by one of three rules.
 
-    - ``weight``: the largest stage is as small as possible. Every block counts as 1. Embedding and unembedding count
-      as vocabulary x width / w each, where w is the number of matrix weights that a token uses in a mean block.
-    - ``number``: the numbers of blocks differ by at most one, and the larger stages are in the middle, as in BLOOM.
-    - ``work``: stages are filled in turn, each up to an equal share of the FLOPs of blocks and unembedding, as in
-      nanotron.
+    - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as (vocabulary x
+      width / w) blocks, where w is the mean number of a block's matrix weights that a token uses.
+    - ``number``: stages differ by at most one block, and the larger stages are in the middle, as in BLOOM.
+    - ``work``: stages are filled in turn up to equal FLOPs of blocks and unembedding, as in nanotron.
     """
     table = blueprint(model)
     n_layers = table.n_layers
@@ -38,7 +37,6 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
         return max(loads), sum(stage**2 for stage in loads)
 
     def split(first: int, last: int) -> tuple[int, ...] | None:
-        """Return the number of blocks of every stage, with ``first`` and ``last`` at the ends; None if impossible."""
         rest = n_layers - first - last
         if rest < middle or (not middle and rest):
             return None
@@ -51,10 +49,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage by the rule ``work``.
-
-    ``weights`` and ``unembedding`` are FLOPs / 2: of each block, and of the unembedding.
-    """
+    """Return the number of blocks of each stage by the rule ``work``. Weights count as in :func:`stage_layers`."""
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for left, weight in zip(reversed(range(len(weights))), weights, strict=True):
@@ -109,10 +104,7 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 
 
 def sharers(layout: Layout) -> tuple[int, int]:
-    """Return over how many ranks ZeRO shards a parameter outside routed experts, and a parameter of a routed expert.
-
-    A parameter of an expert is sharded only over the ranks that have this expert.
-    """
+    """Return over how many ranks ZeRO shards a parameter outside routed experts, and a parameter of an expert."""
     ranks = layout.dp * layout.cp // layout.dp_replicate
     return ranks, max(1, ranks // layout.ep)
 
@@ -120,9 +112,8 @@ def sharers(layout: Layout) -> tuple[int, int]:
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    With v stages per rank, a pass goes through one of them, so it counts as 1/v micro-batch (interleaved 1F1B,
-    Narayanan et al. 2021, arXiv 2104.04473, section 2.2). In a zero-bubble schedule, every rank keeps up to pp
-    micro-batches, because the gradients of weights are delayed.
+    With v stages per rank, a pass goes through one of them and counts as 1/v micro-batch (interleaved 1F1B, Narayanan
+    et al. 2021, arXiv 2104.04473, section 2.2).
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

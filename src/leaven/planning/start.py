@@ -34,8 +34,7 @@ _ROUNDING, FAR = 1.05, 1.25
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
     """Return the recipes of the target and of its proxy, and the comparison of the target with published runs.
 
-    Raises:
-        InputError: if :func:`starter` refuses the request, or if the target does not fit the cluster.
+    Raise InputError if :func:`starter` refuses the request, or if the target does not fit the cluster.
     """
     started = starter(request)
     if cluster:
@@ -63,8 +62,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
     """Return the recipes with the target in the fastest layout that fits on the cluster.
 
-    Raises:
-        InputError: if no layout fits, or no layout splits the batch evenly.
+    Raise InputError if no layout fits, or no layout splits the batch evenly.
     """
     recipe = started.target
     try:
@@ -136,10 +134,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if they are at least 1.
-
-    If the proxy cannot be planned, nothing is added.
-    """
+    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if planned and at least 1."""
     tuning = started.tuning
     assert tuning.proxy
     try:
@@ -161,10 +156,10 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Return rows that compare hyperparameters of the target with their ranges in the published runs ``near``.
+    """Return rows that compare the target's hyperparameters with their ranges in the published runs ``near``.
 
-    A value of the target is the median over its hidden matrices or embeddings, after the scaling rule is applied.
-    Betas are compared as 1 / (1 - beta), the number of steps over which Adam averages.
+    A target value is the median over its hidden matrices or embeddings, with the scaling rule applied. Betas are
+    compared as 1 / (1 - beta) steps.
     """
     rows = parameter_table(target).rows
 

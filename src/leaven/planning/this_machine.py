@@ -63,10 +63,7 @@ def devices_here() -> tuple[str, ...]:
 def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
     """Return a value of ``CUDA_VISIBLE_DEVICES`` for each worker: the names of ``each`` GPUs, such as ``0,1``.
 
-    No two workers share a GPU. By default, there are as many workers as the GPUs allow.
-
-    Raises:
-        InputError: if this process has too few GPUs.
+    By default, there are as many workers as the GPUs allow. Raise InputError if this process has too few GPUs.
     """
     here = devices_here()
     most = len(here) // each
@@ -79,5 +76,5 @@ def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
 
 
 def gpus_here() -> int:
-    """Return the number of NVIDIA GPUs of this machine. They are counted by device files, without importing torch."""
+    """Return the number of NVIDIA GPUs of this machine, counted by device files, without importing torch."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0

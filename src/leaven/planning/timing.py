@@ -5,8 +5,8 @@ Ranks exchange gradients and weights as follows:
 - Gradients: under ZeRO 0 and 1 once per step, under ZeRO 2 and 3 during the backward pass of every micro-batch.
 - Weights: under ZeRO 1 and 2 once per step, under ZeRO 3 during every pass.
 - Parameters outside the blocks (embedding, last norm, unembedding): FSDP exchanges them together, as its root unit.
-  The first operator of a pass waits for the root unit's weights, and its gradients are complete only at the end of
-  the backward pass, so this exchange does not overlap with compute.
+  This exchange does not overlap with compute. The first operator of a pass waits for the root unit's weights, and the
+  root unit's gradients are complete only at the end of the backward pass.
 
 Stragglers, congestion and a slow host are not modelled.
 """
@@ -114,9 +114,7 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor-parallel ranks exchange activations after attention and after the MLP. If each expert is whole on one rank,
-    there is nothing to exchange after experts. Context-parallel ranks send keys and values around a ring, which
-    overlaps with attention.
+    Context-parallel ranks send keys and values around a ring, which overlaps with attention.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}
@@ -190,7 +188,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 
     With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long as one
     micro-batch on the slowest rank. The bubble of a zero-bubble schedule is (p - 1) (F + I - W), where F is the time
-    of a forward pass, I + W that of a backward pass, and W the part for gradients of weights (ZB-H1, Qi et al. 2023,
+    of a forward pass and I + W of a backward pass. W is the part for gradients of weights (ZB-H1, Qi et al. 2023,
     arXiv 2401.10241).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
@@ -229,7 +227,7 @@ def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, cod
     """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
 
     The ranks of a pipeline stage divide its matrices among them. A rank receives a whole matrix, applies the
-    Newton-Schulz iterations, and sends the result in 16 bits. An iteration has three matrix products.
+    Newton-Schulz iterations (three matrix products each), and sends the result in 16 bits.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
     copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part
@@ -263,10 +261,8 @@ def _data_parallel(
 ) -> float:
     """Return the seconds per step of data-parallel communication that does not overlap with compute.
 
-    Args:
-        held: parameters of the pipeline rank that has the most parameters.
-        most: largest number of blocks on a rank.
-        forward, backward: seconds of one micro-batch through the blocks of the slowest rank.
+    ``held``: parameters of the largest rank. ``most``: largest number of blocks on a rank. ``forward``, ``backward``:
+    seconds of one micro-batch on the slowest rank.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:

@@ -14,10 +14,7 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe in its layout on this number of processes.
-
-    Also raise it if the recipe measures the gradient noise scale, and this is not possible.
-    """
+    """Raise InputError if leaven cannot train a recipe on this many processes, or cannot measure its noise scale."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
@@ -35,10 +32,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with dp changed to fit ``processes``, and dp_replicate and ep to fit dp.
-
-    If no dp fits, return the recipe unchanged.
-    """
+    """Return the recipe with dp, dp_replicate and ep changed to fit ``processes``, or unchanged if no dp fits."""
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:
@@ -73,10 +67,7 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the gradient noise scale cannot be measured; None if it can, or if the recipe does not measure it.
-
-    The measurement compares the gradients of the first micro-batch with those of the whole batch.
-    """
+    """Return why the gradient noise scale that the recipe asks for cannot be measured, or None."""
     if recipe.stability.noise_scale_every_tokens is None:
         return None
     layout = recipe.layout

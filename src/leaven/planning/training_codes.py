@@ -1,7 +1,4 @@
-"""Training codes: how programs such as Megatron-LM and leaven store, copy and exchange tensors.
-
-Their values are in training_codes.toml.
-"""
+"""Training codes: how programs such as Megatron-LM and leaven store, copy and exchange tensors."""
 
 import math
 import tomllib
@@ -31,7 +28,7 @@ _DTYPES = {4: "fp32", 2: "16 bits"}
 
 @dataclass(frozen=True)
 class TrainingCode:
-    """The memory use and communication of a training code; sizes are bytes per parameter unless stated otherwise."""
+    """The memory use and communication of a training code. Sizes are bytes per parameter unless stated otherwise."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -107,14 +104,14 @@ class TrainingCode:
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
-        """Return the training code without memory outside tensors; training and dry runs measure only tensors."""
+        """Return the training code without memory outside tensors, which runs and dry runs do not measure."""
         return replace(self, fixed_gib=0.0, slack=0.0)
 
     def with_moments(self, moments: Moments) -> "TrainingCode":
         """Return the training code with another optimizer.
 
-        ``adam-8bit`` is from Dettmers 2021, arXiv 2110.02861; its scales, one per 2,048 values, are not counted.
-        ``muon`` uses Adam for all parameters but the matrices of blocks.
+        ``adam-8bit`` is from Dettmers 2021, arXiv 2110.02861, without its scales (one per 2,048 values). ``muon``
+        uses Muon for the matrices of blocks and Adam for all other parameters.
         """
         matrices = self.master + 4 if moments == "muon" else None
         return replace(
@@ -122,15 +119,12 @@ class TrainingCode:
         )
 
     def with_muon(self, ns_steps: int) -> "TrainingCode":
-        """Return the training code with leaven's Muon. With ``ns_steps`` 0, return it unchanged."""
+        """Return the training code with leaven's Muon; with ``ns_steps`` 0, unchanged."""
         return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield (name, training code) for each table of a TOML file.
-
-    A table with the key ``like`` has the values of the earlier table of that name, except for those that it changes.
-    """
+    """Yield (name, training code) for each table of a TOML file. The key ``like`` names a table to start from."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = values.get(groups.pop("like", ""), {}) | {"name": name}
@@ -157,8 +151,7 @@ def training_code(name: str) -> TrainingCode:
 def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]:
     """Return the cluster with its speed in the dtype ``compute``, and leaven's training code for this dtype.
 
-    Raises:
-        InputError: if ``compute`` is fp32 and the accelerator's fp32 peak is unknown.
+    Raise InputError if ``compute`` is fp32 and the accelerator's fp32 peak is unknown.
     """
     if compute != "fp32":  # accelerators have the same peak for bf16 and fp16
         return cluster, LEAVEN_BF16
@@ -172,10 +165,9 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return a row for each kind of state (weights, gradients, moments, ...) that the training code stores.
+    """Return a row for each state (weights, gradients, moments, ...) that the training code stores, unsharded.
 
-    ``params`` is the number of parameters, and ``matrices`` is how many of them are in matrices of blocks, for which
-    Muon stores less. Bytes are counted before sharding.
+    ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

@@ -12,7 +12,7 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors on the hyperparameters of one tensor; all are exactly 1.0 at the base."""
+    """The factors that a scaling rule puts on one tensor's hyperparameters. All are exactly 1.0 at the base."""
 
     init_std: float
     lr: float
@@ -26,9 +26,8 @@ class Factors:
     def beta(self, base: float, multiplier: float = 1.0) -> float:
         """Return Adam's beta at this scale: ``base ** (multiplier / half_life)``.
 
-        ``multiplier`` is that of the tensor's module. The papers multiply ``1 - beta`` by ``multiplier / half_life``,
-        which is the same to first order but may give a beta outside (0, 1). Runs at batch ratios of 1/4 to 8 had the
-        same loss with both formulas.
+        ``multiplier`` is the multiplier of the tensor's module. The papers multiply ``1 - beta`` by the same ratio
+        instead, which may give a beta outside (0, 1).
         """
         return float(base ** (multiplier / self.half_life))
 
@@ -60,15 +59,9 @@ def tensor_ratios(
 ) -> TensorRatios:
     """Return the ratios (target scale / base scale) of one tensor.
 
-    Args:
-        shape, base_shape: the tensor's shapes in target and base. A matrix is (fan out, fan in), as in ``nn.Linear``;
-            matrices of experts are (experts, fan out, fan in); embeddings and unembedding are (vocabulary or
-            positions, width).
-        at: the ratios of the run.
-        head: ratio of the head dimensions.
-
-    Raises:
-        ValueError: if a matrix has the wrong number of dimensions, or if the number of experts changes.
+    A matrix has the shape (fan out, fan in), as in ``nn.Linear``; embeddings and unembedding have (rows, width).
+    ``at`` has the ratios of the run, and ``head`` is the ratio of the head dimensions. Raise ValueError if a matrix
+    has the wrong number of dimensions, or the number of experts changes.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     sides = 3 if role is Role.EXPERT_WEIGHT else 2

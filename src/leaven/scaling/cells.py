@@ -1,14 +1,13 @@
 """The cells of a scaling rule's table. A cell is a factor on one hyperparameter.
 
-The factor is a product of powers of ratios (target scale / base scale). It is written as in the papers, with a letter
-for each ratio::
+The factor is a product of powers of ratios (target scale / base scale). As in the papers, each ratio has a letter::
 
     I  fan in       O  fan out      H  head dimension
     L  depth        B  batch        D  tokens
-    M  matching: Muon's factor on a step, which depends on the shape of the matrix (`Muon.matching`)
+    M  Muon's factor on a step, which depends on the shape of the matrix (`Muon.matching`)
 
-``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. An exponent is a sum of
-numbers and symbols::
+``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. An exponent is a sum of numbers
+and symbols::
 
     alpha  ``scaling.alpha``
     t      ``scaling.token_exponent``
@@ -43,10 +42,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios (target / base) of a tensor and of its run.
-
-    The vocabulary, the number of positions and the number of experts always have the ratio 1.
-    """
+    """The ratios (target / base) of one tensor and its run. The vocabulary and the number of experts never change."""
 
     fan_in: float = 1.0
     fan_out: float = 1.0
@@ -59,13 +55,13 @@ class TensorRatios:
 
 @dataclass(frozen=True)
 class Cell:
-    """A factor as a product of powers of ratios, and its source."""
+    """A factor on a hyperparameter, written as a product of powers of ratios, and its source."""
 
     text: str  # for example ``I^-1 L^(alpha-1)``; the docstring of this module explains the letters
     source: str  # table and row of a paper, or the derivation
 
     def factor(self, at: TensorRatios, scaling: Scaling) -> float:
-        """Return the value of the factor. It is exactly 1.0 at the base."""
+        """Return the value of the factor, which is exactly 1.0 at the base."""
         if self.text == "1":
             return 1.0
         value = 1.0

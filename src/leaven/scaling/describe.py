@@ -29,8 +29,7 @@ class ModuleStart:
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     """Return the initial std of each module's matrices.
 
-    A module has one entry if its std and the published ones are the same in all blocks. Otherwise it has two entries,
-    for the first and the last block.
+    If the stds differ between blocks, a module has two entries, for the first and the last block.
     """
     by_module: dict[str, list[ModuleStart]] = {}
     depth = recipe.model.n_layers
@@ -50,10 +49,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits, those nearest to this recipe's init first.
-
-    ``octaves`` is the distance: the mean of abs(log2(std / published std)) over ``found``.
-    """
+    """Return the published inits by distance in octaves, the mean of abs(log2(std / published std))."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]

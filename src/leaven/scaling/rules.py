@@ -4,44 +4,43 @@ A table has a row for each role of a tensor, such as embedding, hidden weight (i
 :mod:`leaven.scaling.cells` explains the cells. All tables differ from the papers in these points:
 
 - **Per-tensor ratios.** The papers scale all widths together, by one ratio m_N. Here initial variance, lr and weight
-  decay scale with the fan in of the tensor, because each output sums as many products as the fan in, and Adam changes
-  each weight by about lr. eps scales with the fan out, because the gradient falls with the width of the tensor's
-  output. If all widths grow together, both ratios are m_N.
+  decay scale with the tensor's fan in: each output sums as many products as the fan in, and Adam changes each weight
+  by about lr. eps scales with the fan out, because the gradient falls with the width of the tensor's output. If all
+  widths grow together, both ratios are m_N.
 - **Shared QK gains.** If all heads share a QK-norm gain, its gradient is a sum over the heads. With more heads, each
-  term falls, but the sum does not, so eps does not change with the number of heads: the fan out of a shared gain is
-  the head dimension. Gains that are separate for each head are treated as other norms inside the blocks.
+  term falls, but the sum does not. So the fan out of a shared gain is the head dimension, and eps does not change
+  with the number of heads. Gains that are separate for each head are treated as other norms inside the blocks.
 - **Decay of gains and biases** only if the hyperparameter ``decay_norm_and_bias`` is true. The default is false, as
-  in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral value 1.
+  in nanoGPT and OLMo 2, because decay pulls a gain towards 0 and not towards its neutral value 1.
 - **Norms on a branch's output.** The papers only have norms before branches. With a norm on the output y of a branch,
-  the block adds m g norm(y) to the residual stream, where m is the branch's multiplier and g is the norm's gain.
+  the block adds m g norm(y) to the residual stream. Here m is the branch's multiplier and g is the norm's gain.
 
-  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one:
+  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one. So
     what a block adds to the stream, and how much a step changes it, scale as without the norm.
   - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
-    the gradient of the stream, which is proportional to 1 / width, so the gradient of g falls as width^-1 L^-alpha. A
-    step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha x lr, so the cell of
-    lr is L^(alpha-1). Weight decay of g would shrink the branch itself.
-  - The scale of the matrices on which y depends linearly does not affect the output, but it affects the size of a
-    step: Adam changes y by lr x fan in x (size of the input), and the norm divides this by the size of y, which is
-    std x fan in^(1/2) x (size of the input). So lr fan in^(1/2) / std matters. With the published cells, lr ~ I^-1
-    and variance ~ I^-1, this ratio is the same at every width. Then the gradient has the published exponents, so eps
-    has them, too. (Multiplying std and lr by c, and dividing eps and decay by c, trains the same model:
-    tests/scaling/test_invariance.py.)
-  - Decay of these matrices raises the ratio step / weight, which is (2 lr decay)^(1/2) in equilibrium
-    (Kosson et al. 2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay constant. The argument for decay ~
-    I^(1/2) is that the ratio of a branch's output to its input must not change with the width (Fan et al. 2025, arXiv
-    2510.15262). It does not apply if a norm follows, because then g sets this ratio.
-  - Without a norm before the branch, its matrices read the stream itself, whose size does not depend on the width.
-    With more depth, this size falls to that of the embedding, because the sum of the branches falls.
+    the gradient of the stream. The gradient of the stream is proportional to 1 / width, so the gradient of g falls as
+    width^-1 L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha
+    x lr, so the cell of lr is L^(alpha-1). Weight decay of g would shrink the branch itself.
+  - The scale of the matrices on which y depends linearly affects the size of a step, but not the output. Adam changes
+    y by lr x fan in x (size of the input). The norm divides this change by the size of y, which is std x fan in^(1/2)
+    x (size of the input). So lr fan in^(1/2) / std matters. With the published cells, lr ~ I^-1 and variance ~ I^-1,
+    this ratio is the same at every width. Then the gradient has the published exponents, and so has eps. (Multiplying
+    std and lr by c, and dividing eps and decay by c, trains the same model: tests/scaling/test_invariance.py.)
+  - Decay of these matrices sets the ratio step / weight, which is (2 lr decay)^(1/2) in equilibrium (Kosson et al.
+    2025, arXiv 2510.19093). So decay ~ I, which keeps lr x decay constant. Fan et al. 2025, arXiv 2510.15262, argue
+    for decay ~ I^(1/2): the ratio of a branch's output to its input must not change with the width. Their argument
+    does not apply if a norm follows, because then g sets this ratio.
+  - Without a norm before the branch, its matrices read the stream itself. The size of the stream does not depend on
+    the width. With more depth, it falls to the size of the embedding, because the sum of the branches falls.
 
 ``complete-d-p`` differs from Table 1 of its paper in one cell, the eps of the final norm, where the paper has 1. The
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
 eps must fall, too. The difference is small as long as eps is much smaller than the gradient.
 
 **Experts.** The base has as many experts as the target, and d_expert grows with the width. Then each expert is an MLP
-that reads its share of the tokens, and this share does not change, so its matrices have the cells of hidden weights.
-(According to the abstract of Peng et al. 2026, arXiv 2605.23893, the lr does not change to first order even if this
-share changes. Malasnicki et al. 2025, arXiv 2508.09752, derive a rule for width, too.)
+that reads a constant share of the tokens, so its matrices have the cells of hidden weights. (According to the
+abstract of Peng et al. 2026, arXiv 2605.23893, the lr does not change to first order even if this share changes.
+Malasnicki et al. 2025, arXiv 2508.09752, derive a rule for width, too.)
 
 The router turns the width into as many logits as there are experts, which is a fixed number:
 
@@ -50,9 +49,9 @@ The router turns the width into as many logits as there are experts, which is a 
 - The gradient of a logit is a sum over the width: the expert's output times the gradient of the stream. Once the
   output is aligned with the gradient, the sum does not change with the width. The router sends this gradient back to
   the stream through its own weights. All other gradients there fall as 1 / width, so the initial weights must, too:
-  variance ~ I^-2, as for an unembedding. (With I^-1, the router's part would exceed the others by width^(1/2).)
-- The gradient of the router's weights is that of the logits times the input. It is constant over the width and
-  falls as L^-alpha with depth, as the branch does, so eps ~ L^-alpha.
+  variance ~ I^-2, as for an unembedding. (With I^-1, the router's gradient would exceed the others by width^(1/2).)
+- The gradient of the router's weights is the gradient of the logits times the input. It is constant over the width
+  and falls as L^-alpha with depth, as the branch does, so eps ~ L^-alpha.
 - The balance loss and the z-loss act on the logits directly. Their coefficients are multiplied by L^-alpha, so that
   their shares of the router's gradient do not change with depth.
 
@@ -60,30 +59,30 @@ The router turns the width into as many logits as there are experts, which is a 
 cells of ``Rule.muon``. All other parameters have the cells of Adam. No paper below has a rule for all four axes, so
 the cells are derived here:
 
-- Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``),
-  so its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
+- Width. A step of Muon is lr x M x (orthogonal matrix), where the factor M depends on the shape (``Muon.matching``).
+  So its largest singular value is lr x M. Outputs change by the same amount at every width if this value is
   proportional to sqrt(fan out / fan in) (the spectral condition; Yang, Simon and Bernstein 2023, arXiv 2310.17813).
-  So lr is proportional to I^-1/2 O^1/2 M^-1. With ``match = "spectral"`` M is sqrt(max(1, fan out / fan in)), and at
-  fixed proportions the lr does not change with width. With ``match = "adamw_rms"`` M is 0.2 sqrt(max(fan out, fan
+  So lr is proportional to I^-1/2 O^1/2 M^-1. With ``match = "spectral"``, M is sqrt(max(1, fan out / fan in)), and at
+  fixed proportions the lr does not change with width. With ``match = "adamw_rms"``, M is 0.2 sqrt(max(fan out, fan
   in)), and the lr falls as 1 / sqrt(width). The code of 2512.05620 has I^-1/2 O^1/2, with M = 1.
 - Depth. The size of a step does not depend on the gradient's size, as with Adam. Each of L blocks changes the stream
   by L^-alpha x lr, in the same direction. So the sum is constant if lr is proportional to L^(alpha-1), as for Adam.
-  The code of 2512.05620 has this with alpha = 1, that of 2603.28743 with alpha = 1/2.
-- Batch and tokens. Suppose that most of the momentum is noise. A step has the norm of the orthogonal matrix, however
-  large the momentum is. So the noise in a step always has this norm, and the signal in a step is inversely
-  proportional to the noise of the momentum. A momentum that averages w steps of batch B has noise proportional to
-  1 / sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a weight by lr sqrt(K w), and
-  signal by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is proportional to B^1/2 D^-t. If
-  w grew with K, as Adam's half-lives do, the lr would have to change as B / D. So the rule does not change the
-  momentum; published runs also use one value, 0.95. According to their abstracts, 2603.15958 finds several pairs of
-  momentum and batch equally good, and 2510.03871 finds Adam's rules for Scion. 2603.28743 has D^-0.32 (set
+  The code of 2512.05620 has this lr with alpha = 1, and the code of 2603.28743 with alpha = 1/2.
+- Batch and tokens. Suppose that most of the momentum is noise. However large the momentum is, a step has the norm of
+  the orthogonal matrix. So the noise in a step always has this norm, and the signal in a step is inversely
+  proportional to the noise of the momentum. A momentum that averages w steps of batch B has noise proportional to 1 /
+  sqrt(w B), and repeats the same noise for w steps. So over K steps, noise moves a weight by lr sqrt(K w), and signal
+  by K lr sqrt(w B). With constant w these are the equations of Adam, and lr is proportional to B^1/2 D^-t. If w grew
+  with K, as Adam's half-lives do, the lr would have to change as B / D. So the rule does not change the momentum.
+  Published runs also use one value, 0.95. According to their abstracts, 2603.15958 finds several pairs of momentum
+  and batch equally good, and 2510.03871 finds Adam's rules for Scion. 2603.28743 has D^-0.32 (set
   ``token_exponent``).
 - Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. In 2512.05620, lr x
   decay is proportional to 1 / width, for models whose tokens grow with the width. (With more tokens there are more
   steps, so lr x decay falls under this rule, too.) Published runs use 0.1 everywhere.
 
 After steps of Muon, the size of outputs at small widths still changes by up to width^0.2
-(:mod:`leaven.verification.coordinates`); 2512.05620 reports such deviations, too.
+(:mod:`leaven.verification.coordinates`). 2512.05620 reports such deviations, too.
 """
 
 from collections.abc import Mapping
@@ -99,7 +98,7 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True, eq=False)  # hash by identity, because the fields have no hash
 class Rule:
-    """A scaling rule: one cell (a factor) for each quantity and role, and cells that all roles share."""
+    """A scaling rule: a cell (a factor) for each hyperparameter and role, and cells that all roles share."""
 
     name: str
     source: str
@@ -112,19 +111,19 @@ class Rule:
     columns: Mapping[str, Cell] = field(default_factory=dict)
 
     def of(self, quantity: str, role: Role, muon: bool = False) -> tuple[Cell, ...]:
-        """Return the cells whose product is the factor on a quantity. ``muon``: whether Muon updates the tensor."""
+        """Return the cells whose product is the factor on a hyperparameter. ``muon``: Muon updates the tensor."""
         cell = self.muon[quantity] if muon and quantity in self.muon else self.cells[quantity][role]
         return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """The cells that all roles share and the cells for Muon, by the name that is printed."""
+        """The cells that all roles share and the cells for Muon, by printed name."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
 
     def document(self) -> RuleDocument:
-        """Return the document of ``leaven show --rule``: the table of this rule, each cell with its source."""
+        """Return the document of ``leaven show --rule``: the rule's table, each cell with its source."""
 
         def row(cell: Cell) -> CellRow:
             return CellRow(text=cell.text, source=cell.source)

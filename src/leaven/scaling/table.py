@@ -1,8 +1,7 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
-Each value is the product of the hyperparameter, the factor of the scaling rule, the multiplier of the module and the
-multiplier for the depth of the block. Betas are an exception: see :meth:`leaven.scaling.apply.Factors.beta`. No other
-file of leaven computes these values.
+A value is the product of the hyperparameter, the factor of the scaling rule, the module's multiplier, and the
+multiplier for the block's depth. Betas have their own formula: :meth:`leaven.scaling.apply.Factors.beta`.
 """
 
 import math
@@ -61,7 +60,7 @@ class ParameterTable:
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """The factor by which the forward pass multiplies the output of each parameter, by the parameter's name."""
+        """The factors by which the forward pass multiplies the outputs of parameters, by parameter name."""
         return {row.name: row.multiplier for row in self.rows}
 
 
@@ -110,7 +109,7 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the rows of a recipe's parameter table, with AdamW in place of Muon, then those that Muon has."""
+    """Return the parameter rows of the recipe without Muon, followed by its rows of matrices that Muon updates."""
     by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
     return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 
@@ -118,10 +117,8 @@ def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return how a batch ramp or batch stages change the hyperparameters at step ``step`` (counted from 0).
 
-    Returns:
-        - The factors of the scaling rule for the ratio (batch of this step) / (full batch). With ``batch.rule``
-          "fixed", all are 1.
-        - The half-life of Adam's moments in steps, divided by the half-life at the previous step.
+    The result has the scaling rule's factors for (batch of this step) / (full batch), all 1 with ``batch.rule``
+    "fixed". It also has the half-life of Adam's moments in steps / the half-life at the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -140,10 +137,8 @@ def parameter_row(
 ) -> ParameterRow:
     """Return the row of one parameter of any model.
 
-    Args:
-        at: the parameter's ratios to the base. If Muon updates the parameter, the field ``match`` is computed here.
-        base: the hyperparameters at the base.
-        n_layers, gated: number of layers of the model, and whether its MLPs are gated.
+    ``at`` has the parameter's ratios to the base, and ``base`` the hyperparameters there. ``n_layers`` is the model's
+    depth, and ``gated`` says whether its MLPs are gated.
     """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
@@ -193,11 +188,10 @@ def parameter_row(
 def optimizer_groups(
     rows: Sequence[ParameterRow], parameters: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return groups for ``torch.optim``. Rows of a module with the same values are one group.
+    """Return groups for ``torch.optim``. Rows of one module with equal values share a group.
 
-    Groups of Adam have the keys module, param_names, peak_lr, lr, betas, eps and weight_decay; groups of Muon have
-    momentum and match in place of betas and eps. With ``parameters``, the parameters by name, groups also have the
-    key params. Then raise ValueError unless each parameter has exactly one row, and each row a parameter.
+    A group has the keys that its optimizer needs, and module, param_names and peak_lr. With ``parameters``, a mapping
+    by name, it also has the key params. Raise ValueError if ``parameters`` and the rows have different names.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -219,9 +213,9 @@ def optimizer_groups(
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return factors on the weights and biases that replace the multipliers of the forward pass, by parameter name.
+    """Return factors on weights and biases that replace the forward pass's multipliers, by parameter name.
 
-    Factors of 1 are left out. The multipliers are folded into these weights:
+    Factors of 1 are left out. Each multiplier moves to these weights:
 
     - Multiplier of a branch: the norm on the branch's output. Without this norm, the last matrix of the branch.
     - Attention scale x sqrt(d_head): the query norm. Without this norm, the query matrix.

@@ -1,4 +1,4 @@
-"""Warn if a recipe leaves the range in which its scaling rule was tested, or is risky in other ways."""
+"""Warn if a recipe leaves the range in which its scaling rule was tested, or has other risky values."""
 
 import math
 import tomllib
@@ -65,36 +65,26 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return a warning if no reason in ``tuned`` names a study, so that its searched values are not known."""
+    """Return a warning if no reason in ``tuned`` names a study, so that its searched values are unknown."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
 def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
-    """Return a warning for each of vocab_size and seq_len that differs between a recipe and ``source``.
-
-    ``source`` has the fields of the model from which the hyperparameters come. Sizes that it lacks are not compared.
-    """
+    """Return a warning for each of vocab_size and seq_len that differs between a recipe and the model ``source``."""
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
     return [_caution(name, value, there) for name, value, there in pairs if there and value != there]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return the warning that ``value`` is beyond ``limit``.
-
-    ``message`` is the key of the text in messages.toml, by default ``about``. ``facts`` are inserted into the text.
-    """
+    """Return the warning that ``value`` is beyond ``limit``. ``message`` is its key in messages.toml."""
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about ratios to the base that are outside the tested range.
-
-    The tests of the batch size changed the number of steps, and kept the number of tokens. So a batch ratio is fine
-    if the number of steps stays within the range of these tests.
-    """
+    """Warn about ratios to the base outside the tested range. A batch is fine if its number of steps is inside."""
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
         ratio = getattr(ratios, axis)
@@ -106,7 +96,7 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Muon is used far from the base in batch or tokens, under a rule that scales with batch and tokens."""
+    """Warn if batch or tokens are far from the base, Muon is used, and the rule scales with batch and tokens."""
     for axis in ("batch", "tokens"):
         ratio = getattr(table.ratios, axis)
         if recipe.hyperparameters.muon and table.rule.columns and not 1 / MUON_FACTOR <= ratio <= MUON_FACTOR:
@@ -115,10 +105,7 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about norms on the outputs of branches under the rule complete-d-p, far above the base.
-
-    For such models, the best lr was measured to change with the width and, if alpha is 1, with the depth.
-    """
+    """Warn if norms follow branches and the model is far larger than its base: then the best lr changes."""
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():
@@ -163,8 +150,8 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if Adam's eps is too large compared with sqrt(v) of a block's matrix, where v is the second moment.
 
-    sqrt(v) is estimated: the gradient is assumed to have the clipping limit as its global norm (1 without such a
-    limit), and the same size for all parameters. Real gradients in blocks are smaller.
+    sqrt(v) is estimated as the clipping limit (default 1) / sqrt(number of parameters). Real gradients in blocks are
+    smaller.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -188,8 +175,8 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
-    The rules increase the decay with the width, which is right for AdamW. Relative to the gradient, an L2 term then
-    grows as width^1.5 (measured, widths 64 to 512). No coordinate check shows this (microsoft/mup, PR 73).
+    Relative to the gradient, L2 in the loss then grows as width^1.5 (measured, widths 64 to 512). No coordinate check
+    shows it (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -201,10 +188,7 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if the initial logits are large, or if a matrix inside the blocks has an init std far above the usual one.
-
-    The warning names the matrix with the largest product of init std and multiplier.
-    """
+    """Warn if the initial logits are large, or if a block's matrix has an init std far above the usual one."""
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     # RMS of the logits: the final norm gives activations of RMS 1.
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

@@ -1,9 +1,8 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as they are written for the base. The warm-up, a batch ramp, batch stages, and intervals such
-as ``evaluation.every_tokens`` keep their share of the run. The smaller batches of a ramp or of stages keep their
-share of the full batch. Each transfer rounds to whole sequences, so transfer from the base, not from a transferred
-recipe.
+The hyperparameters stay as written for the base. The warm-up, a batch ramp, batch stages and intervals such as
+``evaluation.every_tokens`` keep their share of the run. Each transfer rounds to whole sequences, so transfer from the
+base, not from a transferred recipe.
 """
 
 import re
@@ -61,7 +60,7 @@ _FREE_FIELDS = {
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of the model that must be the same in a tuned recipe and its target, with their values."""
+    """Return the model's fields, with their values, that must be equal in a tuned recipe and its target."""
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
@@ -82,12 +81,9 @@ def transfer(
 ) -> Recipe:
     """Return the recipe at another scale, with the same base.
 
-    A size that is not given keeps its value. Exceptions are sizes that grow with the width, such as d_ff and the
-    number of heads: see :meth:`leaven.recipe.shape.ModelShape.scaled`. ``start`` (initial weights) is kept only if
-    the shape of the model stays the same.
-
-    Raises:
-        InputError: if a size is impossible or does not fit the other sizes, or if the run has too few steps.
+    A size that is not given keeps its value, or follows the width: see :meth:`leaven.recipe.shape.ModelShape.scaled`.
+    ``start`` (initial weights) is kept only if the model's shape does not change. Raise InputError if a size is
+    impossible or does not fit the other sizes, or if the run has too few steps.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
     for option, (largest, reason) in _LARGEST.items():
@@ -152,9 +148,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     - The batch changes by the factor (batch of ``tuned``) / (batch with which its study began).
     - All other searched values are copied.
 
-    Raises:
-        InputError: if the two models differ in a field outside `_FREE_FIELDS`, if the run has too few steps, or if
-            the resulting recipe is invalid.
+    Raise InputError if the models differ in a field outside `_FREE_FIELDS`, the run has too few steps, or the result
+    is invalid.
     """
     ours, theirs = _family(tuned), _family(target)
     for field in dict(sorted((ours | theirs).items())):
@@ -200,11 +195,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens with which the study of ``tuned`` began.
-
-    If ``tuned`` and its base have different numbers of tokens, the batch is a guess: the batch with which ``tuned``
-    has as many steps as ``target``, as a proxy of ``leaven new`` has.
-    """
+    """Return the batch in tokens with which the study of ``tuned`` began: a guess if the study changed the tokens."""
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
     sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)
@@ -212,17 +203,12 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """Return the paths of the values whose reasons say that ``leaven tune`` chose them: "study NAME, trial N"."""
+    """Return the paths of the values that ``leaven tune`` chose. Their reasons contain "study NAME, trial N"."""
     return {path for path, why in recipe.why.items() if _STUDY.search(why)}
 
 
 def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
-    """Return the changed recipe.
-
-    Raises:
-        InputError: if the recipe is invalid, or if the run has so few steps compared with its base that a beta of
-            Adam would be near 0.
-    """
+    """Return the changed recipe. Raise InputError if it is invalid, or if a beta of Adam would be near 0."""
     try:
         moved = recipe.replace(changes)
     except ValidationError as error:
@@ -242,7 +228,7 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the table ``[scaling.base]`` with which ``target`` has the same base as ``recipe``."""
+    """Return the table ``[scaling.base]`` that gives ``target`` the base of ``recipe``."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -288,10 +274,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reasons for the hyperparameters, for the base, and for the values that the transfer changed.
-
-    The keys are paths such as ``batch.tokens``.
-    """
+    """Return reasons by path, such as ``batch.tokens``: for the hyperparameters, the base, and each changed value."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

@@ -1,7 +1,7 @@
 """Checks that train models to test scaling rules, and a check of the memory that the planner predicts.
 
-A model family makes the models of one recipe (recipe_family.py, small_models.py) or of a user's factory function
-(foreign.py) at any scale. Each check is a series of calls::
+A model family makes models of any scale, from a recipe (recipe_family.py, small_models.py) or from a user's factory
+function (foreign.py). Each check is a series of calls::
 
     coordinates, gradients    SizeCheck.of(recipe, ...) -> family.build(scale, seed) -> record -> judge
     transfer, duration,       sweep(family, ...), equivalence(family, ...), collapse_of_family(family, ...)

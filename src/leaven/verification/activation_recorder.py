@@ -20,9 +20,8 @@ from leaven.model.kernels import causal_attention
 from leaven.recipe.shape import BRANCH_ENDS
 
 POSITIONS = 256
-"""The largest number of rows, such as tokens, that are recorded of an output. The RMS of these rows differs from that
-of all rows by a few percent. Attention logits and probabilities are exceptions: all rows of the first sequence are
-recorded."""
+"""The largest number of rows, such as tokens, that are recorded of an output. The RMS of these rows is within a few
+percent of the RMS of all rows. Of attention logits and probabilities, all rows of the first sequence are recorded."""
 
 LOGITS = "logits"
 
@@ -43,14 +42,11 @@ def tensor_of(output: Any) -> Tensor | None:
 class ActivationRecorder(TorchFunctionMode):
     """A context manager that records outputs of modules, and the attention logits; :meth:`take` returns them.
 
-    ``label`` maps the name of a module to the label of its output, or to None (not recorded). Outputs with the same
-    label are stacked in the order in which they were computed. An output that a container returns unchanged is
-    recorded once. Two kinds of outputs are left out:
+    ``label`` maps the name of a module to the label of its output, or to None (not recorded). Outputs with one label
+    are stacked in computed order. An output that a container returns unchanged is recorded once. Not recorded are:
 
-    - In a parametrized model, the output of a module that contains the last matrix of a residual branch, such as
-      ``layers.3.mlp``, because this output already includes the branch multiplier.
-    - Outputs inside ``experts``: their rows are the tokens that a router sends there, and the router changes in
-      training.
+    - outputs of a branch that include its multiplier, such as ``layers.3.mlp`` in a parametrized model;
+    - outputs inside ``experts``, because their rows depend on a router, which training changes.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:

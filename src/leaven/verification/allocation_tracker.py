@@ -36,10 +36,9 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors that are created inside it, by part.
 
-    Only parameters and tensors of the class ``of`` are recorded. A new tensor counts as "activations" by default;
-    :meth:`within` sets another part for new tensors, and :meth:`mark` for existing ones. Gathered weights, gradients
-    that FSDP exchanges and some buffers are recognised by the operations on them. Inside the context, ``item()`` of a
-    fake tensor returns 1.
+    Only parameters and tensors of the class ``of`` are recorded. A new tensor counts as "activations". :meth:`within`
+    sets another part for new tensors, and :meth:`mark` for existing ones. Inside the context, ``item()`` of a fake
+    tensor returns 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -72,7 +71,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count the memory of these tensors as ``part``. :meth:`peak` does so for the time before this call, too."""
+        """Count the memory of these tensors as ``part``, in :meth:`peak` also for the time before this call."""
         for tensor in tensors:
             self._allocation(tensor).part = part
 

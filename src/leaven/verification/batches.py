@@ -21,10 +21,7 @@ HELD_OUT = 1_000_000  # the seed of the batches for the validation loss; no mode
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return a function that makes batches of ``count`` sequences of text.
-
-    The text of the seed `HELD_OUT` is the validation split; that of all other seeds is the training split.
-    """
+    """Return a function that makes batches of ``count`` text sequences. The seed `HELD_OUT` has validation text."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -57,10 +54,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return ``count`` sequences of a seed's stream, from sequence number ``first`` on.
-
-    ``size`` is the number of sequences in a batch of ``batches``.
-    """
+    """Return ``count`` sequences of a seed's stream, from number ``first`` on. ``size``: sequences in a batch."""
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

@@ -1,32 +1,32 @@
 """The collapse check: are the loss curves of models of several sizes equal after normalisation?
 
 Qiu et al. 2025 (arXiv 2507.02119) trained models of different sizes, each to its compute-optimal length, with well
-scaled hyperparameters. Their loss curves become one curve if they are normalised:
+scaled hyperparameters. Their loss curves become one curve after this normalisation:
 
     l(x) = (L(x T) - L0) / (L(T) - L0)
 
 T is the length of a run, x the share of the run that is done, and L0 the irreducible loss, the same for all sizes.
-Bergsma et al. 2025 (arXiv 2509.25087) found the same for families of language models with equal numbers of tokens per
-parameter. Curves do not collapse if hyperparameters are scaled wrongly.
+Bergsma et al. 2025 (arXiv 2509.25087) found the same for language models with equal tokens per parameter. Curves do
+not collapse if hyperparameters are scaled wrongly.
 
-The first size is the base. If the normalised curve of another size is equal to that of the base, then
+The first size is the base. If the normalised curves of another size and of the base are equal, then
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), the fall of the loss
-after the first quarter of the run. The check judges the largest deviation after this quarter. If the user
-does not give L0, the check fits it: of all values from 0 to the lowest final loss, L0 is the one with the least sum
-of squared deviations. (Qiu et al. fit L0 to the final losses of many sizes; two or three sizes do not determine it.)
-On three of four families of their curves, this L0 is within 2% of theirs (docs/log.md).
+The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T). This is the fall of the
+loss after the first quarter of the run. The check judges the largest deviation after this quarter.
+
+By default, the check fits L0: from 0 to the lowest final loss, it takes the value with the least sum of squared
+deviations. (Qiu et al. fit L0 to the final losses of many sizes; two or three sizes do not determine it.) On three of
+four families of their curves, this L0 is within 2% of theirs (docs/log.md).
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
-band that contains the true deviations at all x together with 95% probability. If a size has only one run, the
-bootstrap draws from the noise within its curve. The band then is too narrow, because it lacks the variation between
-seeds.
+band. With 95% probability, the band contains the true deviations at all x. If a size has only one run, the bootstrap
+draws from the noise within its curve. Its band is too narrow, because it lacks the variation between seeds.
 
-The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails if the whole band of a
-size is beyond the limit at some x, if a run diverged, or if the loss of a size besides the base does not fall after
-the first quarter. In all other cases it is undecided.
+The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails in three cases: the whole band
+of a size is beyond the limit at some x, a run diverged, or the loss of a size besides the base does not fall after
+the first quarter. Otherwise it is undecided.
 """
 
 import math
@@ -67,15 +67,10 @@ def collapse(
 ) -> CheckDocument:
     """Check whether the loss curves of all sizes are equal after normalisation.
 
-    Args:
-        subject: what is checked, for messages.
-        runs: the loss curves of all seeds, by size; the first size is the base. A run has diverged if one of
-            its losses is not finite.
-        irreducible: L0 in nats per token; None to fit it.
-        settings: further settings to list in the document.
-
-    Raises:
-        InputError: if there are fewer than two sizes, a curve cannot be used, or L0 is not below all final losses.
+    ``runs`` has the loss curves of all seeds, by size; the first size is the base. A diverged run has a loss that is
+    not finite. ``irreducible`` is L0 in nats per token, by default fitted. ``subject`` and ``settings`` are for
+    messages and the document. Raise InputError if there are fewer than two sizes, a curve cannot be used, or L0 is
+    not below all final losses.
     """
     base, *others = runs
     if not others:
@@ -159,11 +154,8 @@ def collapse_of_family(
 ) -> CheckDocument:
     """Run or resume the collapse check of a family at several sizes.
 
-    All sizes have the same number of steps. The batch and the tokens grow with the number of parameters.
-
-    Raises:
-        InputError: if there are fewer than two sizes, a size or the folder cannot be used, or a curve is too short.
-        ChecksStopped: if the runs were stopped.
+    Batch and tokens grow with the number of parameters, so all sizes have the same number of steps. Raise InputError
+    if the sizes, the folder or a curve cannot be used, and ChecksStopped if the runs were stopped.
     """
     sizes = list(dict.fromkeys(sizes))
     names = labels(sizes)
@@ -187,10 +179,9 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return the sizes with batch and tokens in proportion to the number of parameters.
+    """Return the sizes with batch and tokens in proportion to the number of parameters, in whole sequences.
 
-    The first size has the family's own batch and tokens. The ratios of all others are rounded to give batches of
-    whole sequences.
+    The first size has the family's own batch and tokens.
     """
     base, sequences = family.params(sizes[0]), family.sequences
     ratios = [max(round(family.params(size) / base * sequences), 1) / sequences for size in sizes]
@@ -200,8 +191,8 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 def deviations(curves: Array, irreducible: Array) -> Array:
     """Return the deviations of the other sizes from the first size, as defined at the top of this file.
 
-    ``curves`` has the shape (..., sizes, intervals), and ``irreducible`` (L0) has the shape (...). The result has the
-    shape (..., sizes - 1, intervals after :data:`FROM`).
+    ``curves`` has the shape (..., sizes, intervals), ``irreducible`` (L0) the shape (...), and the result the shape
+    (..., sizes - 1, intervals after :data:`FROM`).
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -212,10 +203,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss L0 with the least sum of squared :func:`deviations`.
-
-    ``curves`` has the shape (..., sizes, intervals), and the result has the shape (...).
-    """
+    """Return the irreducible loss L0 with the least sum of squared :func:`deviations`, of shape (...)."""
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:
@@ -242,12 +230,10 @@ def _interval_means(points: Points, count: int) -> Array:
 
 
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
-    """Return bootstrap samples of the mean curve of each size: (draws, sizes, intervals).
+    """Return bootstrap samples of the mean curve of each size (draws, sizes, intervals), or None with too few points.
 
-    Seeds are drawn with replacement. For a size with a single run, the noise within intervals is drawn
-    (:func:`_blocks`). Return None if such a run has too few points. Deviations of n seeds from their mean are too
-    small by the factor sqrt((n - 1) / n), and deviations of n blocks from a fitted line by sqrt((n - 2) / n). So both
-    are scaled up.
+    A sample draws seeds, or for a single run blocks (:func:`_blocks`). Deviations of n seeds from their mean are too
+    small by sqrt((n - 1) / n), and deviations of n blocks from a line by sqrt((n - 2) / n). So both are scaled up.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -266,11 +252,7 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Divide a run into ``count`` intervals, fit a line to each, and divide each interval into BLOCKS blocks. Return
-    the mean deviation of each block's losses from the line: (count, BLOCKS).
-
-    Return None if an interval has fewer than 2 x BLOCKS points.
-    """
+    """Return the mean deviation of BLOCKS blocks from a line through their interval: (count, BLOCKS), or None."""
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
     found = []

@@ -10,22 +10,22 @@ each residual branch by L^-alpha. Under a correct rule, only these outputs may f
 
 - Over width, outputs whose last dimension does not grow, such as the model's logits, and query . key divided by a
   growing d. Both are like a mean of N terms. At the start, the terms have independent signs, so the mean falls as
-  N^-1/2. Training adds a part of order 1, which soon dominates.
+  N^-1/2. Training adds a mean of order 1, which soon dominates.
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
-  learn less. The same holds for norms that read these outputs, such as norms on the outputs of branches or on
-  queries and keys, and for attention logits, whose queries and keys are such outputs. The output of a norm before a
-  branch must not fall, because this norm passes on what the stream has learnt.
+  learn less. The same holds for norms that read these outputs, and for attention logits, whose queries and keys are
+  such outputs. The output of a norm before a branch must not fall, because this norm passes on what the stream has
+  learnt.
 
-If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides
-query . key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model have the same size at
-every d. Training aligns queries and keys, and the logits then grow as sqrt(d). This growth takes more steps than a
-check has (the slope was +0.1 after 40 steps), so the start is judged.
+If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides query .
+key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model have the same size at every d.
+Training aligns queries and keys, and the logits then grow as sqrt(d). This growth takes more steps than a check has
+(the slope was +0.1 after 40 steps), so the start is judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
-over all blocks would raise every slope by 0.15: the first block, whose input is still the embedding, is one half of
-the mean at depth 2, but one sixteenth at depth 16.
+over all blocks would raise every slope by 0.15: the first block, whose input is still the embedding, is half of the
+mean at depth 2, but one sixteenth at depth 16.
 """
 
 import math
@@ -51,26 +51,25 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""How far the slope of log2 RMS over log2 size may be outside its allowed range, by axis. The limit on the initial
-output is ``start``. The limit on the output after training and on its change is ``early`` for a training of at most
-`STEPS` steps, and ``late`` for a longer one.
+"""How far the slope of log2 RMS over log2 size may be outside its allowed range, by axis. ``start`` limits the
+initial output. ``early`` limits the output after training and its change, for up to `STEPS` steps, and ``late`` for
+more.
 
 A wrong power in a rule changes the slope by 0.5 or 1. Errors that were planted in a rule gave slopes of 0.33 or more.
-Under correct rules, measured with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over
-depth they were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these
-slopes: a part of what a block adds to the stream is independent of the other blocks, and falls as L^-1/2. After more
-steps, shallow models fit the batch through their attention: the output of attention had slopes over depth down to
--0.46 in some steps.
+Under correct rules, with a dozen recipes on text (docs/log.md), slopes over width were at most 0.12. Over depth they
+were at most 0.08 at the start, and 0.19 after three steps. More seeds or larger sizes do not reduce these slopes:
+what a block adds to the stream is partly independent of the other blocks, and falls as L^-1/2. After more steps,
+shallow models fit the batch through their attention, whose output had slopes over depth down to -0.46.
 """
 
 MUON = {"width": (0.0, 0.1), "depth": (0.1, 0.0)}
 """How much the ``early`` and ``late`` limits are widened with Muon, by axis: (on slopes below 0, on slopes above 0).
 
 In a matrix with more inputs than outputs, a step of Muon changes only as many input directions as there are outputs.
-The share of the inputs in these directions depends on the ratio of the width to the number of tokens in the batch.
-Under a correct rule (docs/log.md), slopes over width were from -0.13 to 0.21, the largest at the outputs of such
-matrices, and slopes over depth from -0.24 to 0.07. The limit on falling slopes over width stays the same, because an
-error of -1/2 in an exponent gives slopes of only -0.17 to -0.24.
+The share of the inputs in these directions depends on the ratio of the width to the tokens in the batch. Under a
+correct rule (docs/log.md), slopes over width were from -0.13 to 0.21, and slopes over depth from -0.24 to 0.07. The
+limit on falling slopes over width stays the same: an error of -1/2 in an exponent gives slopes of only -0.17 to
+-0.24.
 """
 
 INDEPENDENT = -0.5  # the exponent of n in the RMS of a mean of n terms with independent signs
@@ -99,13 +98,13 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     start = CheckStart(hidden=1.0, residual=0.5)
     """With smaller hidden weights or branches, an output would change mostly because the module's own weights change.
     At small widths, the alignment of this change with the input falls with the width (a slope of about -0.1). With a
-    residual multiplier of 1, the branches would be as large as the embedding at depth 2. The outputs of modules that
-    read the stream between two branches would then change less at depth 2 than at depth 4, by a factor of 2^0.25."""
+    residual multiplier of 1, the branches would be as large as the embedding at depth 2, and outputs that read the
+    stream between two branches would change less there."""
     start_normed = CheckStart(hidden=1.0, residual=0.125, embedding_lr=4.0)
     """The output of a branch that ends in a norm has RMS 1, so the multiplier is smaller here. The output also
-    changes more in a step. With the embedding's own lr, most of the change of the stream would come from branches.
-    This change would fall with the depth in the middle block: of all branches, three quarters come before its MLP at
-    depth 2, but about one half at depth 16."""
+    changes more in a step. With the embedding's own lr, most of the stream's change would come from branches. In the
+    middle block, this change would fall with the depth: before its MLP are three quarters of all branches at depth 2,
+    but about one half at depth 16."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         axes = super().axes()
@@ -147,8 +146,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
         """Return the RMS of a module's output or of its change.
 
-        On an axis of widths, it is the RMS over all layers. On an axis of depths, it is that of one layer: the last
-        one for a container such as a block, the middle one for other modules.
+        Over width, it is the RMS over all layers. Over depth, it is the RMS in one layer: the last layer for a
+        container such as a block, the middle layer for other modules.
         """
         values = measured.squares[part]
         if axis.name == "depth":

@@ -1,9 +1,8 @@
 """Measure the memory of one rank of any parallel layout, by running two training steps in one process on the CPU.
 
-The layout, the optimizer, the step and the model are those of real training. Only attention is replaced
-(:class:`_Flash`). But tensors have shapes and no values (torch's fake tensors), and collectives return without
-waiting for other ranks (torch's fake process group). Routers cannot choose without values, so every expert gets the
-same number of tokens.
+Model, layout, optimizer and step are those of real training, except for attention (:class:`_Flash`). Tensors have
+shapes but no values (torch's fake tensors), and collectives do not wait for other ranks (torch's fake process group).
+Every expert gets the same number of tokens.
 """
 
 from collections.abc import Callable
@@ -77,7 +76,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
 
 
 def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[], object]) -> StepMemory:
-    """Return the memory of the second of two training steps. The first one creates the optimizer's state."""
+    """Return the memory of the second of two training steps. The first step creates the optimizer's state."""
     tracker.mark(training.sharded.local_parameters, "weights")
     for stage in training.sharded.stages:
         stage.loss = _within(tracker, "logits", stage.loss)
@@ -139,8 +138,8 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, **how: Any) -> Tensor
 class _Flash(torch.autograd.Function):
     """A substitute for flash attention that allocates the same memory without computing values.
 
-    The backward pass needs the arguments, the output and one fp32 number for each query of each head (Dao et
-    al. 2022, arXiv 2205.14135, algorithm 1).
+    The backward pass needs the arguments, the output and one fp32 number for each query of each head (Dao et al.
+    2022, arXiv 2205.14135, algorithm 1).
     """
 
     @staticmethod

@@ -1,16 +1,16 @@
 """The duration check: does the best lr change with the tokens of a run as the scaling rule says?
 
 The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
-tokens. Control runs show what the rule gains: one group of them keeps the lr, another group keeps all
-hyperparameters.
+tokens. Control runs show what the rule gains: one group keeps the lr, another keeps all hyperparameters.
 
-The rule is derived for gradients that are mostly noise. To test this, the check also trains with twice the batch on
-the same tokens, under the batch rule. The tokens needed to reach a given loss are proportional to 1 + x, where x is
-the batch / the critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So a doubled batch needs
-(1 + 2x) / (1 + x) times the tokens. The log2 of this ratio is the cost of doubling the batch, in octaves of tokens: 0
-if gradients are only noise, 0.585 at the critical batch, and 1 if only the number of steps counts. To measure this
-cost, the check divides the rise of the loss from doubling the batch by the drop of the loss per doubling of the
-tokens.
+The rule is derived for gradients that are mostly noise. To test this assumption, the check also trains with twice the
+batch on the same tokens, under the batch rule. The tokens needed to reach a given loss are proportional to 1 + x.
+Here x is the batch / the critical batch (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So a doubled batch
+needs (1 + 2x) / (1 + x) times the tokens.
+
+The log2 of this ratio is the cost of doubling the batch, in octaves of tokens. It is 0 if gradients are only noise,
+0.585 at the critical batch, and 1 if only the number of steps counts. The check measures it as (rise of the loss from
+doubling the batch) / (fall of the loss per doubling of the tokens).
 """
 
 import math
@@ -48,13 +48,8 @@ def duration(
 ) -> CheckDocument:
     """Run or resume the duration check.
 
-    Args:
-        ratios: run lengths, as multiples of the family's own; 1 is always among them.
-        lrs: the lrs to try; None for the default grid.
-
-    Raises:
-        InputError: if there is no ratio besides 1, and wherever :func:`sweep` raises it.
-        ChecksStopped: if the runs were stopped.
+    ``ratios`` are run lengths as multiples of the family's own; 1 is always among them. ``lrs`` are the lrs to try,
+    by default a grid. Raise InputError if there is no ratio besides 1, and whatever :func:`sweep` raises.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -70,8 +65,8 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return the token exponent that a check measured, its interval and its reason, by path in a recipe.
 
-    The best lr falls as tokens^-t. The token exponent is t, clipped to the range 0 to 1. The result is None if the
-    exponent has no interval, and also if a best lr is at the edge of its grid.
+    The best lr falls as tokens^-t, and the token exponent is t, from 0 to 1. The result is None without an interval,
+    or if a best lr is at the edge of its grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -90,11 +85,7 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the row with the cost of doubling the batch, as defined at the top of this file.
-
-    The cost is None if too many runs diverged, if a run with the doubled batch diverged, or if more tokens do not
-    lower the loss.
-    """
+    """Return the row with the cost of doubling the batch (top of this file); its value is None if not measurable."""
     name = "cost of twice the batch, octaves of tokens"
     unknown = partial(MeasuredRow, name=name, value=None, low=None, high=None)
     longest = max(losses, key=lambda scale: scale.tokens)
@@ -132,12 +123,7 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows with the loss of each control run minus the loss under the rule, for each scale in ``longer``.
-
-    The control run "nothing moved" keeps all hyperparameters. The control run "lr left alone" keeps the lr and moves
-    all other hyperparameters. It is left out if the rule does not change the lr. If a run diverged, the difference is
-    None.
-    """
+    """Return the loss of each control run minus the loss under the rule, for each scale in ``longer``."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

@@ -1,11 +1,12 @@
 """The equivalence check: does another batch size on the same data train an equally good model?
 
-With the batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025),
-training at another batch follows the same stochastic differential equation. If the batch is kappa times larger, the
-lr is sqrt(kappa) times higher, the betas are raised to the power kappa, and eps and decay change, too. So the final
-loss stays the same as long as gradients are mostly noise. The check compares final losses at the family's own lr,
-which need not be the best one. Control runs change only the batch. If their loss stays the same, too, the check shows
-nothing and does not pass.
+Under the batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025),
+training at another batch follows the same stochastic differential equation. For a batch kappa times as large, the lr
+rises by sqrt(kappa), and the betas are raised to the power kappa. eps and decay change, too. The final loss then
+stays the same, if gradients are mostly noise.
+
+The check compares final losses at the family's own lr. Control runs change only the batch. If their loss also stays
+the same, the check shows nothing and does not pass.
 """
 
 import math
@@ -23,13 +24,13 @@ from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
-"""The least number of steps with the largest batch. With fewer, the loss depends mainly on the number of steps: with
-64, the loss at 1/4 of the batch was 1.8 nats away from that at the family's batch, although the rule was correct."""
+"""The least number of steps with the largest batch. With fewer steps, the loss depends mainly on their number: with
+64, a correct rule was 1.8 nats off at 1/4 of the batch."""
 
 TOLERANCE = 0.02
 """The difference of the loss that is always allowed, as a share of log(vocabulary) - loss. The rule is exact only in
-the limit of small lrs. In a toy model with 1/4 to 8 times the batch, the excess loss changes by at most 5% with the
-rule, and by 50% without the rule."""
+the limit of small lrs. In a toy model, 1/4 to 8 times the batch changes the excess loss by up to 5% with the rule,
+and by 50% without."""
 
 FACTORY_TOKENS = 524_288
 """The default number of tokens in a run of a user's factory: 256 steps at 4 times the default batch."""
@@ -42,9 +43,8 @@ def equivalence(
 ) -> CheckDocument:
     """Run or resume the equivalence check. ``ratios`` are multiples of the family's batch.
 
-    Raises:
-        InputError: if there are too few ratios or steps, or if a batch or the folder cannot be used.
-        ChecksStopped: if the runs were stopped.
+    Raise InputError if there are too few ratios or steps, or a batch or the folder cannot be used. Raise
+    ChecksStopped if the runs were stopped.
     """
     kappas = sorted({1.0, *ratios})
     if len(kappas) < 2:

@@ -7,7 +7,7 @@
 
 The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
 step) -> (inputs, targets)``. docs/concepts/checks.md describes the factory, and how its models are trained. The
-result of a training run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if the
+result of a run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if the
 ``DivergenceMonitor`` ended it, or if the result is at least 1 nat above the loss of a uniform guess.
 """
 
@@ -99,10 +99,7 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. The run's key depends on what the factory makes (:meth:`_state`).
-
-        Raise InputError if the batch is not a whole number of sequences, or the factory cannot make the model.
-        """
+        """Return the training run of a setting. Raise InputError if its batch or model is impossible."""
         scale = setting.scale
         sequences = scale.batch * self.sequences
         if not math.isclose(sequences, round(sequences)):
@@ -133,8 +130,7 @@ class ForeignFamily:
         return corpus(self._tokens, self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale, seed: int) -> str:
-        """Return a hash of the model at a scale with a seed: initial values, optimizer, first loss and gradient, two
-        updates, and then the held-out loss in eval mode. It costs about as much as three steps of a run."""
+        """Return a hash of the model at a scale: initial values, optimizer, losses, gradients and two updates."""
         instance = self.build(scale, seed)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -167,8 +163,7 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train a new model. The loss of a diverged run is 1 nat above that of a uniform guess. Raise InputError if
-        the text has changed."""
+        """Train a new model. Raise InputError if the text has changed. A diverged run has a finite loss."""
         family, setting, scale = self.family, self.setting, self.setting.scale
         if self.text is not None and family._fingerprint != self.text:
             raise InputError(f"the text of {family.source} has changed since this command began; run it again")
@@ -211,8 +206,8 @@ ModelFamily = RecipeFamily | ForeignFamily
 
 CheckTrial = RecipeTrial | ForeignTrial
 """A training run of a family. ``run()`` trains in any process. On the same text, trials with the same ``key`` have
-the same loss. ``cost`` is the expected duration relative to other trials. The loss of a diverged run is finite, so
-that charts can show it."""
+the same loss. ``cost`` is the expected duration relative to other trials. The loss of a diverged run is finite, for
+charts."""
 
 
 def foreign(
@@ -225,16 +220,11 @@ def foreign(
     tokens: int | None = None,
     alpha: float | None = None,
 ) -> ForeignFamily:
-    """Return the family of models that a user's factory makes.
+    """Return the family of models that a user's factory ``entry``, ``module:factory``, makes.
 
-    Args:
-        entry: ``module:factory``; the module is imported from the working directory, as with ``python -m``.
-        scale: the scale at which one model is built, to read the size of the vocabulary from it.
-        source: the text, written as ``data.source`` in a recipe, or :data:`MADE_UP`; by default :data:`SOURCE`. If
-            the factory returns batches, ``source`` and ``batch_tokens`` must be None.
-
-    Raises:
-        InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
+    One model is built at ``scale`` to read the size of the vocabulary. ``source`` names the text, as ``data.source``
+    of a recipe. It can be :data:`MADE_UP`, and is :data:`SOURCE` by default. Raise InputError if the factory, its
+    result or an argument cannot be used, or the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0
@@ -264,8 +254,7 @@ def foreign(
 
 
 def _two_steps(instance: ModelInstance) -> tuple[float, float]:
-    """Take two optimizer steps. Return the sum over parameters of the norm of their change, and the held-out loss in
-    eval mode, in which a run's result is measured."""
+    """Take two optimizer steps. Return the sum of the norms of parameter changes, and the held-out loss."""
     before = [parameter.detach().clone() for parameter in instance.model.parameters()]
     for step in range(2):
         instance.optimizer.zero_grad(set_to_none=True)

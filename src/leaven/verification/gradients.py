@@ -6,8 +6,8 @@ halves when the width doubles has the exponent -1 over width. Three properties o
 - AdamW divides by ``sqrt(v) + eps``, so the exponent of each gradient's RMS must equal that of eps (Everett et al.
   2024, arXiv 2407.05872).
 - AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x weight_decay must be 0.
-  If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. This error shows in
-  activations only after many steps.
+  If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. Activations show
+  this error only after many steps.
 - Every parameter with a gradient must change in training. Gains and biases must change by the same amount at every
   scale, because Adam changes each entry by about the lr in a step.
 
@@ -19,9 +19,9 @@ Two kinds of parameters are exceptions over width:
 - Gains of query and key norms, which all heads share. The gradient is a sum over heads, whose terms have independent
   signs at the start. After about 150 steps the signs agree, and the exponent of the gradient is 0, like that of eps.
   So only the gradient at the end is judged, and only after 150 steps or more.
-- Routers: matrices inside blocks whose number of outputs does not grow with the width. The exponent may be anywhere
-  from -1/2 to 0, that of eps. The gradient of an output is a sum over the width, whose terms have independent signs
-  until the outputs of the experts align with the gradient. docs/concepts/checks.md has measurements.
+- Routers: matrices inside blocks whose number of outputs does not grow with the width. The gradient of an output is a
+  sum over the width, whose terms have independent signs until the outputs of the experts align with the gradient. So
+  the exponent may be anywhere from -1/2 to 0, where eps has 0. docs/concepts/checks.md has measurements.
 
 The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
 fall with the depth, at most as L^(alpha-1):
@@ -29,9 +29,9 @@ fall with the depth, at most as L^(alpha-1):
 - lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep weight_decay. (With
   ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
 - Changes of gains and biases inside blocks, because the rule lowers the lr there.
-- Gradients inside blocks at the end of the training, relative to eps, because the gradient of a gain is in part
-  proportional to what the block has learnt. For the gain before the MLP and alpha = 1/2, the exponent was -0.59 on
-  text and -0.90 on a Markov chain, which is learnt quickly. That of eps is -0.50.
+- Gradients inside blocks at the end of the training, relative to eps. The gradient of a gain is in part proportional
+  to what the block has learnt, which falls with the depth. For the gain before the MLP and alpha = 1/2, the exponent
+  was -0.59 on text and -0.90 on a Markov chain, which is learnt quickly. eps has -0.50.
 """
 
 import math
@@ -52,14 +52,14 @@ from leaven.verification.small_models import CheckStart
 from leaven.verification.verdict import Exponent
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
-"""The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
+"""The limits on the difference between the exponents of the gradient and of eps, at the start and at the end.
 
-``START_LIMIT`` also applies to the exponent of lr x weight_decay. For gains that all heads share, it applies at the
-end. ``END_LIMIT`` also applies to the exponent of the changes of gains and biases.
+``START_LIMIT`` also limits the exponent of lr x weight_decay, and shared gains at the end. ``END_LIMIT`` also limits
+the exponent of the changes of gains and biases.
 
 Under correct rules, at widths 64 to 512 and depths 2 to 32, the difference was at most 0.14 at the start. The limit
-at the end is larger, because models of different width have learnt different amounts by then: after 20 steps, the
-exponent of a gradient was -0.77, and that of eps -1.
+at the end is larger, because models of different width have then learnt different amounts: after 20 steps, a gradient
+had the exponent -0.77, and eps -1.
 """
 
 COHERENT_STEPS = 150  # with this many steps or more, gains that all heads share are judged over width
@@ -86,7 +86,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
     steps: int = 20
     lr_factor: float = 0.125
     """At the full lr, without a schedule, the exponents of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of
-    the lr, the exponents stay within the limits."""
+    the lr, they stay within the limits."""
 
     name = "gradients"
     quantity = "slope of log2 gradient RMS over log2 size, less that of eps"

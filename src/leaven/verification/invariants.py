@@ -1,19 +1,18 @@
 """Check without training how a scaling rule changes the optimizer settings with the scale of a run.
 
 The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the settings
-of each module at two scales, and combines them as listed below. If a combination falls to a quarter at twice the
-width, its exponent is -2. The check compares the exponent with that of a correct rule:
+of each module at two scales, and combines them as listed below. A combination that falls to a quarter at twice the
+width has the exponent -2. The check compares each exponent with that of a correct rule:
 
-- ``lr x eps x entries`` is constant. Entries is the number of weights of the module; for a module inside blocks, it
-  is the number in all layers together. A step of Adam changes the loss by lr x the sum of absolute gradients, which a
-  correct rule keeps constant. And a correct rule makes eps proportional to the gradients, which the gradient check
-  tests.
+- ``lr x eps x entries`` is constant. Entries is the number of weights of the module, in all layers together. A step
+  of Adam changes the loss by lr x the sum of absolute gradients, which a correct rule keeps constant. A correct rule
+  also makes eps proportional to the gradients, which the gradient check tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If the rule multiplies residual
   branches by L^-alpha at depth L, with alpha below 1, this share may fall with the depth, at most as L^(alpha - 1).
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
-- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287), and falls with the
-  tokens of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the
-  exponent of the lr depends on the parametrization and is not judged.
+- ``lr`` grows as the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens
+  of the run as tokens^-t, with t from 0 to 1/2 (the literature finds 0.3 to 0.5). Over width and depth, the exponent
+  of the lr depends on the parametrization and is not judged.
 
 A parametrization can be written in several ways: multiplier x c, init / c, lr / c, eps x c and decay x c together
 train in the same way. The products lr x eps and lr x decay do not depend on c. A rule can be right over width and
@@ -45,8 +44,7 @@ _REASONS = {
     "lr": "it should grow as batch^1/2, and fall as tokens^-t with t from 0 to 1/2",
 }
 Combinations = dict[str, list[dict[str, float]]]
-"""For each module label, a list over layers, from the first to the last. An item has the values of the combinations
-by name, such as ``{"lr": 0.01, "beta1": 30.0, ...}``."""
+"""By module label, the values of the combinations in each layer, such as ``{"lr": 0.01, "beta1": 30.0, ...}``."""
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
@@ -97,10 +95,7 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each module label.
-
-    If the rule could adapt to the batch or to the tokens, but changes nothing, a further row says so.
-    """
+    """Return a row for each module label, and one for batch or tokens if the rule could use them but does not."""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -148,11 +143,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponent of the combination ``column`` in each layer.
-
-    If the depths differ, only the first and the last layer are compared. If the combination is 0 at one scale, the
-    exponent is infinite. Layers where the combination is 0 at both scales are left out.
-    """
+    """Return the exponent of the combination ``column`` by layer; at unequal depths, only of the end layers."""
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

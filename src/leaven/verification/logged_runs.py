@@ -1,9 +1,8 @@
 """Read the results of runs that any program has trained, for the checks transfer and collapse.
 
-In a CSV or JSON lines file, a row is one run (for transfer) or one point of a loss curve (for collapse). Its columns
+A row of a CSV or JSON lines file is one run (for transfer) or one point of a loss curve (for collapse). Its columns
 give the size: width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is a .wandb
-file. The path of such a run gives its columns: width256-lr0.004 has the width 256 and the lr 0.004. Run folders of
-leaven are read, too.
+file. The path of such a run gives its columns: width256-lr0.004 has the width 256 and the lr 0.004.
 """
 
 import csv
@@ -70,7 +69,7 @@ class LoggedRow:
         return value
 
     def loss(self) -> float:
-        """Return the loss, or NaN if the loss shows a diverged run: it is not finite, or beyond +-LARGEST_LOSS."""
+        """Return the loss, or NaN if the run diverged: the loss is not finite, or beyond +-LARGEST_LOSS."""
         loss = self.number("loss")
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
@@ -84,11 +83,7 @@ class LoggedRow:
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield the folder ``path`` and each folder below it once, with the names of its files that are not hidden.
-
-    Links to folders are followed, except in the folder of a run. Raise InputError if a folder cannot be read. Also
-    raise it if an empty folder or a broken link is beside folders with runs, because a run may be missing there.
-    """
+    """Yield ``path`` and each folder below it once, with its file names. Raise InputError if a run may be missing."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
@@ -134,11 +129,7 @@ def _is_own_run(folder: Path, names: Collection[str]) -> bool:
 
 
 def _data_files(path: Path) -> list[Path]:
-    """Return the files and folders with runs at ``path``.
-
-    If ``path`` is a file, this is ``path`` itself. If it is a folder, these are all files in it that end in one of
-    ``SUFFIXES``, and all folders in it that have TensorBoard files, at any depth. Raise InputError if there are none.
-    """
+    """Return the files and folders with runs at or below ``path``. Raise InputError if there are none."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     if not path.is_dir():
@@ -157,11 +148,7 @@ def _is_one_run(path: Path) -> bool:
 
 
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a TensorBoard or W&B run, with the columns step and loss.
-
-    ``loss`` is the name of the loss in the log. The path below ``root`` gives the other ``columns``:
-    ``width64/lr0.01`` has the width 64 and the lr 0.01. Raise InputError if the log has no such loss.
-    """
+    """Return the points of a TensorBoard or W&B run. Its path below ``root`` gives ``columns``, such as the width."""
     cut: list[str] = []
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
@@ -196,10 +183,7 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
-    """Return the rows of a CSV or JSON lines file, with column names in lower case.
-
-    Raise InputError if the file cannot be read, is cut off, or has no rows, or if a column or row is malformed.
-    """
+    """Return the rows of a CSV or JSON lines file, with lower-case columns. Raise InputError if it is malformed."""
     try:
         if path.suffix.lower() == ".jsonl":
             read = storage.read_json_lines(path)
@@ -239,8 +223,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the size in the columns ``axes`` of a row. Batch and tokens are the row's numbers, not ratios.
-    Sizes that are not in ``axes`` are 1."""
+    """Return the scale in the columns ``axes`` of a row. Batch and tokens are absolute. All other sizes are 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1 or values[axis] > LARGEST_WIDTH:
@@ -326,10 +309,7 @@ def _runs_by_size(
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run that has not diverged ends before another run of the same size.
-
-    ``ends`` are the last points of the runs. If the swept ``value`` is a size, such as the batch, nothing is checked.
-    """
+    """Raise InputError if a run that has not diverged ends before another of its size. ``ends``: last points."""
     if value in AXES:  # with another batch, a run has another number of steps
         return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
@@ -390,17 +370,13 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _require_new(seen: dict[Hashable, Path], run: Hashable, path: Path) -> None:
-    """Add ``run``, a size and a seed, to those ``seen``. Raise InputError if another path has them, because the check
-    would take a copy of a run for another seed."""
+    """Add ``run``, a size and a seed, to ``seen``. Raise InputError if another path has a copy of it."""
     if (first := seen.setdefault(run, path)) != path:
         raise InputError(f"{path} repeats the size and seed of {first}; move one of the two to another folder")
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run. If a resumed run repeats steps, their later rows replace the earlier ones.
-
-    Raise InputError if the rows seem to be those of two runs, or if a row has no loss or no ``time`` of at least 0.
-    """
+    """Return the points of a run, the later of repeated steps. Raise InputError if a second run seems to follow."""
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:
@@ -441,10 +417,7 @@ def _by_numbers(name: str) -> list[str | float]:
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven at or below ``path``.
-
-    Raise InputError if there are any, but ``loss`` names another column than "loss".
-    """
+    """Return the run folders of leaven at or below ``path``. Raise InputError if they have no loss named ``loss``."""
     every = _folders(path) if path.is_dir() else ()
     folders = sorted(folder for folder, names in every if _is_own_run(folder, names))
     if folders and loss != "loss":
@@ -453,10 +426,10 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens, not ratios.
+    """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens.
 
-    Raise InputError if the files of a run were changed or lost, or if the texts of the runs differ. Also raise it if
-    recipes of one size differ in a key that is not in ``free``.
+    Raise InputError if files were changed or lost, if texts differ, or if recipes of one size differ in a key not in
+    ``free``.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}

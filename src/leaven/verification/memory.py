@@ -1,8 +1,7 @@
 """The memory check: does a rank need as much memory as the planner says?
 
 The planner computes the memory of a rank from formulas. The dry run (:mod:`leaven.verification.dry_run`) executes
-training steps without data and records every allocation. Only the memory of tensors is compared, without the device
-context, kernels and fragmentation.
+training steps without data and records every allocation. Only the memory of tensors is compared.
 """
 
 import time
@@ -35,10 +34,7 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return a recipe for a dry run: its steps need as much memory as those of ``recipe``, but are shorter.
-
-    Raise InputError if the recipe cannot be trained in its layout.
-    """
+    """Return a shorter recipe whose steps need as much memory. Raise InputError if its layout cannot be trained."""
     require_trainable(recipe, recipe.layout.ranks)
     layout, seq_len = recipe.layout, recipe.model.seq_len
     each = -(-recipe.batch.tokens // seq_len // layout.dp)
@@ -66,10 +62,10 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the given ``ranks``, sorted and without duplicates.
+    """Return the given ``ranks``, sorted, without duplicates. Raise InputError for a rank outside the layout.
 
     By default, return the first rank of the first, second and last pipeline stage; with ``all_stages``, of all
-    stages. Raise InputError if one of the ``ranks`` is not in the layout.
+    stages.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -120,8 +116,7 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    The rows of single parts are not judged, because the planner gives the largest size of a part, and the dry run
-    gives its size at the peak.
+    Rows of single parts are not judged: the planner gives their largest size, and the dry run their size at the peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

@@ -79,9 +79,8 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps the name of a module or parameter to its label, which all blocks share.
 
     For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label ``output``.
-    The members of an ``nn.ModuleList`` are blocks. So are the members of an ``nn.Sequential`` that are all of one
-    type and have submodules. Neither a list inside a block nor the model itself counts as such a list:
-    ``layers.3.experts.0`` has the label ``layers.experts.0``.
+    Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of equal modules with submodules. A
+    list inside a block does not count.
     """
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -107,11 +106,7 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that maps names in leaven's own transformer to labels, such as ``mlp.in``.
-
-    A block has the label ``residual``, because it returns the residual stream. The whole model has the label
-    ``unembedding``.
-    """
+    """Return the function that maps names in leaven's transformer to labels: ``mlp.in``; a block is ``residual``."""
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 
     def label(name: str) -> str:

@@ -1,7 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats per token. Values of the hyperparameter are in octaves: their log2. In the shapes of arrays, "..."
-stands for a dimension of bootstrap samples, which some arrays do not have.
+Losses are in nats per token. Values of the hyperparameter are in octaves: their log2. "..." in the shape of an array
+is an optional dimension of bootstrap samples.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,8 +17,8 @@ from leaven.verification.verdict import difference
 Array = NDArray[np.float64]
 
 POINTS = 3
-"""Number of points around the lowest loss to which a parabola is fitted. Loss curves are steeper on one side than on
-the other: with five points an octave apart, the vertex was half an octave from the lowest point (docs/log.md)."""
+"""Number of points around the lowest loss to which a parabola is fitted. Loss curves are steeper on one side: with
+five points an octave apart, the vertex was half an octave off (docs/log.md)."""
 
 DRAWS = 1000  # bootstrap samples
 
@@ -34,10 +34,7 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid of ``losses``, by value and then by seed. A list of losses has the seeds 0, 1, 2 and so on.
-
-        The loss of a diverged run must be NaN or infinite.
-        """
+        """Return the grid of ``losses``, by value and then by seed. Diverged runs have NaN or infinite losses."""
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
             for value, of in sorted(losses.items())
@@ -70,11 +67,7 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value with which to extend the grid at its `edge`.
-
-        It is one grid step beyond the edge. If a value beyond the edge diverged, it is halfway (in octaves) from the
-        edge to the nearest such value.
-        """
+        """The value with which to extend the grid at its `edge`: one step beyond, or halfway to a diverged value."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -86,10 +79,10 @@ class LossGrid:
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value, of shape (...).
+        """Return log2 of the best value, of shape (...): the vertex of a parabola around the lowest mean loss.
 
-        It is the vertex of a parabola around the lowest mean loss, clipped to the range of the grid. If the parabola
-        has no minimum, it is the grid value with the lowest mean loss.
+        It is clipped to the grid. If the parabola has no minimum, the grid value with the lowest mean loss is
+        returned.
         """
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
@@ -137,10 +130,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Runs:
-    """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
-
-    :meth:`of` fits effects of seeds only if ``paired`` is true and the runs determine them. Otherwise they are 0.
-    """
+    """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed (or 0) + noise."""
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
     weights: Array  # (values, N); weights @ losses = means
@@ -178,11 +168,10 @@ def estimate(
 ) -> Estimate:
     """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
-    The bootstrap draws residuals of losses, which ``_Runs`` scales up to the size of the noise. A few runs show the
-    noise only roughly. So residuals are also multiplied by the 97.5% quantile of Student's t / that of the normal
-    distribution. Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then the effect of
-    a seed, which is the same at all values, is not noise. If there are no residuals to
-    draw, the ends of the interval are None.
+    The bootstrap draws residuals of losses, scaled up to the size of the noise. They are also multiplied by the ratio
+    of the 97.5% quantiles of Student's t and the normal distribution, because few runs show the noise only roughly.
+    Set ``paired`` if ``of`` depends only on differences of losses within each grid: then a seed's effect is not
+    noise. Without residuals, the interval is None.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -72,10 +72,7 @@ class RecipeFamily:
         return value
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return the exponent with which the rule scales a hyperparameter along an axis.
-
-        Over width and depth, the result is 0, because there the rule has a different exponent for each tensor.
-        """
+        """Return the rule's exponent of a hyperparameter along batch or tokens; 0 along width and depth."""
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
         if cell is None or axis not in ("batch", "tokens"):

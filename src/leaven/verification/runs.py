@@ -56,11 +56,8 @@ class RunStore:
     ) -> None:
         """Create the store without starting workers.
 
-        Args:
-            on_run: called by :meth:`run` as ``on_run(done, total)``, the numbers of finished and of all trials.
-            stop: called repeatedly; the runs stop once it returns true.
-            note: called with a message for the user.
-            finished: the number of results that the folder should have at least.
+        :meth:`run` calls ``on_run(done, total)`` with numbers of trials, and stops once ``stop`` returns true.
+        ``note`` gets messages for the user. ``finished`` is the least number of results that the folder should have.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished
@@ -81,9 +78,8 @@ class RunStore:
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
         """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
 
-        Raises:
-            InputError: if the folder cannot be used or has runs on another text, or if a run's process dies twice.
-            ChecksStopped: if ``stop`` returned true before all runs had ended.
+        Raise InputError if the folder cannot be used, has runs on another text, or a run's process dies twice. Raise
+        ChecksStopped if ``stop`` returned true before all runs had ended.
         """
         wanted = {trial.key: trial for trial in trials}
         first, pool = self._pool is None, self._open()

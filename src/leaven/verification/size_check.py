@@ -123,10 +123,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return value
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return an axis of widths at the smallest depth, and one of depths at the smallest width.
-
-        An axis with only one size is left out.
-        """
+        """Return an axis of widths at the smallest depth, and an axis of depths at the smallest width."""
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
@@ -137,11 +134,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train a model and return its measurements.
-
-        ``labels`` are the labels of the smallest model's parameters. For the smallest model itself, the set is
-        empty and is filled here. Raise InputError if a larger model lacks one of the labels.
-        """
+        """Train a model and return its measurements. Raise InputError if it lacks a label in ``labels``."""
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:
@@ -155,9 +148,9 @@ class SizeCheck(ABC, Generic[Measured]):
         return self.record(instance)
 
     def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:
-        """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
+        """Run the check. Raise InputError if a model cannot be built, or lacks a parameter of the smallest model.
 
-        Raise InputError if a model cannot be built, or lacks a parameter of the smallest model.
+        ``on_model`` is called with the number of finished sizes and the number of all sizes.
         """
         axes = self.axes()
         curves: list[VerdictCurve] = []

@@ -1,8 +1,7 @@
 """Make small models from a recipe of any size, with initial values for checks of a few steps.
 
-The exponents of a scaling rule are the same at all sizes, as long as the model keeps its proportions. So a check
-without --widths trains models of widths 64 to 512. If the recipe does not fit these widths, heads become smaller or
-fewer, and d_ff and the widths are rounded.
+The exponents of a scaling rule are the same at all sizes, if the model keeps its proportions. So a check without
+--widths trains models of widths 64 to 512. If the recipe does not fit these widths, its proportions are rounded.
 """
 
 from dataclasses import dataclass, replace
@@ -26,8 +25,8 @@ WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multipl
 DEPTHS = (2, 4, 8, 16)
 EXPERT_DEPTHS = (4, 8, 16)
 """Depths of models with experts. A check over depth measures the middle block. At depth 2, three quarters of all
-branches come before the MLP of this block; in deep models, one half. Experts change more in a step than a dense MLP,
-so from depth 2 to 8, the change of the MLP's input falls with the depth (a slope of -0.22)."""
+branches come before this block's MLP; in deep models, one half. Experts change more in a step than a dense MLP, so
+the change of the MLP's input falls from depth 2 to 8 (slope -0.22)."""
 
 # The largest sequence length of small models and, if leaven trains the tokenizer, their largest vocabulary.
 VOCABULARY, SEQ_LEN = 4096, 256
@@ -111,17 +110,16 @@ class CheckStart:
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
     """Return the recipe with the values of ``start``, and with ``width`` and ``depth`` as its base.
 
-    ``start`` multiplies the lr of the embedding. With its values and these initial values, small models change with
-    size as large models do:
+    With these initial values, small models change with size as large models do:
 
-    - The embedding and learned positions start at RMS 1. With a smaller RMS, the residual stream of a model with two
-      layers would be mostly the outputs of branches. If the rule multiplies branches by L^-alpha, where L is the
-      depth, their sum changes as L^(1/2 - alpha), so the gradients inside blocks would have wrong exponents.
+    - The embedding and learned positions start at RMS 1. With a smaller RMS, the residual stream of two layers would
+      be mostly outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), if the rule multiplies
+      branches by L^-alpha. So the gradients inside blocks would have wrong exponents.
     - The unembedding starts at RMS 1/width. With a larger RMS, the first gradient of the final norm's gain would fall
-      as 1/width^2 instead of 1/width, and the logits would stay close to their initial values for more steps. For
-      tied embeddings, see :meth:`SmallModels.table`.
+      as 1/width^2 instead of 1/width, and the logits would stay near their initial values for longer. For tied
+      embeddings, see :meth:`SmallModels.table`.
     - Routers start at RMS 1/width. With a larger RMS, their logits would fall towards 0 as the width grows, and the
-      weights in the sum of the experts' outputs would depend on the width.
+      mixture of experts would depend on the width.
 
     Raise InputError if the model cannot have this width and depth.
     """
@@ -158,8 +156,8 @@ class SmallModels(RecipeFamily):
     def table(self, recipe: Recipe) -> ParameterTable:
         """Return the parameter table of ``recipe``, with smaller logits if embedding and unembedding are tied.
 
-        An embedding starts at RMS 1 and an unembedding at RMS 1/width. A tied matrix starts at RMS 1, so the logits
-        are divided by the width of the base. The base is the same at every scale, so no measured exponent changes.
+        A tied matrix starts at RMS 1, as an embedding, although an unembedding starts at RMS 1/width. So the logits
+        are divided by the base's width, which is the same at every scale.
         """
         table = parameter_table(recipe)
         rows = tuple(

@@ -9,8 +9,8 @@ For each other scale, a sweep measures two numbers (compare Kalra and Barkeshli 
 
 - The shift is the distance in octaves from the best value of the base to the best value of the other scale. For
   example, best lrs of 0.01 and 0.005 are a shift of -1.
-- The regret is what the base's best value costs at the other scale: its loss in nats minus the lowest loss, both at
-  the other scale.
+- The regret is the cost of the base's best value at the other scale: the loss at this value minus the lowest loss, in
+  nats.
 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both are judged. A
 check must not pass because of noise, so their 95% bootstrap intervals are compared with the limits:
@@ -21,11 +21,11 @@ check must not pass because of noise, so their 95% bootstrap intervals are compa
   limit.
 - In all other cases it is undecided, which does not count as passed. With one seed there is no interval.
 
-If the base's best value is outside the grid of the other scale, the regret there is extrapolated, so the check cannot
-pass. A value with a diverged run is left out at that scale. If this value is the best of the base, the check fails.
+If the base's best value is outside the grid of the other scale, the regret is extrapolated, so the check cannot pass.
+A value with a diverged run is left out at that scale. If this value is the best of the base, the check fails.
 
 If the best value of a scale is at the edge of its grid, the grid is extended, up to :data:`EXTENSIONS` times. If the
-best value of the base is then still at the edge, the check is undecided, and the other scales are not trained.
+base's best value is then still at the edge, the check is undecided, and the other scales are not trained.
 """
 
 import math
@@ -83,14 +83,9 @@ def sweep(
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
     """Run or resume a sweep. Return its document and the losses at each scale that was trained.
 
-    Args:
-        scales: the first is the base.
-        grid: the values at the base. For a user's factory, they are factors on the factory's own value. None: the
-            default grid.
-
-    Raises:
-        InputError: if there are fewer than two scales or three values, or a scale or the folder cannot be used.
-        ChecksStopped: if the runs were stopped.
+    The first scale is the base. ``grid`` has the values at the base, or for a user's factory, factors on its own
+    value. Raise InputError if there are fewer than two scales or three values, or a scale or the folder cannot be
+    used. Raise ChecksStopped if the runs were stopped.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
@@ -124,7 +119,7 @@ def compare(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> CheckDocument:
-    """Return the document that compares the best values of all other scales with that of the base.
+    """Return the document that compares the best values at other scales with the best value at the base.
 
     The base is the first scale in ``names``. ``ruled`` has the rule's exponent along each axis. ``settings`` must
     contain "rule" and "unit".
@@ -149,10 +144,7 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a name for each scale, made of what differs between the scales.
-
-    Examples: ``64x4`` (width x depth), ``tokens x2``, ``64x4 batch x2``.
-    """
+    """Return a name for each scale from what differs: ``64x4`` (width x depth), ``tokens x2``, ``64x4 batch x2``."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -229,9 +221,8 @@ def _exponents(
 ) -> list[MeasuredRow]:
     """Return a row with the measured exponent of the best value along each axis.
 
-    Axes with fewer than two sizes, or with a size without a best value, are left out. The values of a grid are those
-    at the base. So the exponent that is fitted to them is the error of the rule. It is added to the rule's exponent:
-    an error of 0.1 and a rule's exponent of -0.5 give -0.4.
+    A grid has values at the base, so the exponent fitted to it is the error of the rule. The rule's exponent is
+    added.
     """
     found = []
     for axis in AXES:
@@ -255,8 +246,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value at each scale, the minimum at each scale, and the best value along each
-    axis."""
+    """Yield the loss over the swept value, its minimum at each scale, and the best value along each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]
