@@ -89,15 +89,12 @@ def run_demo(
     """Run or resume the demo in a folder, and return its document.
 
     Args:
-        size: "full" or "quick". By default, a resumed demo keeps its size. A new demo is full, or quick if full is
-            estimated to take more than ``MOST_SECONDS``.
-        source: ``data.source`` of the recipe. By default, a resumed demo keeps its text, and a new one has that of
-            demo.toml.
+        size: "full" or "quick". None: the resumed demo's size, or full if the estimate is at most `MOST_SECONDS`.
+        source: ``data.source`` of the recipe. None: the resumed demo's text, or that of demo.toml.
         stop: returns true once the user has asked to stop.
 
     Raises:
-        InputError: if the folder has other files or another demo, is in use or cannot be written, or if the source
-            has no text.
+        InputError: if the folder cannot be used, or if the source has no text.
         ChecksStopped: if ``stop`` returned true. The same call resumes the demo.
     """
     require_writable(folder)
@@ -133,10 +130,7 @@ def run_demo(
 
 
 def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
-    """Return the document that an earlier call wrote into the folder, or None if the demo is new.
-
-    Raise InputError if the folder has another demo, a demo without its runs, or other files.
-    """
+    """Return the document of an earlier call, or None. Raise InputError if the folder has other files."""
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
@@ -164,7 +158,7 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
 
 
 def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: LiveScreen) -> DemoDocument:
-    """Choose the size, print what the demo will train and for how long, and return the document of the new demo."""
+    """Choose the size, print what the demo will train and for how long, and return the new document."""
     seconds = {}
     for name, size in SIZES.items():
         of_width = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
@@ -196,7 +190,7 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
 
 
 def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
-    """Train the runs that have not finished, and write the three recipes. Return the document with the results."""
+    """Train the runs that have not finished, write the three recipes, and return the document with the results."""
     size = SIZES[document.size]
     document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
     lr = best(curves(document)[MOVED, size.widths[0]])
@@ -213,7 +207,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
 
 
 def result_of(demo: DemoDocument) -> DemoResult:
-    """Return the losses of the base and of the widest model, all at the lr that is best for the base."""
+    """Return the losses of the base and of the widest model at the lr that is best for the base."""
     base, widest = demo.models[0].width, demo.models[-1].width
     lr = best(curves(demo)[MOVED, base])
     copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
@@ -248,10 +242,7 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run on one thread from the speed of four steps.
-
-    A validation token is assumed to take a third of the time of a training token.
-    """
+    """Estimate the seconds of a run on one thread, from four steps. A validation token counts as a third."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -24,14 +24,13 @@ def _masked(found: re.Match[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """Return text that is safe to print: passwords (in URLs and logins of databases) become ``***``, and control
-    characters become escapes such as ``\\u001b``."""
+    """Return text that is safe to print, with passwords as ``***`` and control characters as ``\\u001b``."""
     text = _PASSWORD.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return the question whether the most similar of the ``known`` names is meant, or ``otherwise`` if none is."""
+    """Return ``did you mean NAME?`` with the most similar of the ``known`` names, or else ``otherwise``."""
     close = get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise
 

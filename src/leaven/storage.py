@@ -1,8 +1,7 @@
-"""Writes and locks files so that they survive kills, power cuts and full disks.
+"""Write and lock files so that they survive kills, power cuts and full disks.
 
-Nothing is written through a link to a file, because somebody else may have made the link. If the new content of a
-file cannot be written, the old file stays. Functions for a path that a user has typed, such as :func:`write_text`,
-raise InputError.
+If the new content of a file cannot be written, the old file stays. Nothing is written through a link, which somebody
+else may have made. Functions for a path that a user has typed raise InputError.
 """
 
 import errno
@@ -49,16 +48,14 @@ DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, getattr(errno, "EKEYEXPIRED", 
 """Error numbers of a disk that may not be written, for example because a Kerberos ticket has expired."""
 
 EMPTY_LOCK_SECONDS = 10.0
-"""On a disk without flock, :func:`lock` raises InputError if a lock file stays empty for this many seconds. An empty
-file does not say which process holds the lock."""
+"""On a disk without flock, :func:`lock` raises InputError if a lock file stays empty for this many seconds."""
 
 KEPT = ("events.jsonl", "metrics.jsonl", "state.json", "study.json", "centre.toml", "check.json", "demo.json")
 """A folder with a file of one of these names belongs to a run, a checkpoint, a study, a check or a demo."""
 
 
 def expanded(path: Path | str) -> Path:
-    """Return ``path`` with ~ or ~NAME replaced by the home folder. Raise InputError if the home folder is not
-    known."""
+    """Return ``path`` with ~ or ~NAME replaced by the home folder. Raise InputError for an unknown home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -97,7 +94,7 @@ def require_file(path: Path | str) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, open for writing. It replaces ``path`` when the ``with`` block ends without an error.
 
-    If ``path`` is a device or a pipe, yield the device or pipe itself. Raise OSError if nobody reads the pipe.
+    A device or a pipe at ``path`` is written directly. Raise OSError if nobody reads the pipe.
     """
     if is_device(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NONBLOCK", 0))
@@ -143,7 +140,7 @@ def place_folder(temporary: Path, final: Path) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Raise InputError if ``path``, where a file is about to be written, is a link, a folder, a pipe or a device."""
+    """Raise InputError if ``path`` is a link, a folder, a pipe or a device, where leaven writes no file."""
     with suppress(OSError):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
@@ -154,15 +151,10 @@ def require_plain_file(path: Path) -> None:
 
 
 def open_to_write(path: Path, flags: int = 0, buffering: int = -1, *, separate: bool = True) -> BinaryIO:
-    """Open a file to read and write it in place, but never through a link.
+    """Open a file to read and write it in place. Raise InputError for a link, a folder, a pipe or a device.
 
-    Args:
-        flags: further flags of :func:`os.open`, such as ``os.O_CREAT`` for a file that may be missing.
-        separate: whether a file with a second name (a hard link, as in some backups) is first replaced by a copy. The
-            second name then keeps the old content. Use False for a file that another process may have locked.
-
-    Raises:
-        InputError: if ``path`` is a link, a folder, a pipe or a device.
+    With ``separate``, a file with hard links is first replaced by a copy; its other names keep the old content. Use
+    False for a file that another process may have locked. ``flags`` are further flags of :func:`os.open`.
     """
     require_plain_file(path)
     if separate and path.exists() and (there := path.stat()).st_nlink > 1:
@@ -200,19 +192,17 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def digest(content: bytes | BufferedReader, size: int = 8) -> str:
-    """Return the BLAKE2b hash of bytes, or of a file that is open for reading. It has ``size`` bytes, each written as
-    two hexadecimal digits."""
+    """Return the BLAKE2b hash of bytes, or of an open file, as 2 x ``size`` hexadecimal digits."""
     if isinstance(content, bytes):
         return blake2b(content, digest_size=size).hexdigest()
     return file_digest(content, lambda: blake2b(digest_size=size)).hexdigest()
 
 
 def require_page(path: Path) -> None:
-    """Raise InputError if an HTML page must not be written to ``path``:
+    """Raise InputError if an HTML page must not be written to ``path``.
 
-    - a file exists there that is not empty and not an HTML page, or cannot be read;
-    - a page exists there that was edited after leaven wrote it;
-    - the path is in the folder of a run, study, check or demo, and does not end in .html.
+    An existing file must be empty, or an HTML page that was not edited after leaven wrote it. In the folder of a run,
+    study, check or demo, the name must end in .html.
     """
     if is_device(path):
         return
@@ -236,8 +226,7 @@ def _content(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page, with a digest at its end that shows later edits. Raise InputError if the page cannot be
-    written, or :func:`require_page` refuses the path."""
+    """Write an HTML page with a digest at its end, or raise InputError (see :func:`require_page`)."""
     require_page(path)
     content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
     seal = digest(content.replace(b"\r\n", b"\n"))
@@ -245,11 +234,7 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError for a path that must not be used for a folder:
-
-    - a URL or the login of a database, because it may contain a password;
-    - a path that is not UTF-8, because some libraries cannot open it.
-    """
+    """Raise InputError for a path that is a URL or a database login, which may have a password, or not UTF-8."""
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
@@ -261,8 +246,7 @@ def require_folder_name(path: Path) -> None:
 
 
 def is_full(folder: Path, size: int = 2**16) -> bool:
-    """Return whether a disk or quota is too full for ``size`` more bytes in a folder. Return False if writing there
-    fails for another reason."""
+    """Return whether a disk or quota is too full for ``size`` more bytes in a folder."""
     try:
         with TemporaryFile(dir=folder) as file:
             file.write(bytes(size))
@@ -274,13 +258,12 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def may_pass(error: str) -> bool:
-    """Return whether an error message says that a disk is full, cannot be reached or may not be written. A user can
-    remove these causes while a command waits."""
+    """Return whether an error may pass: its message is about a disk that is full, away or not writable."""
     return any(os.strerror(number) in error for number in FULL | AWAY | DENIED)
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if a folder may not be written or created, or :func:`require_folder_name` refuses its path."""
+    """Raise InputError if a folder may not be written or created (see also :func:`require_folder_name`)."""
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
@@ -288,8 +271,7 @@ def require_writable(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents. Raise InputError if they cannot be created, or :func:`require_folder_name`
-    refuses the path."""
+    """Create a folder and its parents, or raise InputError."""
     require_folder_name(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -305,11 +287,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path, *, device: bool = False) -> None:
-    """Raise InputError if ``path`` cannot be created or replaced:
-
-    - something exists there that is not an empty folder;
-    - it is the current folder or the root of a disk;
-    - :func:`require_folder_name` refuses it.
+    """Raise InputError if ``path`` exists and is not an empty folder, or is the current folder or the root of a disk.
 
     With ``device`` true, a device or a pipe is accepted.
     """
@@ -328,8 +306,8 @@ def require_free(path: Path, *, device: bool = False) -> None:
 def written_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to ``path`` if the ``with`` block ends without an error.
 
-    If an empty folder is at ``path``, its permissions and group are kept. A link at ``path`` stays a link. Raise
-    InputError if :func:`require_free` refuses the path, or if the folder or a file in it cannot be written.
+    An empty folder at ``path`` keeps its permissions and group. Raise InputError if ``path`` is not free
+    (:func:`require_free`) or cannot be written.
     """
     require_free(path)
     final = Path(os.path.realpath(path))
@@ -357,8 +335,7 @@ def written_folder(path: Path) -> Iterator[Path]:
 
 
 def share(path: Path) -> None:
-    """Give a file the permissions that a new file in its folder gets. Some libraries create files that only their
-    owner can read."""
+    """Give a file the permissions of a new file. Some libraries create files that only their owner can read."""
     new = _temporary(path)
     with new.open("xb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -373,8 +350,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to the disk. Do nothing on Windows, and on disks that cannot do this, such as
-    those that VirtualBox shares."""
+    """Flush the file names in a folder to the disk, if the system and the disk can do this."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -401,7 +377,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files and folders that killed processes of this machine have left while writing ``path``."""
+    """Remove temporary files that killed processes of this machine have left while writing ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 
@@ -417,8 +393,7 @@ def _remove_leftovers(path: Path) -> None:
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
     """Append complete lines to a file. The caller must hold a lock.
 
-    If a crash has cut off the last line of the file, this line is removed. If only its newline is missing, the
-    newline is added instead. After an error, the file may contain some of ``lines``, but no incomplete line. With
+    A last line that a crash has cut off is removed first. After an error, the file has no incomplete line. With
     ``sync``, the lines survive a power cut. If ``create`` is false, the file must exist.
     """
     with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
@@ -446,8 +421,7 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether the last line of a file is ``document``. :func:`append_json` may raise OSError although it has
-    written the line."""
+    """Return whether the last line of a file is ``document``. A failed :func:`append_json` may have written it."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -460,7 +434,7 @@ def _end(file: FileIO) -> int:
 
 
 def _torn(file: FileIO) -> bytes:
-    """Return the bytes after the last newline of a file: b"" if the last line is complete."""
+    """Return the bytes after the last newline of a file."""
     tail, start = b"", _end(file)
     while start and b"\n" not in tail:
         size = min(start, 2**16)
@@ -484,8 +458,7 @@ class JsonLines:
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:
     """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
 
-    A last line that lacks only its newline is read like other lines. An incomplete last line is ignored, and ``torn``
-    is true. ``decode`` turns a line into a value, and raises ValueError if it cannot.
+    An incomplete last line is ignored and sets ``torn``. ``decode`` returns the value of a line or raises ValueError.
     """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -517,13 +490,13 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     """Hold a lock file during the ``with`` block, so that other processes and threads wait.
 
-    Where flock works, a kill releases the lock. On a disk without flock, a killed process may leave its lock file. So
-    there, InputError is raised if the lock file stays empty. With ``seconds`` 0, it replaces TimeoutError there.
+    If a process is killed, its lock is released, except on a disk without flock. There, InputError is raised if the
+    lock file stays empty, or if ``seconds`` is 0 and the lock is not free.
 
     Raises:
         TimeoutError: if the lock is not free after ``seconds``. With a negative number, wait without a limit.
-        OSError: if the lock file cannot be made. The error names the lock file or, if there is none, its folder.
-        InputError: if ``path`` is a link, a folder, a pipe or a device. On a disk without flock, also as above.
+        OSError: if the lock file cannot be made. The error names the lock file, or else its folder.
+        InputError: if ``path`` is a link, a folder, a pipe or a device, or as above.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

@@ -1,7 +1,4 @@
-"""Predict the best lr, batch, weight decay and init std of a recipe from laws and published runs.
-
-``leaven tune --prior laws`` starts from these predictions, which use the same runs and laws as ``leaven new``.
-"""
+"""Predict the best lr, batch, weight decay and init std of a recipe, for ``leaven tune --prior laws``."""
 
 import math
 from dataclasses import dataclass
@@ -15,20 +12,14 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected best value of a hyperparameter, relative to the recipe's value.
-
-    The recipe's lr, weight decay and init std are those of the matrices in blocks, after the scaling rule.
-    """
+    """The predicted best value of a hyperparameter, relative to its value in the recipe."""
 
     octaves: float  # log2(expected value / the recipe's value)
     deviation: float  # standard deviation of log2(value) over the values of the laws and runs
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return the expected best lr, batch, weight decay and init std, by path.
-
-    A value that is 0 in the recipe is left out, and so is the init std if no near run publishes it.
-    """
+    """Return the predictions by path of the recipe, except for hyperparameters that are 0 in the recipe."""
     near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")
     by_tau = case.batch / (case.hidden("lr") * case.tokens * power_lines_tau(case.params, case.tokens))

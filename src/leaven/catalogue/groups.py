@@ -1,8 +1,4 @@
-"""The tables in the file of a published run, or of a run that leaven tuned, such as ``[optim]``. Each states its
-source, which also holds for the tables inside it.
-
-Unknown values are left out, never guessed.
-"""
+"""The tables in the file of a published run, such as ``[optim]``. Unknown values are left out, never guessed."""
 
 from typing import Annotated, Any, Literal
 
@@ -43,7 +39,7 @@ class PublishedGroup(Provenance):
 
 
 class Lineage(PublishedGroup):
-    """The group of runs that copied one another's learning rate. Medians count a lineage as one run."""
+    """A group of runs that copied one another's learning rate. Medians count a lineage as one run."""
 
     name: str
     note: str | None = None
@@ -125,7 +121,6 @@ class PublishedArchitecture(PublishedGroup):
 
     @property
     def head_dim(self) -> int | None:
-        """Return the width of one head: ``d_head``, or else ``d_model / n_heads``."""
         if self.d_head is None and self.d_model and self.n_heads:
             return self.d_model // self.n_heads
         return self.d_head
@@ -142,7 +137,7 @@ class PublishedData(PublishedGroup):
 
 
 class BatchRamp(Part):
-    """How the batch of a run grew. If this table is missing, it is not known whether the batch grew."""
+    """How the batch of a run grew. If a run has no such table, it is not known whether its batch grew."""
 
     kind: Literal["none", "increments", "linear", "stages"]  # none: the batch did not grow
     start_samples: int | None = None

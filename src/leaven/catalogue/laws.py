@@ -1,7 +1,7 @@
-"""Evaluate empirical laws (``laws.toml``): lr, batch, weight decay or loss of a run, and the best size for a budget.
+"""Evaluate the empirical laws of ``laws.toml``: predicted lr, batch, weight decay, loss or best size of a run.
 
-A law is a fit to training runs. It holds only for its own definition of N, the number of parameters, and in the
-setting in which it was fitted (``conditions``). Outside its fitted range it is a guess.
+A law is a fit to training runs, with its own definition of N, the number of parameters. Outside its fitted range it
+is a guess.
 """
 
 import math
@@ -42,10 +42,8 @@ class Point(NamedTuple):
 
 
 class Power(Part):
-    """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit.
-
-    N, D, C and L are the fields of :class:`Point`.
-    """
+    """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit. :class:`Point`
+    explains N, D, C and L."""
 
     coefficient: float
     params: float = 0.0  # exponent of N
@@ -73,7 +71,6 @@ class LogLinear(Part):
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """Return the predicted value, or None if it is not positive."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
@@ -91,12 +88,12 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return the factor by which ``tokens`` must grow to lower the loss by ``nats``, inf if none is enough."""
+        """Return the factor on ``tokens`` that lowers the loss by ``nats``; inf if no factor does."""
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
     def optimal_params(self, flops: float) -> float:
-        """Return the parameters N with the lowest loss for 6 N D = ``flops`` FLOPs (arXiv 2203.15556, equation 4)."""
+        """Return the N with the lowest loss for 6 N D = ``flops`` FLOPs (arXiv 2203.15556, equation 4)."""
         both = self.alpha + self.beta
         scale = math.pow(self.alpha * self.a / (self.beta * self.b), 1 / both)
         return scale * math.pow(flops / 6, self.beta / both)
@@ -145,7 +142,7 @@ class FrontierLine(Part):
 
 
 class Fitted(Part):
-    """The ranges to which a law was fitted, each as (lowest, highest); (0, inf) if the source states no range."""
+    """The ranges to which a law was fitted, each (lowest, highest); (0, inf) if the source states none."""
 
     params: Range = ANY
     tokens: Range = ANY
@@ -171,7 +168,7 @@ class Fitted(Part):
 
 
 class Sourced(Part):
-    """The fields that all entries of ``laws.toml`` have."""
+    """The fields of every entry in ``laws.toml``."""
 
     name: str
     conditions: str  # the setting in which the law was fitted
@@ -215,8 +212,7 @@ class Law(Sourced):
 class Frontier(Sourced):
     """A law about the best number of parameters for a budget of 6 N D training FLOPs (N parameters, D tokens).
 
-    Published laws disagree: for Gopher's budget, approach 1 of the Chinchilla paper predicts 67B parameters, and
-    approach 3 predicts 40B. A replication of approach 3 (Besiroglu et al. 2024) is close to approach 1.
+    Published laws disagree: for Gopher's budget, approach 1 of the Chinchilla paper predicts 67B, and approach 3 40B.
     """
 
     sizes: FrontierLine | LossLaw
@@ -238,15 +234,15 @@ APPROACH_3, REPLICATION = (frontier.sizes for frontier in FRONTIERS if isinstanc
 def evaluate(
     params: float, tokens: float, *, params_non_embedding: float | None = None, experts: float = 1
 ) -> list[LawRow]:
-    """Return a row for each law, with the predictions for a run. Raise InputError for a size that is not above 0.
+    """Return the predictions of each law for a run. Raise InputError for a size that is not above 0.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
 
     Args:
         params: for a mixture of experts, the parameters that a token uses.
-        params_non_embedding: for laws that count parameters without the embeddings; by default ``params``.
-        experts: number of experts of a layer, divided by the number that a token uses.
+        params_non_embedding: the same without embeddings; by default ``params``.
+        experts: (experts of a layer) / (experts that a token uses).
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"no law covers {params:g} parameters and {tokens:g} tokens; give numbers above 0")
@@ -293,14 +289,14 @@ def power_lines_tau(params: float, tokens: float) -> float:
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or critical batch by each law, in tokens. Laws that restate another law are left out."""
+    """Return the optimal or critical batch of each law, in tokens, without laws that restate another law."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }
 
 
 def critical_batch(laws: Iterable[LawRow]) -> float:
-    """Return the median of the laws' critical batches in tokens."""
+    """Return the median of the critical batches by the laws, in tokens."""
     return median(batches(laws, "critical").values())
 
 
@@ -326,17 +322,15 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
 
 
 def best_tokens_per_param(flops: float) -> list[float]:
-    """Return the best tokens per parameter for a budget of training FLOPs, one value for each law of `FRONTIERS`."""
+    """Return the best tokens per parameter for a budget of training FLOPs by each law of `FRONTIERS`."""
     return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
 
 
 def compute_optimal(flops: float) -> list[OptimumRow]:
-    """Return the best parameters and tokens for a budget of training FLOPs, one row for each law of `FRONTIERS`.
+    """Return the best parameters and tokens for a budget of training FLOPs by each law, or raise InputError.
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
     ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']
-
-    Raise InputError for a budget below one parameter and one token.
     """
     found = []
     for frontier in FRONTIERS:

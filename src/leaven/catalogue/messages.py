@@ -1,8 +1,7 @@
-"""Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
+"""Fill in the message templates of ``messages.toml`` and ``checks.toml``.
 
-A template is a text, or a list of texts, which are its parts. A part may have fields in braces, as in
-``str.format``. A part is omitted from the message if one of its fields has no value. Besides Python's formats, a
-field may have one of the formats below. ``each``, ``range`` and ``count`` are for
+A template is a text or a list of texts (its parts). Fields are in braces, as in ``str.format``. A part is left out if
+one of its fields has no value. Further formats are below; ``each``, ``range`` and ``count`` are for
 :class:`leaven.catalogue.neighbours.Votes`.
 
 - ``q``: a quantity, such as ``1.50 B``
@@ -15,8 +14,7 @@ field may have one of the formats below. ``each``, ``range`` and ``count`` are f
 - ``each FORMAT``: the name and value of every vote
 - ``range FORMAT``: the chosen value, and the lowest and the highest vote
 - ``count FORMAT``: the runs that have the chosen value, and the other votes
-- ``if``: the field prints nothing; the part is omitted if the field is false
-- ``unless``: the field prints nothing; the part is omitted if the field is true
+- ``if``, ``unless``: print nothing; the part is left out if the field is false (``if``) or true (``unless``)
 """
 
 import string
@@ -30,7 +28,7 @@ from leaven.recipe.units import format_number, format_parameters, format_quantit
 
 
 class _LeftOut(Exception):
-    """Raised by a field to omit the field's part of the message."""
+    """Raised by a field that leaves its part out of the message."""
 
 
 class _Formatter(string.Formatter):
@@ -92,7 +90,7 @@ def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]
 
 
 def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message, filled in with ``facts``. Parts with missing values are omitted.
+    """Return the parts of a message, filled in with ``facts``, without parts that lack a value.
 
     >>> filled(["{a} of {b}", "in {c}"], {"a": 1, "b": 2})
     ['1 of 2']
@@ -112,10 +110,10 @@ def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
 
 
 def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Path(__file__).parent) -> str:
-    """Return a message of a folder's ``messages.toml``, filled in, with its parts joined by semicolons."""
+    """Return a message of a folder's ``messages.toml``, filled in, as one line."""
     return "; ".join(filled(templates(folder)[section][key], facts))
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section, by key. None of these messages may have fields."""
+    """Return the messages of a section, none of which has fields."""
     return dict(templates()[section])

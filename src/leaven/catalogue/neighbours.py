@@ -1,6 +1,6 @@
-"""Find the neighbours of a model, which are the published runs nearest in size, and combine their values.
+"""Find the neighbours of a model, the published runs nearest in size, and combine their values.
 
-A lineage is a group of runs that copied one another's learning rate. Its nearest run is its only vote.
+A lineage is a group of runs that copied one another's learning rate. Only its nearest run votes.
 """
 
 import math
@@ -24,12 +24,11 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor beyond the farthest run that votes.
-If that run is 10 times larger than the model, they fall to nearly 0 at 15 times the model's size."""
+"""If fewer than `NEAREST` runs are near, weights fall to nearly 0 at this factor beyond the farthest run that
+votes."""
 ALIKE = 2.0
-"""A mixture of experts votes on shared experts and dense layers only if it is similar to the model. Its number
-of active experts, and (all experts) / (active experts), must be within this factor of the model's values: 64 experts
-with 6 active say nothing about 8 with 2."""
+"""A mixture of experts votes on shared experts and dense layers only if it is similar to the model. Its number of
+active experts, and (all experts) / (active experts), must be within this factor of the model's."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, in which log2(parameters) has weight 1. It is small, because published values
@@ -38,12 +37,11 @@ _TOKEN_WEIGHT = 0.125
 
 
 def ratio(a: float, b: float) -> float:
-    """Return the larger value divided by the smaller; infinite if exactly one of them is 0."""
     return 1.0 if a == b else math.inf if not a or not b else max(a / b, b / a)
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the larger of ``params`` and the parameters that a token uses in ``run``, divided by the smaller."""
+    """Return the size ratio (at least 1) of ``params`` and the parameters that a token uses in ``run``."""
     return ratio(run.params_active, params)
 
 
@@ -65,20 +63,16 @@ def nearest(
     kind: Kind = "dense",
     used: bool = False,
 ) -> list[tuple[PublishedRun, float]]:
-    """Return the published runs of ``kind`` that are nearest to a model, each with its distance, or raise InputError.
+    """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8.
-
-    - Only runs within ``factor`` of the model's size are returned. Runs that fit ``stack`` come first,
-      then the nearest.
-    - If no run is within ``factor``, runs of all sizes are returned, ordered by distance alone.
-    - In both cases, the first run of each lineage comes before the other runs of all lineages.
-    - Runs with unknown tokens, or with an lr that cannot be compared (such as muP), are left out.
+    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. If runs are within
+    ``factor`` of the model's size, only they are returned, and runs that fit ``stack`` come first. The first run of
+    each lineage comes before all other runs. Raise InputError if no run has an lr that can be compared.
 
     Args:
         limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
-        used: compare sizes by the parameters that a token uses, and return dense runs, too, after those of ``kind``.
+        used: compare the parameters that a token uses, and return dense runs as well, after those of ``kind``.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")
@@ -135,14 +129,14 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes ``by`` with their most frequent value; in a tie, the first one. Return None without votes."""
+    """Return the votes in ``by`` with their most frequent value (the first in a tie), or None without votes."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the votes ``by`` with their geometric median, exp(median of the logarithms).
+    """Return the votes in ``by`` with their geometric median, exp(median of the logarithms).
 
-    With ``weights``, half of the total weight is below the median. The logarithm is interpolated between two votes.
+    With ``weights``, half of the total weight is below the median, and logarithms are interpolated.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -174,15 +168,12 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, the nearest first: all within `FACTOR` in size, but no fewer than `NEAREST`."""
+        """Return the runs that vote, the nearest first: all within `FACTOR` in size, but at least `NEAREST` runs."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
     def of_size(self) -> list[PublishedRun]:
-        """Return all published runs within `FACTOR` of the model's size, with any optimizer, from small to large.
-
-        Mixtures of experts are included only if the model is one.
-        """
+        """Return all runs within `FACTOR` of the model's size, with any optimizer, from small to large."""
         kinds = {"dense", "moe"} if self.experts else {"dense"}
         near = [run for run in load_runs() if run.kind in kinds and size_ratio(run, self.params) <= FACTOR]
         return sorted(near, key=lambda run: run.params_active)
@@ -192,7 +183,7 @@ class Neighbours:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the values that the neighbours publish, by run id. A value of the reference run replaces the others.
+        """Return the values of the neighbours by run id, or only the reference run's value if it publishes one.
 
         ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run.
         """
@@ -206,18 +197,18 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the votes ``by`` (values by run id) with their geometric median, weighted by :meth:`weights`."""
+        """Return votes (values by run id) with their geometric median, weighted by :meth:`weights`."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the neighbours' votes on the value at a path, with the most frequent value; None without votes."""
+        """Return the votes on the value at a path, with the most frequent value, or None without votes."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        The weight falls with the logarithm of the size ratio, from 1 at the model's size to nearly 0 at `FACTOR`, or
-        farther away if few runs are near (`EDGE`). With a reference run, or if no run is near, all weights are 1.
+        The weight falls with the logarithm of the size ratio, from 1 at the model's size to nearly 0 at `FACTOR`.
+        With few near runs it falls more slowly (`EDGE`). With a reference run, or without near runs, it is 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -229,7 +220,7 @@ class Neighbours:
         }
 
     def sources(self, ids: Iterable[str]) -> list[str]:
-        """Return a line with the sources of the lr for each of the ``ids`` that is a neighbour."""
+        """Return a line for each neighbour in ``ids``: its id and the sources of its lr."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
@@ -238,8 +229,7 @@ def mixtures(params: int, alike: tuple[int, int] | None = None, reference: Publi
 
     Args:
         params: parameters of the model that a token uses.
-        alike: experts in a layer of the model, and how many of them a token uses. Only mixtures with similar numbers
-            (`ALIKE`) are returned.
+        alike: the model's experts in a layer, and how many a token uses; only similar mixtures (`ALIKE`) count.
         reference: the run of ``--from``, which decides the values that it publishes.
     """
 
@@ -269,9 +259,9 @@ def neighbours(
 
     Args:
         params: parameters of the model that a token uses.
-        qk_norm: whether the model has QK-norm; None: runs with and without it are equally near.
+        qk_norm: whether the model has QK-norm; None ignores QK-norm.
         reference: the run of ``--from``, which decides the values that it publishes.
-        experts: whether the model is a mixture of experts. Mixtures have dense neighbours, too.
+        experts: whether the model is a mixture of experts, whose neighbours are mixtures and dense runs.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     kind: Kind = "moe" if experts else "dense"

@@ -1,9 +1,9 @@
 """Gradient noise scale and critical batch: how to measure them, and what a batch costs in steps and tokens.
 
 After McCandlish et al. 2018, arXiv 1812.06162. A gradient over B tokens is the true gradient G plus noise: E|G_B|^2 =
-|G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give |G|^2 and tr(Sigma) (appendix A.1), and their ratio
-tr(Sigma) / |G|^2, the noise scale, estimates the critical batch. Single estimates may be negative: average each over
-many pairs of batches, then divide.
+|G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give |G|^2 and tr(Sigma) (appendix A.1). Their ratio tr(Sigma)
+/ |G|^2, the noise scale, estimates the critical batch. Single estimates may be negative: average each over many pairs
+of batches, then divide.
 """
 
 import math
@@ -11,19 +11,15 @@ from typing import Any
 
 
 def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of |G|^2, the squared norm of the true gradient, from a small and a big batch.
+    """Return an unbiased estimate of |G|^2 from the squared gradient norms of a small and a big batch.
 
-    ``small`` and ``big`` are batch sizes in tokens, ``small_squared`` and ``big_squared`` the squared norms of their
-    gradients: numbers, arrays or tensors.
+    ``small`` and ``big`` are batch sizes in tokens. All arguments may be numbers, arrays or tensors.
     """
     return (big * big_squared - small * small_squared) / (big - small)
 
 
 def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters.
-
-    The arguments are those of :func:`squared_gradient`.
-    """
+    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters."""
     return (small_squared - big_squared) / (1 / small - 1 / big)
 
 
@@ -38,9 +34,6 @@ def steps_over_least(batch: float, critical: float) -> float:
 
 
 def surge_lr(batch: float, noise: float) -> float:
-    """Return the best lr of Adam at ``batch``, divided by its best lr at a batch as large as ``noise``.
-
-    ``noise`` is the gradient noise scale in tokens, where the best lr is highest (Li et al. 2024, arXiv 2405.14578).
-    """
+    """Return (best lr of Adam at ``batch``) / (its best lr at ``noise``, the noise scale): arXiv 2405.14578."""
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

@@ -1,4 +1,4 @@
-"""The published training runs: a TOML file for each in ``runs/``, with the tables of :mod:`leaven.catalogue.groups`.
+"""Published training runs: one TOML file each in ``runs/``, with the tables of :mod:`leaven.catalogue.groups`.
 
 The file's name is the run's id. Runs that leaven tuned itself have a table ``[tuning]``.
 """
@@ -62,7 +62,7 @@ class Stack(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the stack as one line, for example ``output, qk-norm, adamw``, without unknown values."""
+        """Return the known values in one line, for example ``output, qk-norm, adamw``."""
         qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[self.qk_norm]
         return ", ".join(part for part in (self.norm_placement, qk_norm, self.optimizer) if part)
 
@@ -117,12 +117,12 @@ class PublishedRun(Part):
 
     @property
     def ramp(self) -> groups.BatchRamp | None:
-        """Return how the batch grew; None if it did not grow, or if it is not known whether it grew."""
+        """Return how the batch grew; None if it did not grow, or if this is not known."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
     @property
     def batch_grew(self) -> bool | None:
-        """Return whether the last batch was larger than the first; None if it is not known."""
+        """Return whether the last batch was larger than the first; None if this is not known."""
         if self.ramp is None:
             return False if self.constant_batch else None
         stages = [stage["tokens"] for stage in self.ramp.stages or () if "tokens" in stage]
@@ -130,7 +130,7 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """Return the first batch of the ramp in tokens; None without a ramp, or if it is not known."""
+        """Return the first batch of the ramp in tokens, if known."""
         ramp = self.ramp
         if ramp is None:
             return None
@@ -141,20 +141,20 @@ class PublishedRun(Part):
 
     @property
     def ramp_start(self) -> float | None:
-        """Return (first batch of the ramp) / (final batch); None without a ramp, or if not known."""
+        """Return (first batch of the ramp) / (final batch), if known."""
         start = self.ramp_start_tokens
         return start / self.batch_tokens if start and self.batch_tokens else None
 
     @property
     def ramp_tokens(self) -> int | None:
-        """Return the tokens after which the batch has its full size; None without a ramp, or if not known."""
+        """Return the tokens after which the batch has its full size, if known."""
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return how many tokens come before each stage of the batch: [0] without stages, None if not known."""
+        """Return the tokens before each stage of the batch: [0] without stages, None if not known."""
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:
@@ -201,10 +201,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_fraction(self) -> float | None:
-        """Return the share of the run's tokens that the warm-up takes.
-
-        A warm-up in steps is converted to tokens with the final batch, but not if the batch is known to grow.
-        """
+        """Return (tokens of the warm-up) / (tokens of the run), if known."""
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
             return None
@@ -216,7 +213,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_tokens(self) -> float | None:
-        """Return the warm-up in tokens. In ramps, steps are converted with the batch of each step."""
+        """Return the warm-up in tokens. Steps are converted with the batch of each step."""
         if self.warmup_fraction is not None and self.tokens:
             return self.warmup_fraction * self.tokens
         steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
@@ -235,7 +232,7 @@ class PublishedRun(Part):
 
     @property
     def cooldown_share(self) -> float | None:
-        """Return the share of the run that the final cooldown of a wsd schedule took; None for other schedules."""
+        """Return the share of the run that the final cooldown took; None for schedules other than wsd."""
         schedule = self.schedule
         if schedule is None or schedule.shape != "wsd":
             return None
@@ -271,7 +268,7 @@ class PublishedRun(Part):
 
     @property
     def tokens_per_parameter(self) -> float | None:
-        """Return (training tokens) / (number of parameters that a token uses)."""
+        """Return (training tokens) / (parameters that a token uses)."""
         return self.tokens / self.params_active if self.tokens else None
 
     @property
@@ -292,7 +289,7 @@ class PublishedRun(Part):
 
     @property
     def experts(self) -> tuple[int, int] | None:
-        """Return the number of experts in a layer, and how many of them a token uses; None for a dense model."""
+        """Return the experts in a layer, and how many of them a token uses; None for a dense model."""
         number, active = self.arch.n_experts, self.arch.experts_per_token
         return (number, active) if number and active else None
 
@@ -330,17 +327,17 @@ class PublishedRun(Part):
 
 
 def load_runs() -> tuple[PublishedRun, ...]:
-    """Return all published runs, from the smallest to the largest, without the runs that leaven tuned itself."""
+    """Return all published runs, from small to large, without the runs that leaven tuned itself."""
     return tuple(run for run in _load(FOLDER) if run.tuning is None)
 
 
 def own_runs() -> tuple[PublishedRun, ...]:
-    """Return the small runs that leaven tuned itself, from the smallest to the largest."""
+    """Return the small runs that leaven tuned itself, from small to large."""
     return tuple(run for run in _load(FOLDER) if run.tuning is not None)
 
 
 def find_run(id: str) -> PublishedRun:
-    """Return the run with this id, published or tuned by leaven, or raise InputError."""
+    """Return a run, published or tuned by leaven, by its id, or raise InputError."""
     known = [file.stem for file in FOLDER.glob("*.toml")]
     if id not in known:
         raise InputError(f"no published run {id!r}; did you mean {listed(closest(id, known))}?")
@@ -353,7 +350,7 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
-    """Return the values in which two runs differ, one row for each dotted path; an unknown value is None."""
+    """Return the values in which two runs differ, one row for each dotted path. An unknown value is None."""
     return [
         DifferenceRow(path=path, a=own, b=other)
         for path, own, other in differing(run_a.flat(), run_b.flat())

@@ -82,7 +82,7 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
 
 
 def _wanted(condition: Condition, values: Sequence[Any]) -> Any:
-    """Return the condition's text, converted to the type of the runs' ``values``, or raise InputError."""
+    """Return the condition's text in the type of the runs' ``values``, or raise InputError."""
     path, operator, text = condition
     match values[0]:
         case bool():
@@ -111,7 +111,7 @@ def values(run: PublishedRun) -> dict[str, Any]:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """Return up to three known paths that are most similar to ``path``, such as ``schedule.shape`` for ``shape``."""
+    """Return up to three known paths similar to ``path``, such as ``schedule.shape`` for ``shape``."""
     if "." in path:
         return closest(path, known)
     keys = closest(path, {one.rpartition(".")[2] for one in known})

@@ -25,10 +25,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name, or `L2_DECAY` for ``adam`` with weight decay.
-
-    Published runs with "Adam" decay weights as AdamW does, so `L2_DECAY` keeps the two apart.
-    """
+    """Return the optimizer. Published "Adam" decays weights like AdamW, so ``adam`` with decay is `L2_DECAY`."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -40,7 +37,7 @@ def _rotary_fraction(arch: PublishedArchitecture) -> float | None:
 
 
 def _balance(run: PublishedRun) -> str | None:
-    """Return how a run balances its experts, by which of the two coefficients it publishes; None if neither."""
+    """Return how a run balances its experts, judged by the coefficients that it publishes."""
     loss, bias = (run.optim and run.optim.moe_load_balance_loss), (run.optim and run.optim.moe_bias_update_speed)
     return "both" if loss and bias else "loss" if loss else "bias" if bias else None
 
@@ -102,10 +99,9 @@ def diff_in_terms(
     b: PublishedRun | Recipe,
     resolved: Callable[[Recipe], dict[str, Any]] = lambda recipe: {},
 ) -> list[RecipeDifference]:
-    """Return the values in which two runs or recipes differ; an unknown value is None.
+    """Return the values in which two runs or recipes differ. An unknown value is None.
 
-    ``resolved`` returns the values of a recipe after its scaling rule, such as ``hyperparameters.lr``, because runs
-    publish such values. Values that only runs or only recipes can state come last.
+    ``resolved`` returns a recipe's values after its scaling rule, by path, because runs publish such values.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
@@ -134,8 +130,7 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value of a run that recipes cannot state, or of a recipe that runs cannot state.
 
-    Left out are the paths in ``not_compared`` of ``terms.toml`` and the defaults of a recipe. Of a run, values that
-    are false, and values that ``given`` in ``terms.toml`` lists, are also left out.
+    Defaults of a recipe, false values of a run, and paths that ``terms.toml`` excludes are left out.
     """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):

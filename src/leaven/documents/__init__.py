@@ -1,8 +1,7 @@
-"""Define documents: the typed and versioned results of leaven's commands.
+"""Documents: the typed and versioned results of leaven's commands, which ``--json`` prints.
 
-``--json`` prints a document, and :mod:`leaven.views` shows it. Keys may be added, but are never renamed or removed.
-The number in ``schema`` changes when the meaning of a key changes. docs/reference/documents.md is generated from
-the files of this folder: the comment of a field becomes its description.
+Keys may be added, but are never renamed or removed. The number in ``schema`` changes if the meaning of a key changes.
+docs/reference/documents.md is generated from this folder, with the comments of fields as descriptions.
 """
 
 import json
@@ -20,23 +19,23 @@ DIGEST = "blake2b"  # a JSON object in a file may have this key: the digest of a
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """Return the digest of a JSON object. The key ``DIGEST`` is left out."""
+    """Return the digest of a JSON object without its key ``DIGEST``."""
     content = {key: value for key, value in document.items() if key != DIGEST}
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a JSON object with its digest added at the key ``DIGEST``."""
+    """Return a copy of a JSON object with its digest at the key ``DIGEST``."""
     return {**document, DIGEST: digest_of(document)}
 
 
 def is_sealed(document: Mapping[str, Any]) -> bool:
-    """Return whether the digest of a JSON object is right. True without a digest, as in files of older versions."""
+    """Return whether a JSON object has the right digest, or none, as in files of older versions."""
     return DIGEST not in document or document[DIGEST] == digest_of(document)
 
 
 class Sealed(BaseModel):
-    """A base class of documents whose files have a digest. Reading a file that was changed raises ValidationError."""
+    """A base class of documents whose files have a digest. Reading a changed file raises ValidationError."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,5 +68,5 @@ class Document(Entry):
         return values
 
     def dump(self) -> dict[str, Any]:
-        """Return the document with its schema as plain data for ``--json``."""
+        """Return the document and its schema as plain data for ``--json``."""
         return {**self.model_dump(mode="json", by_alias=True), "schema": self.SCHEMA}

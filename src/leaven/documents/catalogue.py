@@ -1,4 +1,4 @@
-"""Define the documents about published runs, laws and accelerators."""
+"""Documents about published runs, laws and accelerators."""
 
 from typing import Any, Literal
 
@@ -35,8 +35,7 @@ class NearRun(RunSummary, schema="near-run/1"):
 
 
 class PublishedRunDocument(Document, schema="published-run/1"):
-    """The result of ``leaven recipes show``: the known values of a published run, or of a run tuned with leaven, in
-    groups with their sources."""
+    """The result of ``leaven recipes show``: the known values of a run, in groups with their sources."""
 
     model_config = ConfigDict(extra="allow")
 

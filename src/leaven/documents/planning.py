@@ -1,4 +1,4 @@
-"""Define the documents of ``leaven plan``, ``leaven new`` and ``leaven bench``."""
+"""Documents of ``leaven plan``, ``leaven new`` and ``leaven bench``."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ class CandidateRow(Entry):
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train with the layout. With cp above 1, leaven can only plan and export it."""
+        """Whether leaven can train with the layout, not only plan and export it."""
         return bool(self.layout["cp"] == 1)
 
 
@@ -67,7 +67,7 @@ class CostRow(Entry):
 
 
 class StageMemory(Entry):
-    """The memory of a pipeline rank."""
+    """The memory that a pipeline rank needs."""
 
     gib: float
     parts: dict[str, float]  # memory in GiB by part, e.g. weights
@@ -118,7 +118,7 @@ class RampPlan(Entry):
 
     @property
     def chosen(self) -> RampChoice:
-        """The ramp in ``choices`` that begins at the recommended first batch size."""
+        """The ramp in ``choices`` that begins at the recommended batch size."""
         return next(choice for choice in self.choices if choice.start_tokens == self.start.batch_tokens)
 
 
@@ -154,7 +154,7 @@ class CalibrationRow(Entry):
 
 
 class PublishedTimes(Entry):
-    """Step times of published runs on one kind of accelerator: measured / planned."""
+    """Measured / planned step times of published runs on one kind of accelerator."""
 
     accelerator: str  # the first word of the accelerator's name, e.g. H100
     experts: bool  # whether the models are mixtures of experts
@@ -300,7 +300,7 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
 
 
 class NoiseFitRow(Entry):
-    """A power law that gives the gradient noise scale after a number of tokens, fitted to measurements in a run."""
+    """A power law for the gradient noise scale over the training tokens, fitted to measurements in a run."""
 
     points: int  # number of measurements
     from_tokens: int  # tokens trained before the first measurement

@@ -1,5 +1,4 @@
-"""Define the documents of the commands without a file of their own here, such as ``leaven show``, ``train`` and
-``tune``."""
+"""Documents of ``leaven show``, ``tune``, ``train``, ``export``, ``import``, ``report`` and further commands."""
 
 from typing import Any
 
@@ -41,10 +40,7 @@ class Totals(Entry):
 
 
 class WorthRow(Entry):
-    """What the gain of a study is worth in training tokens.
-
-    Only a part of the gain may survive the transfer to a larger run. Each row assumes a different part.
-    """
+    """What a study's gain is worth in training tokens, if a share of it survives the transfer to a larger run."""
 
     share: float  # part of the gain that is assumed to survive, from 0 to 1
     gain: float  # surviving gain in nats per token
@@ -299,8 +295,7 @@ class DemoDocument(Document, schema="demo/2"):
     next: list[str] = []  # commands to type next
 
     def losses(self, rule: str, width: int) -> dict[float, list[float]]:
-        """Return the losses of a rule at a width: for each learning rate, a list in the order of the seeds. At the
-        smallest width, where all rules are the same, all runs count."""
+        """Return the losses of a rule at a width by learning rate, in the order of the seeds."""
         found: dict[float, list[float]] = {}
         for run in sorted(self.runs, key=lambda run: run.seed):
             if run.width == width and (run.rule == rule or width == self.models[0].width):

@@ -81,12 +81,10 @@ class Batch(Part):
 
     @property
     def rule(self) -> RampRule:
-        """Return the rule of the ramp or of the stages; ``fixed`` if none is set."""
         return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property
     def smallest_tokens(self) -> int:
-        """Return the smallest batch size of the run, in tokens."""
         if self.stages:
             return min(stage.tokens for stage in self.stages)
         return self.ramp.start_tokens if self.ramp else self.tokens
@@ -117,7 +115,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch size of every step. The last batch size has no end, because the length of the run is not known."""
+    """The batch size of every step, whatever the length of the run."""
 
     sizes: tuple[tuple[int, int], ...]  # pairs (tokens consumed before the batch size applies, batch size in tokens)
 
@@ -135,17 +133,17 @@ class BatchSchedule:
         return tuple(segments)
 
     def batch_at(self, tokens: int) -> int:
-        """Return the batch size, in tokens, of the step that starts when ``tokens`` tokens have been consumed."""
+        """Return the batch size in tokens of the step that starts after ``tokens`` tokens."""
         return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
 
     def tokens_at_step(self, step: int) -> int:
-        """Return the number of tokens consumed before step ``step``. Steps are counted from 0."""
+        """Return the number of tokens consumed before step ``step``, counted from 0."""
         index = bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1
         segment = self.segments[index]
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens
 
     def first_step_at(self, tokens: int) -> int:
-        """Return the smallest number of steps after which at least ``tokens`` tokens are consumed."""
+        """Return the smallest number of steps that consume at least ``tokens`` tokens."""
         index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
         segment = self.segments[index]
         return segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

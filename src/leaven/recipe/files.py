@@ -30,7 +30,7 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def read_text(path: Path | str) -> str:
-    """Return the text of a UTF-8 file, with ``\\n`` as line ends. Raise InputError if it cannot be read."""
+    """Return the text of a UTF-8 file, with ``\\n`` as line ends, or raise InputError."""
     try:
         text = storage.read(path).decode("utf-8-sig")  # some editors begin a file with a byte order mark
         return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -102,7 +102,7 @@ def _place(keys: list[str]) -> str:
 
 
 def validated(kind: type[Kind], document: dict[str, Any], origin: str) -> Kind:
-    """Return a document as an object of class ``kind``, or raise InputError. ``origin`` is the name of its file."""
+    """Return a document as an object of class ``kind``, or raise InputError that names the file ``origin``."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:
@@ -110,7 +110,6 @@ def validated(kind: type[Kind], document: dict[str, Any], origin: str) -> Kind:
 
 
 def _override(document: dict[str, Any], path: str, text: str) -> None:
-    """Apply ``--set path=text`` to a document."""
     if not text:
         _remove(document, path)
         return
@@ -177,13 +176,9 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML.
+    """Return the recipe as TOML. Comments, order and spelling of ``template``, an earlier file, are kept.
 
-    Without a template, defaults are written as well, except None, empty lists and tables, multipliers of 1, and the
-    defaults of fields in `Part.added`.
-
-    ``template`` is the text of an earlier recipe file, whose comments, order and spelling of unchanged values are
-    kept. Defaults that the template omits stay omitted.
+    Defaults that the template leaves out stay out. Without a template, most defaults are written.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
@@ -207,11 +202,7 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """If ``rows`` is a list of tables, return it without the defaults that the template omits.
-
-    Any other value is returned unchanged. ``own`` has the same tables without any defaults. ``stated`` is the value
-    in the template.
-    """
+    """Return the tables in ``rows`` without the defaults that the template omits, and any other value unchanged."""
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)
@@ -222,10 +213,7 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container. Values that do not change keep their spelling.
-
-    With ``prune``, keys that are not in ``values`` are removed.
-    """
+    """Write nested values into a TOML container. Unchanged values keep their spelling; ``prune`` drops other keys."""
     before = target.unwrap()
     for key in before:
         if prune and key not in values:
@@ -245,7 +233,7 @@ def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
 
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
-    """Replace a recipe file atomically by the text that :func:`render` returns."""
+    """Replace a recipe file atomically by the text of :func:`render`."""
     storage.write_text(path, render(recipe, template))
 
 

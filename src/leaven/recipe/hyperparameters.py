@@ -60,7 +60,7 @@ class DepthProfile(Part):
 
 
 class Clip(Part):
-    """The way in which gradients are clipped."""
+    """How gradients are clipped."""
 
     # global: the norm over all parameters is at most ``limit``. per-module: the norm of each module in each block is
     # at most ``limit``. running: the global norm is at most ``limit`` x the running root mean square of the
@@ -81,9 +81,8 @@ class Muon(Part):
     """The settings of Muon, which updates the matrices of attention, MLPs and experts if ``optimizer`` is ``muon``.
 
     Muon replaces the momentum of a matrix by an approximation of the nearest matrix with orthogonal rows or columns
-    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are three matrices,
-    each with all of its heads, and the gate and input of a gated MLP are two (as in Moonlight, Liu et al. 2025, arXiv
-    2502.16982). AdamW updates all other parameters.
+    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). Queries, keys and values are three matrices, the
+    gate and input of an MLP are two (as in Moonlight, arXiv 2502.16982). AdamW updates all other parameters.
     """
 
     lr: Positive | None = None  # peak learning rate of the matrices; None: ``hyperparameters.lr``
@@ -98,7 +97,7 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return the factor in the step of an ``out`` x ``into`` matrix, which is lr x factor x orthogonal matrix."""
+        """Return f for an ``out`` x ``into`` matrix: a step of Muon is lr x f x (orthogonal matrix)."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
@@ -147,11 +146,10 @@ class Hyperparameters(Part):
 
     @property
     def ns_steps(self) -> int:
-        """The number of Newton-Schulz iterations in a step of Muon, or 0 without Muon."""
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of matrices in blocks: the value in ``muon``, or else the shared value."""
+        """Return the lr or weight decay of matrices in blocks: the value of ``muon``, or else the shared one."""
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own
@@ -197,7 +195,7 @@ class Hyperparameters(Part):
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
-        """Raise ValueError if a module with multipliers is not in the model, or if a multiplier has no effect."""
+        """Raise ValueError for multipliers that have no effect, or whose module is not in the model."""
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
             for quantity in ("lr", *stated):  # every module has an lr, so an unknown module is reported

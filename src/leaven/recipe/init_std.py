@@ -1,10 +1,8 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-A recipe that names an init has no ``init_std``, but may have multipliers of modules and depth. Gains start at 1 and
-biases at 0. Two published inits truncate the normal distribution at 3 sigma: ``mitchell``, and ``depth-scaled`` for
-its unembedding. leaven draws from the full distribution, whose std differs by at most 1.4%.
-
-:data:`COMPARED` has more inits, for comparison only: they need another architecture or special learning rates.
+A recipe that names an init has no ``init_std``. Multipliers of modules and depth still apply. ``mitchell``, and
+``depth-scaled`` for its unembedding, truncate the normal distribution at 3 sigma. leaven draws from the full
+distribution, whose std differs by at most 1.4%. :data:`COMPARED` has further inits, for comparison only.
 """
 
 import math
@@ -22,7 +20,7 @@ InitName = Literal[
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The variables of a formula: sizes of the model, and position and sizes of one matrix in the model."""
+    """The variables of a formula: sizes of the model, and position and sizes of one matrix."""
 
     d: int  # width of the model
     L: int  # number of layers
@@ -51,7 +49,7 @@ class Init:
 
     @property
     def text(self) -> str:
-        """Return the formulas of this init in one line."""
+        """Return all formulas in one line."""
         named = {"embedding": self.embedding, "outputs": self.outputs, "unembedding": self.unembedding}
         if self.gated_in:
             named["a gated mlp.in"] = self.outputs
@@ -61,7 +59,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Return whether the std of a branch's last matrix depends on the number of layers or the layer's index."""
+        """Return whether the std of a branch's last matrix depends on the number of layers or on its layer."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -79,14 +77,14 @@ class Init:
         return self.inputs
 
     def std(self, parameter: Parameter, n_layers: int, gated: bool) -> float:
-        """Return the initial standard deviation of one matrix in a model with ``n_layers`` blocks."""
+        """Return the initial std of one matrix in a model with ``n_layers`` blocks."""
         out, into = parameter.shape[-2:]
         width = out if parameter.module in BRANCH_ENDS else into
         return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))
 
 
 def usual_std(width: int) -> float:
-    """Return sqrt(1 / (3 d)), the init std of MT-NLG 530B and BLOOM-176B, with which other stds are compared."""
+    """Return sqrt(1 / (3 d)), the init std of MT-NLG 530B and BLOOM-176B, with which others are compared."""
     return math.sqrt(1 / (3 * width))
 
 
@@ -196,10 +194,9 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
-    """Raise ValueError if a scaling rule would change the stds that a published init sets at any shape.
+    """Raise ValueError if a scaling rule would scale the stds of a published init a second time.
 
-    ``wider``: the base and the recipe's model differ in width. ``deeper``: they differ in depth. The depth matters if
-    the rule multiplies branches by depth^-alpha and the init also lowers the std of their last matrices.
+    ``wider`` and ``deeper``: whether the base and the recipe's model differ in width and in depth.
     """
     if init == "rule" or rule == "standard":
         return

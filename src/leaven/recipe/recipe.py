@@ -27,8 +27,8 @@ BATCH_RULES = ("complete-d-p",)
 class Start(Part):
     """Where training starts: from random weights, or from the weights of a given model.
 
-    Given weights are divided by the rule's multipliers of outputs, so that the run starts from the same function as
-    the given model (:func:`leaven.scaling.table.folding`).
+    Given weights are divided by the rule's output multipliers, so that the run starts from the function of the given
+    model (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format, with a model of the recipe's shape; None draws random weights.
@@ -114,9 +114,7 @@ class EvaluationSettings(Part):
 class Average(Part):
     """An average of the weights over steps, which a run computes, validates and saves beside the weights.
 
-    Without a half-life, the average is uniform. With a half-life, it is an exponential moving average: the weights of
-    a step count half as much as those of a step ``half_life_tokens`` tokens later. A moving average begins as a
-    uniform average, so the first weights never count more than later ones.
+    Without a half-life, the average is uniform. With one, it is an exponential moving average, uniform at first.
     """
 
     # Half-life of an exponential moving average in tokens; None: a uniform average.
@@ -133,7 +131,7 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share of the current weights in the average after a step. It is 0 until the average begins.
+        """Return the share of the current weights in the average after a step; 0 until the average begins.
 
         The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens.
         """
@@ -200,8 +198,7 @@ NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 class Recipe(Part):
     """The complete description of a training run.
 
-    The hyperparameters are those of the base (:class:`Base`). :mod:`leaven.scaling.table` converts them for each
-    parameter of this model.
+    The hyperparameters are those of the base (:class:`Base`). :mod:`leaven.scaling.table` converts them.
     """
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
@@ -267,12 +264,11 @@ class Recipe(Part):
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps of the run."""
         return self.batches.first_step_at(self.data.tokens)
 
     @property
     def base(self) -> Base:
-        """The scale for which the hyperparameters are written: ``scaling.base``, or else the recipe's own scale."""
+        """The scale for which the hyperparameters are written: ``scaling.base``, or else the recipe's own."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -282,7 +278,7 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """The shape of the model at the base. :meth:`ModelShape.scaled` chooses sizes that the base does not set."""
+        """The shape of the model at the base. :meth:`ModelShape.scaled` chooses sizes that the base leaves out."""
         base = self.scaling.base
         if base is None:
             return self.model
@@ -292,18 +288,15 @@ class Recipe(Part):
 
     @property
     def without_muon(self) -> "Recipe":
-        """The recipe with AdamW in place of Muon, for comparisons with values for Adam. Unchanged without Muon."""
+        """The recipe with AdamW in place of Muon, for comparisons with values for Adam."""
         if self.hyperparameters.optimizer != "muon":
             return self
         return self.replace({"hyperparameters.optimizer": "adamw", "hyperparameters.muon": None})
 
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
-        """Return a copy of the recipe with other values at the given dotted paths.
+        """Return a copy of the recipe with other values at dotted paths, or raise ValidationError.
 
-        The value None removes an optional table such as ``tuning``. The value ``{}`` gives a table its defaults.
-
-        Raises:
-            ValidationError: if the copy is not a valid recipe.
+        None removes an optional table such as ``tuning``. ``{}`` gives a table its defaults.
         """
         document = self.model_dump()
         for path, value in changes.items():
@@ -312,7 +305,7 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set the entry at a dotted path in nested dicts to a copy of ``value``. Missing dicts are created."""
+    """Set the entry at a dotted path in nested dicts to a copy of ``value``."""
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
@@ -320,11 +313,7 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def split_path(path: str) -> list[str]:
-    """Return the keys of a dotted path.
-
-    A module's name is one key: ``mlp.out`` in ``hyperparameters.modules.mlp.out.lr``. Everything after ``why.`` or
-    ``tuning.octaves.`` is also one key.
-    """
+    """Return the keys of a dotted path. A module (``mlp.out``) and a path in ``why`` are one key each."""
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
         module, _, leaf = path.removeprefix(prefix).replace('"', "").rpartition(".")
@@ -341,7 +330,7 @@ def short_path(path: str) -> str:
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one mapping from dotted paths to values. An empty mapping counts as a value."""
+    """Return nested mappings as one mapping from dotted paths to values. An empty mapping is a value."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
@@ -355,7 +344,7 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes, without the keys in `NOT_NUMBERS`."""
+    """Return the differences between two recipes that may change the loss: all except `NOT_NUMBERS`."""
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
@@ -365,7 +354,7 @@ def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return (path, value in ``a``, value in ``b``) wherever two nested mappings differ. A missing value is None."""
+    """Return (path, value in ``a``, value in ``b``) wherever nested mappings differ. A missing value is None."""
     flat_a, flat_b = flatten(a), flatten(b)
     paths = dict.fromkeys([*flat_a, *flat_b])
     return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]

@@ -11,7 +11,7 @@ Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 class Schedule(Part):
-    """The learning-rate schedule: a linear warm-up, then a decay. It is a factor on the peak lr of all parameters."""
+    """The factor on the peak lr of all parameters: a linear warm-up, then a decay."""
 
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"

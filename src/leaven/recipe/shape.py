@@ -1,4 +1,4 @@
-"""The shape of the model and the list of its parameters, for the torch model, the parameter table and the planner."""
+"""The shape of the model and the list of its parameters."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ BRANCH_ENDS = ("attention.out", "mlp.out", "mlp.experts.out", "mlp.shared.out")
 class Role(StrEnum):
     """The role of a parameter in a scaling rule: which of its dimensions grow with the width of the model.
 
-    The comments give "fan in -> fan out". "fixed" is a dimension that does not grow, such as the vocabulary.
+    The comments give "fan in -> fan out". A "fixed" dimension does not grow; the vocabulary is one.
     """
 
     EMBEDDING = "embedding"  # fixed -> width: token and learned position embeddings
@@ -195,17 +195,16 @@ class ModelShape(Part):
 
     @property
     def d_rotary(self) -> int:
-        """Return the number of entries of a head that rotary positions rotate."""
         return round(self.d_head * self.rotary_fraction)
 
     def has_bias(self, module: str) -> bool:
-        """Return whether the matrix ``module`` of a block, such as ``attention.out``, has a bias."""
+        """Return whether a matrix of a block, such as ``attention.out``, has a bias."""
         if self.attention_bias is None or not module.startswith("attention."):
             return self.bias
         return self.attention_bias == "all" or (self.attention_bias == "qkv" and module != "attention.out")
 
     def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of a layer (counted from 0) in tokens, or None if the layer has no window."""
+        """Return the sliding window of a layer (counted from 0) in tokens, or None without one."""
         return None if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
     def has_experts(self, layer: int) -> bool:
@@ -225,10 +224,7 @@ class ModelShape(Part):
 
     @property
     def block_norms(self) -> tuple[str, ...]:
-        """Return the names of a block's norms over the width, in the order of the forward pass.
-
-        ``attention`` and ``mlp`` come before the branches, ``attention_out`` and ``mlp_out`` after them.
-        """
+        """Return a block's norms in order, such as ``mlp`` (before the branch) and ``mlp_out`` (after the branch)."""
         found = []
         for branch in _BRANCHES:
             shared = self.parallel_branches and branch == "mlp"
@@ -239,7 +235,6 @@ class ModelShape(Part):
         return tuple(found)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield every parameter, from the embedding to the unembedding."""
         d, d_q, d_kv = self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         embedding = Role.TIED_EMBEDDING if self.tied_embeddings else Role.EMBEDDING
         yield Parameter("embedding.weight", (self.vocab_size, d), embedding, "embedding")
@@ -308,12 +303,12 @@ class ModelShape(Part):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the names of the modules that can have multipliers, from the embedding to the unembedding."""
+        """Return the names of the modules that can have multipliers."""
         return tuple(self.roles)
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module by name. ``biases`` has several roles; the last one is returned."""
+        """Return the role of each module by name; for ``biases``, which have several, the last one."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -322,7 +317,7 @@ class ModelShape(Part):
 
     @property
     def params_active(self) -> int:
-        """Return the number of parameters that one token uses: all except those of experts that are not chosen."""
+        """Return the number of parameters that one token uses: all except the experts that are not chosen."""
         return sum(self._used(parameter) for parameter in self.parameters())
 
     @property
@@ -332,15 +327,15 @@ class ModelShape(Part):
         return sum(self._used(parameter) for parameter in self.parameters() if parameter.role not in outside)
 
     def _used(self, parameter: Parameter) -> int:
-        """Return the size of a parameter; of routed experts, only the share that a token uses."""
+        """Return the size of a parameter; of routed experts, only the size of those that a token uses."""
         if self.experts is None or parameter.role is not Role.EXPERT_WEIGHT:
             return parameter.size
         return parameter.size * self.experts.active // self.experts.number
 
     def width_unit(self, step: int | None = None) -> int:
-        """Return the smallest width at which all heads together are ``step`` wide, at the same d_attention / d_model.
+        """Return the smallest d_model at which the width of all heads together is a multiple of ``step``.
 
-        By default ``step`` is a key-value head with its query heads: every multiple of the result has whole ones.
+        d_attention / d_model stays. The default ``step`` is the width of the query heads of one key-value head.
         """
         step = step or self.d_head * self.n_heads // self.n_kv_heads
         return self.d_model * step // math.gcd(self.n_heads * self.d_head, self.d_model * step)
@@ -354,13 +349,10 @@ class ModelShape(Part):
         d_head: int | None = None,
         n_kv_heads: int | None = None,
     ) -> "ModelShape":
-        """Return this shape at another width (d_model) and depth (n_layers).
+        """Return this shape at another width (d_model) and depth (n_layers), or raise ValueError.
 
-        Without ``d_ff``, d_ff / d_model stays. Without ``d_head``, d_head stays. Without ``n_kv_heads``, n_heads /
-        n_kv_heads stays. d_attention / d_model, d_expert / d_ff and the number of experts always stay.
-
-        Raises:
-            ValueError: if a size would not be a whole number, or if the sizes do not fit each other.
+        By default, d_ff / d_model, d_head and n_heads / n_kv_heads stay. d_attention / d_model, d_expert / d_ff and
+        the number of experts always stay.
         """
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads

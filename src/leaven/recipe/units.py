@@ -54,7 +54,7 @@ def listed(values: Iterable[object], word: str = "or") -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Format a number with ``digits`` significant digits, and commas in a large number: ``0.31``, ``15,600``."""
+    """Return a number with ``digits`` significant digits, and commas if it is large: ``0.31``, ``15,600``."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.0f}" if 10**digits <= abs(rounded) < 1e15 else f"{rounded:.{digits}g}"
 
@@ -69,7 +69,7 @@ def _significant(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: ``8.2 s``, ``4 min 05 s``, ``13 h 41`` (13 hours, 41 minutes), ``6.3 days``."""
+    """Return a duration as text: ``8.2 s``, ``4 min 05 s``, ``13 h 41`` (13 hours, 41 minutes), ``6.3 days``."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 5_970:

@@ -1,7 +1,7 @@
 """Compare a recipe with published runs and report unusual values, for ``leaven recipes check``.
 
-``checks.toml`` has the limits and the message of each check. If the compared value must be computed, a function of
-`training_checks` or `model_checks` does so. The function has the name of the check.
+``checks.toml`` has the limits and the message of each check. If the compared value must be computed,
+`training_checks` or `model_checks` has a function with the name of the check.
 """
 
 import math
@@ -33,13 +33,8 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. It is dropped in three cases:
-
-    - The changed recipe is invalid.
-    - The finding is still there.
-    - There is a new or more severe finding, and it is more than a note (the mildest severity).
-
-    The changes that add the fewest notes come first.
+    Each suggested change is tried on the recipe. It is kept if the finding disappears and at most notes (the mildest
+    findings) are added. The changes that add the fewest notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -78,8 +73,8 @@ def repair(
 ) -> Suggestion:
     """Return changes of a recipe after which all its findings are notes (the mildest severity).
 
-    If `MOST_REPAIRS` rounds do not find such changes, only the first suggestion is returned, or {} if there is none.
-    ``found`` is the result of :func:`findings` for the same recipe.
+    ``found`` is the result of :func:`findings` for the recipe. If no such changes are found, return the first
+    suggestion, or {} if there is none.
     """
     first = changes = next(iter(_first_suggestions(found)), {})
     for _ in range(MOST_REPAIRS):
@@ -100,10 +95,7 @@ def _first_suggestions(found: Sequence[FindingRow]) -> list[Suggestion]:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return the finding of one check, or None if the value is usual or the check does not apply to the recipe.
-
-    The suggested changes are not tried here, so they may not remove the finding.
-    """
+    """Return the finding of one check, or None. Its suggested changes are untried."""
     read = _read(check, case)
     if read is None:
         return None
@@ -158,7 +150,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with the fields of this recipe filled in, or None if the check does not apply."""
+    """Return the check with the values of this recipe, or None if the check does not apply."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)
@@ -177,13 +169,13 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the number by which values are compared: 1 / (1 - beta) for a beta of Adam, else the value itself."""
+    """Return the compared number: 1 / (1 - beta) for a beta of Adam, else the value itself."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1
 
 
 def _within(check: Check, value: float, bounds: Sequence[float]) -> bool:
-    """Return whether a value is within bounds, with a tolerance of 2% because published values are rounded."""
+    """Return whether a value is within bounds, with a tolerance of 2%, because published values are rounded."""
     least, most = (_distance(check, bound) for bound in bounds)
     return (least if least <= 0 else least / _ROUNDING) <= _distance(check, value) <= most * _ROUNDING

@@ -1,6 +1,6 @@
 """The data of the checks: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-Checks compare hyperparameters as the scaling rule converts them for the hidden weights (the matrices in blocks).
+Checks compare the hyperparameters of the hidden weights (the matrices in blocks) after the scaling rule.
 """
 
 import math
@@ -31,7 +31,7 @@ _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
 def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
-    """Return the row of a parameter table whose value is farthest outside the bounds, or None if all are inside."""
+    """Return the row of a parameter table that is farthest outside the bounds, or None if all are inside."""
     low, high = bounds
 
     def beyond(row: Any) -> float:
@@ -46,8 +46,7 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 class Check:
     """A check of ``checks.toml``, and what it compares for one recipe.
 
-    The fields up to ``far_from_runs`` come from ``checks.toml``. The fields from ``value`` on are set for a recipe by
-    :meth:`read`, and then by the function of the check in `training_checks` or `model_checks`, if there is one. A
+    The fields from ``value`` on are set for the recipe: first by :meth:`read`, then by the function of the check. A
     check without limits gives a note whenever it applies.
     """
 
@@ -97,7 +96,6 @@ class Check:
         )
 
     def untried(self, value: float | None) -> bool:
-        """Return whether a value is beyond the range `trained`."""
         return self.trained is not None and value is not None and not self.trained[0] <= value <= self.trained[1]
 
 
@@ -112,15 +110,11 @@ class Case:
 
     @cached_property
     def rows(self) -> list[Any]:
-        """Return the rows of all parameters, as if AdamW updated them."""
+        """Return the parameter table as if AdamW updated every parameter."""
         return [row for row in self.table if not row.match]
 
     def muon(self, quantity: str) -> float | None:
-        """Return the median of a quantity over the matrices that Muon updates; None without Muon.
-
-        ``lr`` and ``weight_decay`` are those with which AdamW would change the matrices as much: Moonlight (arXiv
-        2502.16982) takes 0.2 for the RMS of a step of AdamW at lr 1.
-        """
+        """Return a quantity's median over the matrices of Muon, converted to AdamW's (arXiv 2502.16982)."""
         power = {"lr": 1, "weight_decay": -1}.get(quantity, 0)
         of_adamw = Muon(match="adamw_rms")
         rows = [row for row in self.table if row.match]
@@ -142,7 +136,7 @@ class Case:
 
     @cached_property
     def size(self) -> RunSize:
-        """Return the recipe's size, with the runs and laws from which `leaven new` would choose values."""
+        """Return the recipe's size, with the runs and laws that `leaven new` would use."""
         model = self.recipe.model
         near = neighbours(
             self.params,
@@ -155,7 +149,7 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs with a comparable lr, nearest in size first: dense ones, and for experts mixtures."""
+        """Return the runs with a comparable lr, nearest in size first. A dense recipe has dense runs only."""
         kinds = {"dense", "moe"} if self.recipe.model.experts else {"dense"}
         known = (run for run in load_runs() if run.kind in kinds and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
@@ -167,7 +161,7 @@ class Case:
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of the runs with the recipe's norms and about its size, lr and batch (if known)."""
+        """Return the ids of the runs with the recipe's norms and about its size, lr and batch."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -185,7 +179,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median of the nonzero init stds of hidden weights that do not end a branch; 0 if all are 0."""
+        """Return the median of the nonzero init stds of hidden weights that do not end a branch, else 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -195,7 +189,7 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return init std x multiplier of the last matrix of each residual branch: the RMS over layers, by module."""
+        """Return init std x multiplier of each branch's last matrix, by module: the root mean square over layers."""
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:
@@ -210,21 +204,17 @@ class Case:
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the sorted values of ``of_run`` for the neighbours."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest value of ``of_run`` for :attr:`runs`."""
+        """Return the smallest and the largest value of ``of_run`` over :attr:`runs`."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of the hyperparameter ``quantity`` after which its median over the hidden weights is
-        about ``wanted``.
+        """Return the change of a hyperparameter that moves its median over the hidden weights to about ``wanted``.
 
-        ``to`` rounds the new value to two digits: with ``math.ceil``, the median is at least ``wanted``, with
-        ``math.floor`` at most ``wanted``. A beta is rounded to the nearest value: below 0.9 to three digits, from
-        there on to three digits of 1 - beta. If the median is 0 now, the new value is ``wanted``.
+        ``to`` rounds the new value to two digits: ``math.ceil`` gives at least ``wanted``, ``math.floor`` at most.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -239,12 +229,12 @@ class Case:
         return {path: float(f"{to(round(exact / unit, 6)) * unit:.2g}")}
 
     def sequences(self, tokens: float) -> int:
-        """Return ``tokens`` rounded to a multiple of the sequence length, at least one sequence."""
+        """Return ``tokens`` rounded to whole sequences, at least one."""
         seq_len = self.recipe.model.seq_len
         return max(round(tokens / seq_len), 1) * seq_len
 
     def with_batch(self, tokens: float) -> Suggestion:
-        """Return the change to a constant batch of about ``tokens`` tokens."""
+        """Return the changes that give the recipe a constant batch of about ``tokens`` tokens."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
         if spec.stages_rule:
@@ -252,6 +242,6 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return the change to a run of ``tokens`` tokens. A warm-up longer than the run is shortened to 1% of it."""
+        """Return the changes to a run of ``tokens`` tokens. A longer warm-up is shortened to 1% of the run."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

@@ -1,8 +1,5 @@
-"""The checks of a model's initialisation and shape whose values must be computed.
-
-Each function has the name of its check in ``checks.toml``. It returns the check with the compared value and suggested
-changes filled in, or None if the check does not apply to the recipe.
-"""
+"""Functions for checks of a model's initialisation and shape, each named as its check in ``checks.toml``. A function
+returns the check with its value and suggested changes, or None if the check does not apply."""
 
 import math
 from dataclasses import replace
@@ -17,10 +14,7 @@ from leaven.recipe.init_std import usual_std
 
 
 def init_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std with sqrt(1 / (3 d_model)), the init std of MT-NLG 530B and BLOOM-176B.
-
-    BigScience's 104B model, which diverged, had 3.7 times this std.
-    """
+    """Compare the init std with sqrt(1 / (3 d_model)). BigScience's 104B model diverged at 3.7 times this value."""
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:
         return None
@@ -37,10 +31,10 @@ def init_std(check: Check, case: Case) -> Check | None:
 
 
 def residual_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std of the last matrix of each residual branch with that of the other matrices in blocks.
+    """Compare the init std of the last matrix of each residual branch with the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Models with norms on the
-    outputs of branches are not checked, because these norms undo the std.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Norms on the outputs of
+    branches undo this std, so models with such norms are not checked.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -72,10 +66,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 
 
 def branch_stds(check: Check, case: Case) -> Check | None:
-    """Check that the last matrices of all residual branches have about the same multiplier of the init std.
-
-    The usual cause of a difference: a shared expert or a dense layer was added without a multiplier for its branch.
-    """
+    """Check that the last matrices of all residual branches have about the same multiplier of the init std."""
     tuned = case.recipe.hyperparameters
     multipliers = {end: tuned.modules.get(end, Multipliers()).init_std for end in case.recipe.model.branch_ends}
     nonzero = {module: std for module, std in multipliers.items() if std}
@@ -95,8 +86,7 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout, unless the run is known to have more than 1.5 epochs. In shorter runs it has little use: models
-    hardly memorise the text."""
+    """Report dropout, unless the run has more than 1.5 epochs: in shorter runs, models hardly memorise the text."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -123,7 +113,7 @@ def head_size(check: Check, case: Case) -> Check:
 
 
 def mlp_ratio(check: Check, case: Case) -> Check | None:
-    """Compare d_ff / d_model with dense runs; for experts there is :func:`expert_width`."""
+    """Compare the d_ff / d_model of a dense model; for experts, see :func:`expert_width`."""
     model = case.recipe.model
     if model.experts:
         return None
@@ -161,7 +151,7 @@ def balance(check: Check, case: Case) -> Check | None:
 
 
 def balance_loss(check: Check, case: Case) -> Check | None:
-    """Return the check of the balance loss's coefficient before scaling, or None for a model without one."""
+    """Compare the coefficient of the balance loss, before scaling, if the model has this loss."""
     experts = case.recipe.model.experts
     if not experts or not experts.balanced_by_loss:
         return None
@@ -179,7 +169,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes``, and with the published values of mixtures of experts."""
+    """Return the check with ``changes`` and the published values of mixtures of experts."""
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

@@ -1,8 +1,5 @@
-"""The checks of optimizer, schedule, batch and text whose values must be computed.
-
-Each function has the name of its check in ``checks.toml``. It returns the check with the compared value and suggested
-changes filled in, or None if the check does not apply to the recipe.
-"""
+"""Functions for checks of optimizer, schedule, batch and text, each named as its check in ``checks.toml``. A function
+returns the check with its value and suggested changes, or None if the check does not apply."""
 
 import math
 from dataclasses import replace
@@ -38,8 +35,8 @@ def size(check: Check, case: Case) -> Check | None:
 def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs and their median.
 
-    Published runs have one lr for all parameters. If the scaling rule gives the embedding another lr than the hidden
-    weights, the check compares one number between these two lrs: the one that is nearest to the median.
+    Published runs have one lr for all parameters. If the embedding and the hidden weights have different lrs, the
+    check compares the number between them that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -73,18 +70,14 @@ def qk_norm(check: Check, case: Case) -> Check | None:
 
 
 def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
-    """Return the published instabilities whose description contains ``words``, as (run, what happened, remedy)."""
+    """Return published instabilities with ``words`` in their description, as (run, what happened, remedy)."""
     return [
         (run, one.what, one.action) for run in load_runs() for one in run.instabilities if words in one.what.lower()
     ]
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report a missing z-loss if both conditions hold:
-
-    - The lr is more than 1.5 times the highest lr of the near runs without a z-loss, of which there are at least two.
-    - A run of any size with at least half of the recipe's lr had a z-loss.
-    """
+    """Report a missing z-loss if the lr is above 1.5 times the highest lr of near runs without a z-loss."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -106,7 +99,7 @@ def z_loss_weight(check: Check, case: Case) -> Check | None:
 
 
 def beta2(check: Check, case: Case) -> Check:
-    """Compare beta2 with limits that depend on the batch: 0.999 is usual only at batches of at most 2^18 tokens."""
+    """Compare beta2 with limits that depend on the batch: 0.999 is usual only for batches of at most 2^18 tokens."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     if case.batch <= _SMALL_BATCH:
         check = replace(check, **check.otherwise)
@@ -115,10 +108,7 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay with published values, if the scaling rule does not change it.
-
-    :func:`timescale` compares lr x decay for every rule. The decay of ``adam`` is left to :func:`l2_decay`.
-    """
+    """Compare the weight decay with published values, if the scaling rule does not change it."""
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
     return None if moved or tuned.optimizer == "adam" else check
@@ -170,7 +160,7 @@ def timescale(check: Check, case: Case) -> Check | None:
     """Compare the timescale of weight decay with the best one by the Power Lines law.
 
     The timescale is batch / (lr x decay x tokens), a share of the run. Timescale / best timescale is 33 for
-    GPT-NeoX-20B, and 0.34 to 10.9 for the other runs that the check compares.
+    GPT-NeoX-20B, and 0.34 to 10.9 for all other compared runs.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -208,7 +198,7 @@ def decay_of_gains(check: Check, case: Case) -> Check | None:
 
 
 def decay_of_embeddings(check: Check, case: Case) -> Check | None:
-    """Report weight decay of an embedding that is not tied to the unembedding and has no embedding norm."""
+    """Report weight decay of an untied embedding without an embedding norm."""
     decays = [row.weight_decay for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding"]
     if not any(decays) or case.recipe.model.embedding_norm:
         return None
@@ -266,7 +256,7 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Compare the batch with the largest batch of the nearest published runs. A smaller batch costs no quality."""
+    """Compare the batch with the largest batch of the nearest published runs. Smaller batches cost no quality."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
@@ -333,7 +323,7 @@ def ramp_start(check: Check, case: Case) -> Check | None:
 
 
 def ramp_length(check: Check, case: Case) -> Check | None:
-    """Compare the length of a batch ramp with the lengths of published ramps that grew in small increments."""
+    """Compare the length of a batch ramp with that of published ramps in small increments."""
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return None
@@ -347,7 +337,7 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 
 
 def warm_up(check: Check, case: Case) -> Check:
-    """Compare the warm-up: 0.1% to 10% of the run is usual. A shorter one of 2,000 or more steps is only a note."""
+    """Compare the warm-up: 0.1% to 10% of the run is usual. A shorter warm-up of 2,000 or more steps gives a note."""
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
     shortest = 0.0 if taken >= _STEPS_OF_WARMUP else 0.001

@@ -1,1 +1,1 @@
-"""Derive a recipe to start from (a starter recipe) from published runs and laws (`leaven new`)."""
+"""Derive a starter recipe from published runs and laws (`leaven new`)."""

@@ -34,10 +34,8 @@ class StarterBase:
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
     """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
 
-    ``at`` and ``batch`` are the size and the batch in tokens of the target.
-
-    Raises:
-        InputError: if the request has both a size for ``--proxy`` and ``--from``, or if no proxy has about this size.
+    ``at`` and ``batch`` are the target's size and batch in tokens. Raise InputError if ``--proxy`` is given with
+    ``--from``, or if no proxy has about its size.
     """
     if at.reference:
         if request.proxy:
@@ -70,15 +68,13 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch
 
 @cache
 def tuned_bases() -> tuple[Recipe, ...]:
-    """Return all tuned bases, from small to large."""
     return tuple(sorted((read_recipe(path) for path in FOLDER.glob("*.toml")), key=lambda base: base.model.params))
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
     """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None.
 
-    The base is not wider or deeper than the model, has 1/32 to 1/2 of the model's parameters, and about as many
-    tokens per parameter (`SAME_DURATION`).
+    The base has 1/32 to 1/2 of the model's parameters, and about as many tokens per parameter (`SAME_DURATION`).
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
@@ -95,7 +91,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Copy the hyperparameters of a tuned base into the draft. The warm-up keeps its share of the run."""
+    """Copy the hyperparameters of a tuned base, and the share of its warm-up in the run, into the draft."""
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

@@ -32,8 +32,8 @@ increment has the size of the first batch."""
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Return the starts and the lengths of published batch ramps without stages, each by run id.
 
-    A start is (first batch) / (last batch), a length is the ramp's share of the run. Only the largest of ``runs``, by
-    default the dense ones, of each model family, such as Pythia, counts.
+    A start is (first batch) / (last batch), a length is the ramp's share of the run. Only the largest of ``runs`` (by
+    default the dense ones) in each model family counts.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -52,10 +52,9 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return the ``ramp`` or ``stages`` of a recipe's ``[batch]`` that repeat the batch growth of a published run.
+    """Return the growth of a published run's batch as ``ramp`` or ``stages`` of a recipe, or None if it did not grow.
 
-    Stages begin, and a ramp ends, at the same share of the run as in the published run. Return None if the batch did
-    not grow, if its growth is not known in detail, or if ``batch`` is not above the start of the ramp.
+    The batch grows at the same shares of the run.
 
     Args:
         tokens, batch: length and full batch of the new run, in tokens.
@@ -86,7 +85,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: RunSize) -> Evidence:
-    """Return the batches in tokens that laws predict and published runs have, converted to this run length."""
+    """Return the batches in tokens by laws and published runs, converted to this run length."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (
@@ -101,11 +100,8 @@ def batch_evidence(at: RunSize) -> Evidence:
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
 
-    A batch from laws and runs is at most the critical batch, and small enough for `LEAST_STEPS` steps. Its number of
-    sequences divides well among the GPUs.
-
-    Raises:
-        InputError: if the run is too short for the batch of the reference run.
+    A batch from laws and runs is at most the critical batch, and leaves at least `LEAST_STEPS` steps. Raise
+    InputError if the run is too short for the reference run's batch.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)
@@ -141,7 +137,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
     """Choose whether and how the batch grows.
 
     With a reference run (``--from``), the batch grows as in that run. Otherwise it grows if it is above
-    `LARGEST_CONSTANT`, or if batches grew in most model families (such as Pythia) near this size.
+    `LARGEST_CONSTANT`, or if it grew in most model families near this size.
     """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
@@ -196,21 +192,14 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return ``sequences``, rounded to a multiple of a power of 2 that divides ``gpus``.
-
-    The power is limited, so that rounding changes ``sequences`` by at most 1/32.
-    """
+    """Return ``sequences``, rounded by at most 1/32 to a multiple of a power of 2 that divides ``gpus``."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return a batch in sequences: of the allowed sizes with at most ``most`` tokens, the one nearest to ``wanted``
-    tokens by ratio.
-
-    If ``gpus`` is a power of 2, sizes of 2^k and 3 x 2^k sequences are allowed. Otherwise, sizes of m x 2^k sequences
-    are allowed, where m is the largest odd factor of ``gpus``. If all are above ``most``, return the smallest size.
-    """
+    """Return the allowed batch, in sequences, nearest to ``wanted`` tokens and at most ``most`` tokens. Allowed are
+    2^k and 3 x 2^k sequences, or (largest odd factor of ``gpus``) x 2^k if that factor is not 1."""
     odd = gpus // (gpus & -gpus)  # the largest odd factor
     bases = (1, 3) if odd == 1 else (odd,)
     sizes = [base << k for base in bases for k in range(48)]

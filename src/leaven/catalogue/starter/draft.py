@@ -44,7 +44,6 @@ class StarterRequest:
 
     @property
     def params_active(self) -> int:
-        """Return about how many parameters a token uses."""
         return used_params(self.params, self.experts)
 
     def validate(self) -> None:
@@ -75,9 +74,8 @@ class StarterRequest:
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
     """Return about how many of ``params`` parameters a token uses.
 
-    ``experts`` are the number of experts in a layer, and how many of them a token uses; None: a dense model. The
-    estimate is for blocks with 4 d_model^2 parameters in attention and 3 x ratio x d_model^2 in the experts that a
-    token uses, with the ratio of :func:`widths_of_experts`.
+    ``experts`` are the number of experts in a layer, and how many of them a token uses. A block is assumed to have 4
+    d_model^2 parameters in attention. The experts that a token uses, together w wide, have 3 w d_model parameters.
     """
     if experts is None:
         return params
@@ -95,7 +93,7 @@ def widths_of_experts(near: Neighbours) -> Votes:
 
 
 def find_reference(id: str) -> PublishedRun:
-    """Return the published run that ``--from`` names. Raise InputError if it is missing or cannot be used."""
+    """Return the published run that ``--from`` names, or raise InputError if it cannot be used."""
     run = find_run(id)
     lacks = _lacks(run)
     if lacks is None:
@@ -125,7 +123,7 @@ def _lacks(run: PublishedRun) -> str | None:
 
 @dataclass(frozen=True)
 class RunSize:
-    """The model and tokens of a run for which values are chosen, with published runs and laws for this size."""
+    """The model and tokens of a run for which values are chosen, with the evidence for this size."""
 
     near: Neighbours  # the published runs nearest in size
     model: ModelShape
@@ -151,7 +149,7 @@ class RunSize:
 
         Args:
             laws: the value of each law, by the law's name.
-            of_run: a function that returns the value of a published run, or None.
+            of_run: returns the value of a published run, or None.
             own: the value of the reference run, which replaces the values of all other published runs.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
@@ -184,7 +182,6 @@ class Evidence:
 
     @property
     def spread(self) -> float:
-        """Return the largest value divided by the smallest."""
         return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
 
 
@@ -195,7 +192,7 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return one step in the derivation of a recipe: ``lines`` are the reasons, ``values`` are by path."""
+    """Return a step in the derivation of a recipe: its ``values`` by path, and the reasons in ``lines``."""
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once
@@ -234,8 +231,7 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Finish the step ``title``, which contains the values that were decided since the previous step.
 
-        Its text is the message named ``message`` (default: ``title``), filled in with ``facts``, the facts of the
-        decided values, and the recipe so far.
+        Its text is the message ``message`` (default: ``title``), filled in with ``facts`` and the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

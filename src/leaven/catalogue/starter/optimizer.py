@@ -15,7 +15,8 @@ LR_SIZE_EXPONENT = -1 / 3
 """A published lr is converted to another size with this power of the parameters: in GPT-3 -0.32, in LLaMA -0.33, in
 Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
-"""Largest factor by which a published lr is changed for another batch."""
+"""Largest factor by which a published lr is changed for another batch. It is small because published batches at one
+size differ by up to a factor of 100."""
 LR_WIDENING = 2.0
 """Largest factor by which the lr may be outside the range of the published lrs, converted to this size and batch."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
@@ -23,8 +24,8 @@ NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
 """From this many tokens per parameter on, the lr falls linearly to 0. From 20 on, this was better than a cosine to
-10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). From 15 to 20 it is not
-measured; a request for 20 may give 19, because the shape may be larger than requested."""
+10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). 15 to 20 is not measured: a
+request for 20 may give 19, because the shape may be larger than requested."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,
@@ -36,18 +37,13 @@ ADAM = {
 
 
 def batch_factor(batch: int, published: int | None) -> float:
-    """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
-
-    The factor is limited to 1/2 .. 2 (`MOST_BY_BATCH`), because published batches at one size differ by up to a
-    factor of 100. If ``published`` is None, the factor is 1.
-    """
+    """Return the factor on an lr for the batch ``published``: sqrt(batch / published), limited by `MOST_BY_BATCH`."""
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs by laws and published runs, converted to this size and batch. The lr of a reference run
-    (``--from``) is not converted."""
+    """Return the peak lrs by laws and published runs at this size and batch. A reference run's lr is not changed."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -75,7 +71,7 @@ def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float
 
 
 def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
-    """Choose the warm-up and the decay of the lr. Raise InputError if a reference's warm-up is as long as the run."""
+    """Choose the warm-up and the decay of the lr. Raise InputError for a warm-up as long as the run."""
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
     for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():
@@ -168,7 +164,7 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return the std of the hidden weights by each common init formula."""
+    """Return the std of hidden weights at this width by each of the common formulas."""
     return {
         "mt-nlg sqrt(1/(3d))": usual_std(width),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),

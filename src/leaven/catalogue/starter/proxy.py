@@ -1,10 +1,8 @@
 """Choose the proxy to tune before a run, estimate what tuning costs, and decide whether to tune at all.
 
-A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps. The scaling
-rule's factors for batch and tokens then cancel, so the result does not depend on ``token_exponent``, the least
-certain exponent of the rule. The proxy of a mixture of experts has as many experts as the target.
-
-Sizes count only the parameters that a token uses, except the size that a user requests for the proxy.
+A proxy is a smaller model with the target's proportions, experts, tokens per parameter and number of steps. The
+scaling rule's factors for batch and tokens then cancel. So the result does not depend on ``token_exponent``, the
+rule's least certain exponent. Sizes count the parameters that a token uses.
 """
 
 import math
@@ -61,8 +59,6 @@ class Proxy(ProxyRow):
 
 @dataclass(frozen=True)
 class TuningAdvice:
-    """Whether to tune a proxy, and why."""
-
     proxy: Proxy | None  # None: do not tune
     reason: str
 
@@ -81,10 +77,7 @@ def choose_proxy(
     Args:
         model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: number of parameters that the user requests.
-
-    Raises:
-        InputError: if no proxy has about the requested size.
+        size: the requested parameters, all experts included. Raise InputError if no proxy has about this size.
     """
     if size is not None:
         shapes = list(_smaller(model, attrgetter("params")))
@@ -125,15 +118,12 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the largest number in `TRIALS` whose trials cost at most `SHARE` of the run, else the smallest number.
-
-    ``each`` is (cost of a trial) / (cost of the run).
-    """
+    """Return how many trials fit into `SHARE` of the run's cost, at least 16. ``each`` is the share of one trial."""
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 
 def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> ModelShape:
-    """Return the shape of ``shapes`` that is nearest to ``params`` parameters and to the proportions of ``model``."""
+    """Return the shape of ``shapes`` nearest to ``params`` parameters and to the proportions of ``model``."""
 
     def off(shape: _Size) -> float:
         # Too narrow counts twice as much as too shallow: scaling over width is exact only for large widths, but

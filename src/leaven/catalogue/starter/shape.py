@@ -58,8 +58,6 @@ _SIZES = ("n_layers", "d_model", *_HEADS, "d_ff", "vocab_size", "tied_embeddings
 
 
 class Proportions(NamedTuple):
-    """The proportions that a model shape should have."""
-
     aspect: float  # d / L
     ff_ratio: float  # f / d
     d_head: int
@@ -69,7 +67,7 @@ class Proportions(NamedTuple):
     attention: Fraction = Fraction(1)  # (width of all heads together) / d
 
     def heads(self, d: int) -> dict[str, int | None]:
-        """Return the width ``d``, a multiple of :attr:`unit`, and the heads that belong to it."""
+        """Return d_model = ``d``, a multiple of :attr:`unit`, and the numbers and sizes of heads at this width."""
         together = int(d * self.attention)
         n_heads = together // self.d_head
         return {
@@ -87,18 +85,12 @@ class Proportions(NamedTuple):
 
 
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
-    """Return the d_ff / d_model at which a block has 12 d_model^2 parameters: 4, or 8/3 if gated (arXiv 2002.05202).
-
-    Grouped-query attention makes the MLP larger, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
-    """
+    """Return the d_ff / d_model at which a block has 12 d_model^2 parameters (arXiv 2002.05202), such as 4 or 8/3."""
     return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation in GATED else 2)
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size in `VOCABULARIES` nearest to ``usual``, or a smaller one that keeps the embedding small.
-
-    The embedding has at most `VOCABULARY_SHARE` of ``params``, except with the smallest size.
-    """
+    """Return the size in `VOCABULARIES` nearest to ``usual``, or a smaller one if the embedding is too large."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -114,13 +106,12 @@ def shape_of(
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
     Only shapes within `TOLERANCE` of ``params`` are compared. If there is none, the shape nearest in size is
-    returned. Numbers of layers that pipeline stages divide badly count as less near (`_UNEVEN`).
+    returned. Pipeline stages should divide the number of layers well (`_UNEVEN`).
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
         fixed: values of the other fields of :class:`ModelShape`.
-        experts: values of :class:`Experts` without d_expert. The experts that a token uses, shared ones included, are
-            together as wide as d_ff.
+        experts: values of :class:`Experts` without d_expert, which follows from d_ff.
     """
 
     def cost(pair: tuple[ModelShape, int]) -> tuple[bool, float]:
@@ -150,10 +141,8 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = None) -> dict[str, Any]:
-    """Return ``d_ff``, and ``experts`` if there are any. A token uses MLPs of about this ``width`` in total.
-
-    ``d_expert`` replaces the width of an expert that follows from ``width``.
-    """
+    """Return the fields ``d_ff`` and, with experts, ``experts``. The MLPs that a token uses are together ``width``
+    wide."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -163,10 +152,7 @@ def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = N
 
 
 def _experts_of(request: StarterRequest, run: PublishedRun | None) -> dict[str, Any] | None:
-    """Return the fields of :class:`Experts` except d_expert, or None for a dense model.
-
-    ``run`` is the reference run, which decides the fields that it publishes.
-    """
+    """Return the fields of :class:`Experts` except d_expert, or None for a dense model. ``run`` is the reference."""
     if request.experts is None:
         return None
     number, active = request.experts
@@ -179,17 +165,12 @@ def _experts_of(request: StarterRequest, run: PublishedRun | None) -> dict[str, 
 
 
 def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
-    """Return the fields of :class:`Experts` that a run publishes."""
     known = {name: term(run, f"model.experts.{name}") for name in Experts.model_fields if run}
     return {name: value for name, value in known.items() if value is not None}
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the round widths within a factor of 3 of ``usual`` at which the heads of ``proportions`` are possible.
-
-    The width of a reference run counts as round. If there is no round width, return all possible widths within the
-    factor. If there is no possible width within the factor, return the smallest possible width.
-    """
+    """Return the round widths within a factor of 3 of ``usual`` that allow whole heads, or else other widths."""
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -207,11 +188,7 @@ def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
 
 
 def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape of a starter recipe.
-
-    If no shape is within `FARTHEST` of the requested size, raise InputError. The message names a vocabulary or a size
-    that works, if one is found.
-    """
+    """Return the shape of a starter recipe. Raise InputError if none is near the requested size (`FARTHEST`)."""
     model = _nearest(request, near)
     off = model.params / request.params - 1
     if abs(off) <= FARTHEST:
@@ -266,10 +243,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 def _proportions(
     near: Neighbours, aspect: float, width: float, activation: str, experts: Mapping[str, Any] | None
 ) -> Proportions:
-    """Return the proportions of the reference run. Those that it does not publish are chosen for the ``width``.
-
-    A run with latent attention has no key-value heads that a recipe can express.
-    """
+    """Return the reference run's proportions, or the usual ones for ``width`` where it publishes none."""
     run = near.reference
     arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
     heads: dict[str, Any]
@@ -296,13 +270,13 @@ def _proportions(
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return the reference run's d / L, or the neighbours' median, limited to `SMALL_ASPECT` if none is near."""
+    """Return the reference run's d / L, or else the median of the neighbours."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the width d at which 12 d^2 L is the number of parameters that a token uses, with the usual d / L."""
+    """Return the d at which 12 d^2 L is the number of parameters that a token uses, with the usual d / L."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
@@ -312,10 +286,7 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the choices (`_CHOICES`) of a run. Choices that are unknown or not supported get leaven's default.
-
-    There are two exceptions: an unknown QK-norm is off, and an unsupported activation without a gate becomes gelu.
-    """
+    """Return the choices (`_CHOICES`) of a run, with leaven's defaults for unknown or unsupported ones."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -327,7 +298,8 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the most frequent rope_theta of runs with sequences above `SHORT`, and the ids of the runs with it."""
+    """Return the most frequent rope_theta of runs with sequences above `SHORT`, and the ids of runs with this
+    value."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and (run.seq_len or 0) > SHORT:
@@ -336,10 +308,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size, without runs before `RECENT`.
-
-    If no run is left, return the neighbours.
-    """
+    """Return the newest run of each lineage near this size since `RECENT`, or the neighbours if there is none."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -361,11 +330,7 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the sequence length of the target: the requested one, the reference run's, or that of recent runs.
-
-    A length from recent runs is shortened to have about `SEQUENCES_A_BATCH` sequences in a batch, and rounded to a
-    power of two: 3,500 becomes 4,096, and 3,000 becomes 2,048.
-    """
+    """Return the sequence length: the requested one, the reference run's, or a power of 2 from recent runs."""
     if request.seq_len:
         return request.seq_len
     usual = float(_lengths(near).value)
@@ -381,7 +346,7 @@ def _predicted_batch(request: StarterRequest) -> float:
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """Add the values of ``model``, a shape from :func:`choose_shape`, to the draft as one step, with reasons."""
+    """Add the values of ``model``, a shape from :func:`choose_shape`, to the draft, with reasons."""
     run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
     aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
     experts, alike = (mixtures(request.params_active, like, run) for like in (None, request.experts))

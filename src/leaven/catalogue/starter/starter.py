@@ -2,18 +2,17 @@
 
 The method:
 
-- The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning
-  rate, betas, decay and init are chosen for the base, and the scaling rule converts them for the target. The base is
-  a smaller model to tune first (the proxy), or the target itself if tuning is not worth its cost, or a small model
-  that leaven tuned if no run is near.
+- The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly.
+- Learning rate, betas, decay and init are chosen for the base, and the scaling rule converts them for the target. The
+  base is a smaller model to tune first (the proxy). It is the target itself if tuning is not worth its cost. If no
+  run is near, it is a small model that leaven tuned.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) within a factor
-  of 4 of the target's size has one vote. If these are fewer than three, the three nearest lineages vote. Votes
-  of runs farther from this size have less weight; see :meth:`Neighbours.weights`. For a mixture of experts, the size
-  is the number of parameters that a token uses, and mixtures of experts vote beside dense runs.
+  of 4 of the target's size has one vote, and at least the three nearest lineages vote. Runs of more distant sizes
+  have less weight; see :meth:`Neighbours.weights`. The size of a mixture of experts is the number of parameters that
+  a token uses.
 - Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
-  a published batch to the tokens of the new recipe, and the lr of a law to the batch of the new recipe.
-- All laws together have as much weight as all published runs together. Laws outside their fitted range have less
-  weight.
+  a published batch to its tokens, and the lr of a law to its batch.
+- All laws together weigh as much as all published runs together. Laws outside their fitted range weigh less.
 """
 
 from collections.abc import Iterator
@@ -55,12 +54,9 @@ _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
 def starter(request: StarterRequest) -> StarterRecipes:
-    """Return the requested recipe (the target), with a layout for one process, and the steps that derived it.
+    """Return the requested recipe (the target) with the steps that derived it, or raise InputError.
 
-    :func:`leaven.planning.start.start` adds the layout for a cluster, the proxy and the comparison with other runs.
-
-    Raises:
-        InputError: if no recipe can fulfil the request.
+    Its layout is for one process. :func:`leaven.planning.start.start` adds the layout for a cluster and the proxy.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
@@ -187,7 +183,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
-    """Choose precision, scaling rule and ``scaling.base``. The shape of a reference run replaces that of ``base``."""
+    """Choose precision, scaling rule and ``scaling.base``, which has the shape of the reference run, if any."""
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")
