@@ -16,10 +16,10 @@ has moved, the minimum stays at the start point. r is 8 / D^2 for D columns, but
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
 Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
-(the likelihood with a, b and h_ij integrated out). The noise does not, because after few trials the most likely noise
-is often too large and would hide the optimum. The model is a Gaussian process with a quadratic kernel and a mean
-function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares the constants with other
-settings.
+(the likelihood with a, b and h_ij integrated out). The noise is not chosen like this: after few trials, the most
+likely noise is often too large and would hide the optimum. The model is a Gaussian process with a quadratic kernel
+and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares the constants
+with other settings.
 
 Prior knowledge gives further priors of the coefficients, from two sources. The prior with the highest evidence is
 used, so the search drops knowledge that its trials contradict. H is the matrix of h_ij.
@@ -178,8 +178,8 @@ def _features(x: Array) -> Array:
 
 
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
-    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,), with the most likely
-    prior of ``knowledge`` and the plain one. An unknown ``noise`` is 0."""
+    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,). Its prior is the one of
+    ``knowledge``, or the plain one, that has the highest evidence. An unknown ``noise`` is 0."""
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
     noise = max(noise, LEAST_NOISE * spread)

@@ -2,8 +2,8 @@
 
 Several commands may run the same search at once. Each takes over the trials of commands that die:
 
-1. Whenever it reads the trials, it closes the running attempts of dead commands. A command is dead if its process on
-   this machine has ended, or if it has sent no heartbeat for a minute (``leases.py``).
+1. Whenever a command reads the trials, it closes the running attempts of dead commands. A command is dead if its
+   process on this machine has ended, or if it has sent no heartbeat for a minute (``leases.py``).
 2. These trials now wait for a retry (:attr:`StoredTrial.retry`). The plan asks for retries before all other trials.
 3. A retry finds the checkpoints of the first attempt by ``Proposal.origin``.
 """

@@ -11,9 +11,9 @@ each retry. In this file, an Optuna trial is called an attempt.
 - If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial, once. If this
   attempt dies too, the trial has failed. Ctrl-C releases the running attempts of a command. Their trials are retried,
   too, but a released attempt does not count as one that died.
-- If many trials of a command fail in a row, its machine may be broken. Then the command gives these trials back: it
-  adds an attempt that has ended already, with the attribute ``given_back``. Failures before this attempt do not
-  count.
+- If many trials of a command fail in a row, its machine may be broken. Then the command gives these trials back: to
+  each it adds an attempt that has ended already, with the attribute ``given_back``. Failures before this attempt do
+  not count.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
 - An attempt with a result has a digest, and so have the settings of the study. They show changed values and deleted
