@@ -40,8 +40,7 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Choose when FSDP reduces a stage's gradients: in each backward pass if ``each`` is true, else once, at the end
-    of a step."""
+    """Choose when FSDP reduces a stage's gradients: ``each`` backward pass, or once at the end of a step."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)
@@ -59,8 +58,7 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the block of each rank of the tensor's mesh, in rank order: (index of the block's first element in the
-    whole tensor, shape of the block)."""
+    """Return each rank's block as (index of its first element in the whole tensor, its shape), by rank."""
     mesh, found = tensor.device_mesh, []
     for coordinate in product(*(range(size) for size in mesh.shape)):
         shape, offset = _compute_local_shape_and_global_offset(
@@ -71,8 +69,7 @@ def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def pretend(rank: int, size: int) -> None:
-    """Initialise torch.distributed as if this process were ``rank`` of ``size`` processes. The other processes do not
-    exist, and collectives do nothing."""
+    """Initialise torch.distributed as if this were ``rank`` of ``size`` processes. Collectives then do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # part of torch's tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -80,8 +77,7 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``on_resize`` with every storage that is resized in the ``with`` block. FSDP resizes storages to allocate
-    and free gathered parameters."""
+    """Call ``on_resize`` with every storage that FSDP resizes in the ``with`` block, to allocate or free it."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:
@@ -98,8 +94,8 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter the context ``apart()`` whenever DTensor infers a shape in the ``with`` block. To infer shapes, DTensor
-    creates fake unsharded tensors, which a measurement of memory must not count."""
+    """Enter the context ``apart()`` whenever DTensor infers a shape in the ``with`` block. DTensor then creates fake
+    unsharded tensors, which a measurement of memory must not count."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

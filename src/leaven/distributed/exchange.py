@@ -1,5 +1,4 @@
-"""Exchanges values between the processes of a run through torch's key-value store. Unlike a collective, this works
-from any thread."""
+"""Exchanges values between the processes of a run. Unlike collectives, this works from any thread."""
 
 import json
 import time
@@ -17,15 +16,13 @@ _LONGEST_PAUSE = 0.5  # seconds between two polls of the store
 
 
 class Exchange:
-    """Exchanges values in rounds. Every process takes part in each step of a round:
+    """Exchanges values through torch's key-value store, in rounds. All processes take part in each step of a round:
 
     1. :meth:`gather` (optional): every process sends a value to the first process.
     2. :meth:`broadcast`: the first process sends one value to all.
 
-    All processes must construct an exchange at the same point of the program, in their main threads.
-
-    Args:
-        timeout: how long the first process waits for the values of a round.
+    All processes must construct an exchange at the same point of the program, in their main threads. ``timeout`` is
+    how long the first process waits for the values of a round.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -41,8 +38,8 @@ class Exchange:
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process. On the first process, return a list with the value of each rank, or
-        None for a value that did not arrive in time. On other processes, return []."""
+        """Send a JSON value to the first process, which returns a list of the values by rank, with None for a value
+        that is late. Other processes return []."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -58,8 +55,8 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return, on every process, the JSON value that the first process passes, and end the round. The values that
-        other processes pass are ignored. Raise ProcessLost if the value does not arrive within twice the timeout."""
+        """Return, on every process, the JSON value that the first process passes, and end the round. Raise
+        ProcessLost if the value does not arrive within twice the timeout."""
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))
@@ -75,8 +72,7 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until the store has all keys, and return True. Return False if the wait takes longer than ``timeouts``
-        times the timeout, or until the end that :meth:`shorten_timeout` has set.
+        """Return True once the store has all keys, or False after ``timeouts`` times the timeout.
 
         The store is polled, because :meth:`shorten_timeout` could not interrupt a waiting call.
         """
@@ -93,13 +89,10 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return the result of ``work()`` on every process. The first process runs it first. Then the other processes run
-    it in parallel, and find the files that the first process has written.
+    """Return the result of ``work()`` on every process. The first process runs it first; the others find its files.
 
-    Raises:
-        ProcessLost: on the other processes, if the first process has not finished after 60 days.
-        InputError: on all processes, if ``work()`` raises it on the first process. If another process raises it, only
-            on that process.
+    If ``work()`` raises InputError on the first process, all processes raise it. If the first process does not finish
+    within 60 days, the others raise ProcessLost.
     """
     exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None
     if group.is_first:

@@ -1,7 +1,6 @@
 """Describes a piece: the block of a tensor that a process stores.
 
-Several processes may store the same element, but exactly one owns it. Norms and checkpoints use only owned elements,
-so no element is counted or written twice.
+Several processes may store the same element, but exactly one owns it. Norms and checkpoints use only owned elements.
 """
 
 from dataclasses import dataclass
@@ -33,16 +32,12 @@ class Piece:
 
     @property
     def whole(self) -> bool:
-        """Whether the block is the whole tensor."""
         return tuple(self.local.shape) == self.shape
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores.
-
-    If several processes store the same block, only the first along each axis of the mesh can own it. If ``owned`` is
-    false, this process does not own the block. For a tensor that is not a DTensor, the block is the whole tensor.
-    """
+    """Return the block of a tensor that this process stores; the whole tensor if it is not a DTensor. Of several
+    processes with the same block, only the first can own it, and only if ``owned`` is true."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements

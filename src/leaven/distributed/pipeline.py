@@ -1,7 +1,6 @@
 """Runs batches through the stages of a pipeline with torch's schedules.
 
-Every process reads the samples of its data-parallel rank itself. Only activations and their gradients are sent
-between stages.
+Every process reads the samples of its data-parallel rank itself. Stages send only activations and their gradients.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,8 +34,7 @@ tokens of its document. None: it attends to all earlier tokens."""
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
-    """Return the stages of a pipeline rank: rank, rank + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, sec.
-    2.2)."""
+    """Return the stages of a pipeline rank: rank, rank + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
 
 
@@ -60,8 +58,7 @@ class Pipeline:
         return max(scheduled(self.layout, micro_batches), least)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run all micro-batches forward and backward, and accumulate gradients. Return the sum of the losses, a
-        scalar, or 0 if this process does not have the last stage."""
+        """Accumulate the gradients of all micro-batches. Return the sum of the losses; 0 without the last stage."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
@@ -79,10 +76,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients.
-
-        The method ``eval`` of torch's schedules is not used, because it changes state that training needs.
-        """
+        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients. torch's schedules
+        have a method ``eval``, but it changes state that training needs."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -140,14 +135,11 @@ class Pipeline:
 
 
 class LeanStage(PipelineStage):
-    """A :class:`PipelineStage` that frees memory after each micro-batch.
+    """A :class:`PipelineStage` that frees memory after each micro-batch, not at the end of a step.
 
-    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so ZeRO 2 and 3
-    need the same memory as ZeRO 1. Before torch 2.15, it also allocates all receive buffers at the start.
-
-    This class frees the receive buffers of a micro-batch after its backward pass. With ``zero`` 2 and 3, it also
-    reduce-scatters the gradients. With ``zero`` 3, it also reshards the parameters, which the next micro-batch must
-    all-gather again.
+    After a backward pass, it frees the receive buffers. With ``zero`` 2 and 3, it also reduce-scatters the gradients.
+    With ``zero`` 3, it also reshards the parameters, which the next micro-batch must all-gather again. With torch's
+    PipelineStage, ZeRO 2 and 3 need as much memory as ZeRO 1.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
@@ -203,7 +195,7 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return the entries of torch's receive infos that have a buffer. Inputs of the first stage have no buffer."""
+    """Return the entries of torch's receive infos that have a buffer. Inputs of the first stage have none."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

@@ -129,13 +129,8 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of all processes that torchrun started, arranged by ``layout``. For a layout with one rank,
-    yield `SINGLE_PROCESS`.
-
-    Raises:
-        InputError: if the device cannot be used by several processes.
-        ProcessLost: if other processes have died or have not answered for ``layout.timeout_seconds``.
-    """
+    """Yield the group of all processes that torchrun started, arranged by ``layout``; `SINGLE_PROCESS` for one rank.
+    Raise ProcessLost if other processes have died or have not answered for ``layout.timeout_seconds``."""
     if layout.ranks == 1:
         yield SINGLE_PROCESS
         return
@@ -178,16 +173,15 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return ``store`` with a random prefix before every key, which only the ``size`` processes of this start know.
 
-    When torchrun restarts a run, the store still has the entries of the dead processes. Processes that read such
-    entries hang or fail to connect. So the new processes agree on a prefix as follows:
+    After a restart by torchrun, the store still has the entries of the dead processes. Processes that read such
+    entries hang or fail to connect. So the new processes agree on a prefix:
 
     1. Each process writes a random word under the key of its rank. This replaces the word of a dead process.
     2. Rank 0 proposes a prefix together with the words of all ranks. When a word changes, it makes a new proposal.
-    3. Each other rank agrees to a proposal that contains its own word, not the word of a dead process.
+    3. Each other rank agrees to a proposal that contains its own word.
     4. When all other ranks have agreed to the last proposal, rank 0 confirms it.
 
-    Raises:
-        TimeoutError: if ranks are missing after ``timeout``. The message names them.
+    Raise TimeoutError, which names the missing ranks, after ``timeout``.
     """
     word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", json.dumps(word))

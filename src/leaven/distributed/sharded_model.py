@@ -1,11 +1,8 @@
-"""Builds the part of a model that a process of a run has, and runs its passes. A single process has the whole model.
-The interface is the same for every layout.
+"""Builds a process's part of a model, and runs forward and backward passes. The interface is the same for every
+layout.
 
 The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process stores. Norms
 cover the blocks of all processes. They are bit-identical on all processes, so all processes make the same decisions.
-
-The layers of a rank are built first. Then tensor parallelism, expert parallelism, recomputation, compilation and
-sharding are applied to the layers, in this order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,11 +48,9 @@ class StoredParameter:
 
 
 class ShardedModel:
-    """The part of a model that this process runs: its stages and parameters.
+    """The stages and parameters of a model that this process runs. A single process has the whole model.
 
-    Args:
-        dtype: the dtype of matrix products. Parameters are fp32.
-        z_loss: the coefficient of the z-loss; 0: there is no z-loss.
+    ``dtype`` is the dtype of matrix products; parameters are fp32. ``z_loss`` is the coefficient of the z-loss.
     """
 
     def __init__(
@@ -125,15 +120,9 @@ class ShardedModel:
         factor: Tensor | float,
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run all micro-batches forward and backward, and accumulate their gradients. Losses and gradients are
-        multiplied by ``factor``.
-
-        Args:
-            after_first: is called after the first micro-batch, but never with pipeline parallelism.
-
-        Returns:
-            The sum of this process's losses, multiplied by ``factor``, a scalar.
-        """
+        """Run all micro-batches forward and backward, and accumulate their gradients. Return the sum of this
+        process's losses, a scalar. Losses and gradients are multiplied by ``factor``. Without pipeline parallelism,
+        ``after_first`` is called after the first micro-batch."""
         for stage in self.stages:
             stage.factor = factor
         if self._z_loss:
@@ -176,8 +165,7 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def total_z_loss(self) -> Tensor | None:
-        """Return the z-loss of the last step in nats, summed over the tokens of all processes. Return None if the
-        model has no z-loss."""
+        """Return the z-loss of the last step in nats, summed over all tokens, or None if the model has none."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
     @property
@@ -190,8 +178,8 @@ class ShardedModel:
     def total_tally(self, tally: Tensor) -> Tensor:
         """Return the sums of the router tallies of this step over all processes, (layers, experts + 1).
 
-        Each layer has a row. The first columns have the number of tokens sent to each expert, and the last column has
-        the balance loss. ``tally`` is a tensor of zeros of this shape, and is overwritten.
+        The first columns have the number of tokens sent to each expert. The last column has the balance loss.
+        ``tally`` is a tensor of zeros of this shape, and is overwritten.
         """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
@@ -199,10 +187,8 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms of each of ``groups`` over all processes: one norm for each row of the parameter table.
-
-        A group has one tensor, such as the gradient, for each of ``local_parameters``.
-        """
+        """Return the 2-norms of each of ``groups`` over all processes, one for each row of the parameter table. A
+        group has one tensor, such as the gradient, for each of ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -211,8 +197,7 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the gradients, one for each row of the parameter table. The last backward pass must
-        have reduced the gradients over the data-parallel ranks."""
+        """Return the 2-norms of the gradients of a whole step, one for each row of the parameter table."""
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
@@ -233,12 +218,7 @@ class ShardedModel:
             each.parameter.grad = each.local.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP does after the next micro-batch, which is the step's last one if ``last``.
-
-        With ZeRO 2 and 3, gradients are reduce-scattered after every micro-batch. With ZeRO 0 and 1, and between
-        replicas, gradients are reduced only after the last. With ZeRO 0 to 2, parameters stay gathered until the end
-        of the step.
-        """
+        """Set what FSDP communicates after the next micro-batch, which is the step's last one if ``last``."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
@@ -246,8 +226,7 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``local_parameters``. Sum the gradient of a tied embedding over
-        the first and the last pipeline stage."""
+        """Move gradients to ``local_parameters``. Sum that of a tied embedding over the first and the last stage."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad
@@ -329,9 +308,9 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Shard parameters, gradients and optimizer states over the data-parallel ranks, as the ZeRO stage requires
     (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    Parameters of attention, MLPs and experts, but not of routers, are communicated in the compute dtype. All other
-    parameters and all gradients are communicated in fp32. Gradients are summed and never averaged, because the loss
-    is divided by the tokens of all ranks before the backward pass.
+    Parameters of attention, MLPs and experts are communicated in the compute dtype. All other parameters and all
+    gradients are communicated in fp32. Gradients are summed, not averaged, because the loss is already divided by the
+    tokens of all ranks.
     """
     assert group.mesh is not None
     mesh = replicas(group.mesh)

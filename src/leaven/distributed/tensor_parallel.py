@@ -1,13 +1,12 @@
-"""Defines in tables how each module is split over tensor-parallel ranks, except for routed experts
-(:mod:`leaven.distributed.expert_parallel`). Also computes the loss over slices of the vocabulary.
+"""Splits each module over tensor-parallel ranks, by tables of styles, and computes the loss over slices of the
+vocabulary. Routed experts are split in :mod:`leaven.distributed.expert_parallel`.
 
 This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
 arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by
 their inputs. The embedding and the unembedding are split by the vocabulary.
 
-Between these modules, every rank has a part of the sequence. Before attention, before the MLP and before the
-unembedding, these parts are all-gathered. The outputs of the embedding, attention and MLP are reduce-scattered. The
-backward pass has a reduce-scatter for each all-gather, and an all-gather for each reduce-scatter.
+Between these modules, every rank has a part of the sequence. Before attention, MLP and unembedding, these parts are
+all-gathered. The outputs of embedding, attention and MLP are reduce-scattered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,8 +47,7 @@ SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """The parallel style of learned positions. Every rank has the whole table, and returns the rows for its part of
-    the sequence."""
+    """The parallel style of learned positions. Each rank has the whole table and returns rows for its positions."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -88,8 +86,7 @@ class Local(ParallelStyle):
     parameters.
 
     ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
-    over the ranks. torch's own style for norms needs much memory on a CPU, because it keeps the results of many small
-    operations.
+    over the ranks. torch's own style for norms needs much memory on a CPU.
     """
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
@@ -122,7 +119,7 @@ parts are summed."""
 
 class LocalBranch(ParallelStyle):
     """The parallel style of a branch that computes on plain tensors. Inputs are gathered over the sequence, outputs
-    are summed, and each rank gets its positions of the sum. The backward pass does the same with the gradients."""
+    are summed, and each rank gets its positions of the sum."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -223,10 +220,8 @@ def sharded_cross_entropy(
     """Return, on every rank, the loss of :func:`leaven.model.loss.cross_entropy` over the tokens of all ranks.
 
     ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. ``weight`` is sharded by its
-    rows, the vocabulary. ``how`` has further arguments of ``cross_entropy``.
-
-    A rank computes the logits of one chunk of n tokens at a time, only for its V vocabulary entries. Of the logits,
-    ranks exchange only the maximum, the normaliser and the target's logit of each token.
+    rows, the vocabulary. A rank computes the logits of its slice of the vocabulary, a chunk of tokens at a time. For
+    each token, ranks exchange only the maximum, the normaliser and the target's logit.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

@@ -1,7 +1,7 @@
 """Applies a function to whole matrices that are sharded over processes.
 
-Each matrix has an owner, a process that receives the whole matrix, applies the function, and sends the blocks of the
-result back. So the result is the same as in a run with a single process. A process owns at most one matrix at a time.
+Each matrix has an owner. This process receives the whole matrix, applies the function, and sends the blocks of the
+result back. A process owns at most one matrix at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +29,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the block that each sender sends to ``owner``, by the rank of the sender. Each block has one sender,
-        even if several ranks store it. If ``owner`` stores the block, the sender is ``owner`` itself."""
+        """Return the block that each sender sends to ``owner``, by the sender's rank. Each block has one sender: if
+        possible, ``owner`` itself."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -38,8 +38,8 @@ class SplitMatrix:
 
 
 class WholeMatrices:
-    """Applies functions to whole matrices, which are selected by name. :meth:`map` is a collective of all processes
-    of a pipeline rank."""
+    """Applies functions to whole matrices, selected by name. All processes of a pipeline rank call :meth:`map`
+    together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
         """``parameters`` are the matrices of this process's pipeline stages."""
@@ -58,8 +58,8 @@ class WholeMatrices:
     def map(
         self, function: Callable[[Tensor], Tensor], names: Iterable[str], mine: Iterable[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply ``function`` to each matrix in ``names``, and yield this process's block of each result. ``function``
-        must keep shape and dtype. ``mine`` has this process's block of each matrix."""
+        """Apply ``function``, which keeps shape and dtype, to each matrix in ``names``. Yield this process's block of
+        each result. ``mine`` has this process's block of each matrix."""
         pairs = zip(names, mine, strict=True)
         while some := list(islice(pairs, self._size)):
             yield from self._round(function, [self._matrices[name] for name, _ in some], [block for _, block in some])
@@ -67,8 +67,8 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply ``function`` to at most one matrix for each rank, and yield this process's block of each result. Rank
-        r owns matrix r."""
+        """Apply ``function`` to at most one matrix for each rank (rank r owns matrix r). Yield this process's
+        blocks."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]
@@ -85,11 +85,7 @@ class WholeMatrices:
         return iter(self._exchange(back, [tuple(block.shape) for block in mine])[: len(mine)])
 
     def _exchange(self, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send ``sent[r]`` to each rank r. Return the matrix that each rank r sends, of shape ``shapes[r]``.
-
-        Both lists may be shorter than the number of ranks. Ranks beyond the end of ``sent`` get nothing, and ranks
-        beyond the end of ``shapes`` send nothing.
-        """
+        """Send ``sent[r]`` to each rank r. Return the matrix, of shape ``shapes[r]``, that each rank r sends here."""
 
         def sizes(elements: Iterable[int]) -> list[int]:
             found = list(elements)

@@ -69,10 +69,8 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired(BaseHTTPMiddleware):
-    """Refuses requests without the right token. The first request has it in its address, later ones in a cookie.
-
-    To prevent DNS rebinding, requests to a host that is not in `LOCAL` are refused, too.
-    """
+    """Refuses requests without the right token, which the first request has in its address and later ones in a
+    cookie. Requests to a host that is not in `LOCAL` are refused, too, to prevent DNS rebinding."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         super().__init__(app)
@@ -95,12 +93,8 @@ class TokenRequired(BaseHTTPMiddleware):
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return the HTML page that ``make`` returns, or a page with the InputError or OSError that ``make`` raises.
-
-    ``here`` is the name of the page in `LINKS`, or "". ``found`` are the folders that the page shows, if any. Such a
-    page updates itself: every two seconds, the browser asks whether the folders have changed. If they have not, the
-    response is empty and has status 304.
-    """
+    """Return the HTML page that ``make`` returns, or a page with the error that it raises. If ``found`` (the shown
+    folders) has not changed since the browser's last request, return an empty response with status 304."""
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
         return Response(status_code=304, headers=HEADERS | {"ETag": mark})
@@ -180,10 +174,7 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return the plan that the form of the planner requests, and the title of its page.
-
-    The size is a number of parameters, such as 7B, or the id of a published run.
-    """
+    """Return the plan that the form requests, and its title. The size is a number or the id of a published run."""
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
         return plan_run(size, gpus, layout), size

@@ -55,7 +55,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run or study, or None. Of a study, the best recipe or, without one, that of the start."""
+        """The recipe of a run or study, or None. For a study, it is the best recipe or, without one, the start."""
         files = [self.folder / name for name in ("recipe.toml", "best.toml", "centre.toml")]
         file = next(filter(Path.is_file, files), None)
         return None if file is None or is_command_file(file) else read_recipe(file)
@@ -75,10 +75,8 @@ class FolderRow:
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the folders of runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep.
-
-    Hidden folders, those in `SKIPPED` and those inside a found folder are not searched.
-    """
+    """Yield the runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep. Hidden folders,
+    those in `SKIPPED` and those inside a found folder are not searched."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)

@@ -1,5 +1,4 @@
-"""Hyperparameter search without torch. ``search`` minimises any Python function, and ``TrustRegionSampler`` proposes
-the trials of any Optuna study with one objective."""
+"""Hyperparameter search without torch: ``search`` for any Python function, ``TrustRegionSampler`` for Optuna."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

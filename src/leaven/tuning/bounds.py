@@ -69,12 +69,11 @@ def why_fixed(recipe: Recipe, path: str) -> str | None:
 
 
 def bounds_of(path: str) -> Bounds:
-    """Return the bounds of the value at a path."""
     return BOUNDS[path if path in BOUNDS else quantity_of(path)]
 
 
 def _multiplied(recipe: Recipe, path: str) -> str:
-    """Return the path of the global value (of Adam or Muon) to which the multiplier at ``path`` applies."""
+    """Return the path of the global value (of Adam or Muon) that the multiplier at ``path`` multiplies."""
     (_, kind, *rest), quantity = split_path(path), quantity_of(path)
     if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
         own = "momentum" if quantity == "beta1" else quantity
@@ -84,10 +83,10 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far the value at a path may move in a search, and the reason for this limit.
+    """Return how far the value at a path may move from the recipe's value, and the reason for this limit.
 
-    For ``side`` 0, this is the distance from the recipe's value to the lower end of the search range; for ``side`` 1,
-    to the upper end. The reason is a text for the user. It is empty at a natural limit, such as dropout 0.
+    ``side`` is 0 for the lower end of the search range, 1 for the upper end. The reason is shown to the user. It is
+    empty at a natural limit, such as dropout 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens
@@ -122,10 +121,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return why the recipe becomes invalid if its value at ``path`` moves by the distance ``octaves``.
-
-    Return None if the recipe stays valid.
-    """
+    """Return why a recipe is invalid with its value at ``path`` moved by ``octaves``, or None if it is valid."""
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

@@ -17,9 +17,9 @@ A placeholder is a name in braces, in the command, in ``environment``, in the pa
 - ``{worker}``: the index of the worker that runs the command, from 0.
 - ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
-``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Its command may have further placeholders:
-the path of any value of the recipe, the short form of the path (``{lr}`` for ``hyperparameters.lr``), and
-``{recipe}``, which becomes the path of a file with the recipe of the trial.
+``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Its placeholders are the path or short path
+of any value of the recipe (``{hyperparameters.lr}`` or ``{lr}``), and ``{recipe}``, the path of a file with the
+trial's recipe.
 
 Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
 would misread, such as a text with spaces. So the placeholder of such a value must not be inside quotes.
@@ -131,7 +131,7 @@ class LossSource(Part):
 
     @property
     def unreadable(self) -> str:
-        """The regular expression with which a loss is found that :attr:`expression` cannot read, such as 1,234.5."""
+        """The regular expression for losses that :attr:`expression` cannot read, such as 1,234.5."""
         return self._with_loss(_UNREADABLE)
 
     def _with_loss(self, loss: str) -> str:
@@ -188,7 +188,7 @@ class Command(Part):
 
     @property
     def _required(self) -> set[str]:
-        """The names of the placeholders outside of ``config``. Each of them must have a value."""
+        """The names of the placeholders outside of ``config``, which must all have a value."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
@@ -199,10 +199,9 @@ class Command(Part):
         return shared | ({} if self.config is None else {"config": text})
 
     def check(self, space: SearchSpace) -> None:
-        """Raise InputError if the command does not fit ``space``.
+        """Raise InputError if a placeholder has no value, or a searched value or ``config`` has no placeholder.
 
-        It does not fit if a placeholder has no value, if a searched value or ``config`` has no placeholder, or if all
-        trials would read their losses from the same path.
+        Also raise InputError if all trials would read their losses from the same path.
         """
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
@@ -231,10 +230,8 @@ class Command(Part):
                 )
 
     def filled(self, values: Mapping[str, Value]) -> str:
-        """Return the command with values in place of the placeholders.
-
-        Raise InputError if a value needs quotes, but its placeholder is inside quotes already.
-        """
+        """Return the command with values in place of the placeholders. Raise InputError if a value needs quotes, but
+        its placeholder is inside quotes already."""
         quoted = {name: shlex.quote(text_of(value)) for name, value in values.items()}
         for name in sorted(_in_quotes(self.command)):
             if name in values and quoted[name] != (text := text_of(values[name])):
@@ -432,13 +429,8 @@ def fill(text: str, values: Mapping[str, Value]) -> str:
 def values_of(  # noqa: PLR0917 - one of each
     command: Command, space: SearchSpace, point: Mapping[str, float], folder: Path, seed: int = 0, worker: int = 0
 ) -> dict[str, Value]:
-    """Return the value of each placeholder, such as ``{out}``, by name, for an attempt at ``point`` in ``folder``.
-
-    The value of ``{seed}`` is ``space.seed + seed``.
-
-    Raises:
-        ValueError: if the values are invalid together, such as a warm-up longer than the run.
-    """
+    """Return the value of each placeholder, by name, for an attempt at ``point`` in ``folder``. ``{seed}`` is
+    ``space.seed + seed``. Raise ValueError if the values are invalid together."""
     folder, seed = folder.absolute(), space.seed + seed
     found = space.placeholders(point, seed) | {SEED: seed, WORKER: worker, OUT: str(folder / "out")}
     if command.config is not None:
@@ -449,8 +441,8 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the texts of the files ``{config}`` and ``{recipe}``, by path, as far as the command uses them.
-    ``values`` are the values of all placeholders at ``point`` (:func:`values_of`)."""
+    """Return the texts of the files ``{config}`` and ``{recipe}`` that the command uses, by path. ``values`` has the
+    values of all placeholders at ``point`` (:func:`values_of`)."""
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)
@@ -464,7 +456,7 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of placeholders that are, or may be, in quotes, in a comment or after a backslash."""
+    """Return the names of placeholders that may be in quotes, in a comment or after a backslash."""
     if _NESTED.search(command):
         return _names(command)
     found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment

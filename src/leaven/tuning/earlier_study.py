@@ -1,15 +1,13 @@
 """Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
-The new search may have another model size, or search other values. Its recipe must have the scaling rule and the base
-of the earlier study's recipe. Then equal hyperparameters mean the same at every size. Each trial becomes a point of
-the new search: the distance of each value from its value in the new recipe.
+The two recipes must have the same scaling rule and base. Then equal hyperparameters mean the same at every model
+size. Each trial becomes a point of the new search: the distance of each value from the new recipe's value.
 
-- If the new search varies a multiplier of a module but not the global hyperparameter, the multiplier's distance
-  includes the global one's distance. Example: twice the global lr is 1 octave for the lr of every module.
+- A module's multiplier may be searched without the global value. Then its distance includes the global value's: twice
+  the global lr is 1 octave for the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
-- No rule scales the batch size and the run's tokens. So their distances are those from the start of the earlier
-  study. If a search chose such a value of the new recipe, its distance is that from the best point of the earlier
-  study.
+- No rule scales the batch size and the run's tokens. Their distances are those from the earlier study's start. If a
+  search chose the new recipe's value, they are those from the earlier study's best point.
 
 If both studies run a command, values of the same name are compared.
 """
@@ -41,12 +39,10 @@ EARLIER_DEGREES = 4  # the fewest degrees of freedom with which the noise of an 
 
 
 def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, float | None]:
-    """Return the completed trials of the study in ``folder`` as points of ``space``, and the noise of the study.
+    """Return the completed trials of the study in ``folder`` as points of ``space``, and the study's noise.
 
-    The noise is the standard deviation of the loss between seeds. It is None if too few trials measured it.
-
-    Raises:
-        InputError: if the study cannot be read or compared with ``space``, or has too few trials (``LEAST``).
+    The noise is None if too few trials measured it. InputError is raised if the study is damaged, has too few trials
+    (``LEAST``), or cannot be compared with ``space``.
     """
     what = f"--from-study {folder}"
     document = _read(folder, what)
@@ -77,13 +73,13 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def unlike_earlier(folder: Path, recipe: Recipe) -> list[str]:
-    """Return a warning for each of vocabulary and sequence length that differs from the study in ``folder``."""
+    """Return a warning if the vocabulary, and one if the sequence length, differs from the study in ``folder``."""
     model = read_recipe(folder / "centre.toml").model
     return [f"--from-study {folder}: {one.message}" for one in unlike(dict(model), recipe)]
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function from a trial of the earlier study to its point. Raise InputError if base or rule differ."""
+    """Return a function that converts a trial to a point. Raise InputError if base or scaling rule differ."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -104,7 +100,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def require_start(document: StudyDocument, start: Recipe | CommandFile, what: str) -> None:
-    """Raise InputError if a study did not begin at ``start``, which was read from its centre.toml."""
+    """Raise InputError if a study did not begin at ``start``, the content of its centre.toml."""
     for each in document.dimensions:
         value = start_of(start, each.path)
         if value != each.centre:
@@ -115,7 +111,7 @@ def require_start(document: StudyDocument, start: Recipe | CommandFile, what: st
 
 
 def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
-    """Return the value at which a search of a recipe or a command file starts; None if the path has no value."""
+    """Return the value at ``path`` in a recipe or command file, or None if it has none."""
     try:
         return value_at(start, path) if isinstance(start, Recipe) else start.space[path].dimension(path).centre
     except (AttributeError, LookupError):
@@ -123,7 +119,7 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial. A value of ``space`` that the trial does not have gets the distance 0."""
+    """Return the point of a trial, with the distance 0 for a value of ``space`` that the trial does not have."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]
@@ -145,10 +141,7 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance at ``path`` from the recipe of ``space`` to the recipe ``there`` (top of this file).
-
-    ``since`` has the distances of ``batch.tokens`` and ``data.tokens``.
-    """
+    """Return the distance at ``path`` from the recipe of ``space`` to the recipe ``there`` (top of this file)."""
     here = space.recipe
     if path in since:
         return since[path]

@@ -6,20 +6,20 @@ calls distances ``octaves``, whatever their unit. Optuna and the store of a stud
 
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
-- ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the
-  half-life of the moment. The multiplier of a module or depth is an exponent of the global beta, and a distance of 1
-  doubles this exponent.
-- ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
-- ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
-  and their order stay the same, so a larger batch means fewer steps.
+- ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. So a distance of 1 halves the
+  half-life. The multiplier of a module or depth is an exponent of the global beta, and a distance of 1 doubles this
+  exponent.
+- ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens.
+- ``batch.tokens`` is rounded to whole sequences. A batch ramp and batch stages are scaled in proportion. The order of
+  the sequences stays the same, so a larger batch means fewer steps.
 - When ``batch.tokens`` or ``data.tokens`` changes, the scaling rule adapts lr, betas, eps and weight decay, as in
-  :func:`leaven.scaling.transfer.transfer`. A recipe without a base is its own base.
-- ``hyperparameters.depth.lr[2]`` and other entries of a depth profile: a profile with one entry is first replaced by
-  three equal entries (fewer if the model has fewer blocks).
+  :func:`leaven.scaling.transfer.transfer`.
+- ``hyperparameters.depth.lr[2]`` is an entry of a depth profile. A profile with one entry is first replaced by three
+  equal entries (fewer if the model has fewer blocks).
 
-Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A value that
-has one of several names, such as ``schedule.decay``, is called a choice, and the names are its levels (``CHOICES``).
-Its distance is the index of a level. The recipe's own level has index 0.
+Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A choice, such
+as ``schedule.decay``, has one of several names, its levels (``CHOICES``). Its distance is the index of a level; the
+recipe's level has index 0.
 """
 
 import math
@@ -55,12 +55,8 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths that a search space may name for this recipe: values of the whole recipe, multipliers of
-    modules, and points of depth profiles.
-
-    Values that are not set and multipliers without effect are left out. ``space.py`` refuses some of the other
-    values, for example most values that are 0.
-    """
+    """Return the paths of values that a search space may name: of the whole recipe, of modules, of depth profiles.
+    Values that are not set and multipliers without effect are left out."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -70,7 +66,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of the points of a quantity's depth profile. Points that affect no block are left out."""
+    """Return the paths of a quantity's depth profile, without entries that affect no block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -91,13 +87,13 @@ def quantity_of(path: str) -> str:
 
 
 def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
-    """Return the levels of the choice at ``path``, starting with the level in the recipe."""
+    """Return the levels of the choice at ``path``, starting with the recipe's own."""
     own = str(value_at(recipe, path))
     return (own, *(level for level in CHOICES[path] if level != own))
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the value at a searchable path: the recipe's or else the default. Return None if there is neither."""
+    """Return the recipe's value at a searchable path, or else the default. Return None if there is neither."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -122,8 +118,8 @@ def _unit(path: str) -> str:
 
 
 def moved(unit: str, value: float, x: float) -> float:
-    """Return the number at the distance ``x`` from ``value``. For x = 1: octave 0.5 -> 1, tenth 0.5 -> 0.6, beta 0.9
-    -> 0.81."""
+    """Return the number at the distance ``x`` from ``value``, in ``unit``. For x = 1, an octave turns 0.5 into 1, a
+    tenth turns 0.5 into 0.6, and a beta turns 0.9 into 0.81."""
     match unit:
         case "tenth":
             return value + x / 10
@@ -145,8 +141,7 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the values at the paths in ``octaves``, each at its distance from the recipe's value. Raise ValueError
-    if a batch would be rounded to 0 sequences."""
+    """Return the value at each path in ``octaves``. Raise ValueError if a batch would be rounded to 0 sequences."""
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
 
@@ -174,11 +169,8 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def recipe_at(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """Return the recipe at a point (distances by path). If ``seed`` is given, it is the recipe's ``data.seed``.
-
-    Raises:
-        ValueError: if the recipe would be invalid, for example with a warm-up longer than the run.
-    """
+    """Return the recipe at a point, with ``seed`` as its ``data.seed`` if given. Raise ValueError if the values are
+    invalid together, such as a warm-up longer than the run."""
     changes: dict[str, Any] = {} if seed is None else {"data.seed": seed}
     for path, value in values(recipe, {path: x for path, x in octaves.items() if x != 0}).items():
         if point := _POINT.fullmatch(path):

@@ -1,17 +1,13 @@
-"""Define search spaces: the searched values of a recipe, and the recipe at a point (:meth:`Space.recipe_at`).
-
-A point has, for each searched value, its distance from the value in the recipe, mostly in octaves: a distance of 1
-doubles the value. ``point.py`` converts distances to values; ``bounds.py`` has the limits of each value.
+"""Define search spaces: the searched values of a recipe and how far each may move.
 
 The user gives a space by the name of a set (``SETS``) or by the paths of values. docs/concepts/spaces.md lists the
 values of each set. ``per-module`` has those that mattered most to Mlodozeniec et al. 2025 (arXiv 2512.22382): lr,
 init_std and residual of each module.
 
 Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
-has an optimum of its own. So ``per-module`` leaves out values that other searched values can replace:
+has an optimum of its own. So ``per-module`` leaves out:
 
-- The global value of a quantity whose multipliers are searched in all modules. Start such a search at the best global
-  values.
+- Global values whose multipliers are searched in all modules. Start such a search at the best global values.
 - The middle point of a depth profile, because the multipliers of modules already set the mean over depth.
 - The init_std of some modules (:func:`_scaled_by_others`).
 """
@@ -68,8 +64,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return all values that a command may use at a point, by the name of the placeholder. Raise ValueError if
-        the values are invalid together."""
+        """Return the value of each placeholder of a command at a point. Raise ValueError for an invalid point."""
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
@@ -77,7 +72,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return how the recipe or command file differs from the file ``path``, in keys that may change losses."""
+        """Return the differences from the file ``path``, in keys that may change losses."""
 
     @property
     def axes(self) -> Axes:
@@ -103,8 +98,8 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge. ``expected`` has the distance of the optimum from the start and its
-        standard deviation, in octaves, by path."""
+        """Return the space with prior knowledge. ``expected`` has (distance of the optimum from the start, standard
+        deviation), in octaves, by path."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -137,11 +132,8 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def recipe_at(self, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-        """Return the recipe at a point: each searched value is moved by its distance in ``octaves``, so 1 doubles the
-        lr. If ``seed`` is given, it is the ``data.seed``. Raise ValueError if the values are invalid together.
-
-        ``batch.tokens`` and ``data.tokens`` also move lr, betas, eps and weight decay, by the recipe's scaling rule.
-        """
+        """Return the recipe at a point, with ``seed`` as its ``data.seed`` if given. Raise ValueError if the values
+        are invalid together. ``batch.tokens`` and ``data.tokens`` also move other values (``point.py``)."""
         return point.recipe_at(self.recipe, octaves, seed)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
@@ -166,10 +158,7 @@ class Space(SearchSpace):
         return differences(read_recipe(path), self.recipe)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without the value at ``path``, if it is searched. ``reason`` tells the user why.
-
-        Raise InputError if no value is left.
-        """
+        """Return the space without ``path``; ``reason`` is for the user. Raise InputError if no value is left."""
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -178,10 +167,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the value at ``path`` stays below ``limit``.
-
-        If the value is not searched, return the space unchanged.
-        """
+        """Return the space in which the value at ``path``, if it is searched, stays below ``limit``."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -212,12 +198,11 @@ class Space(SearchSpace):
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    A set or pattern leaves out values that cannot be searched. The ranges in ``[tuning.octaves]`` apply to any space.
+    The ranges in ``[tuning.octaves]`` apply to any space. Sets and patterns leave out values that cannot be searched.
 
     Args:
-        which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or
-            ``recipe`` for the values in the recipe's ``[tuning]``. By default ``recipe``, or ``global`` without a
-            ``[tuning]``.
+        which: the name of a set (``SETS``), or paths and patterns such as ``*.lr``, separated by commas. ``recipe``
+            stands for the recipe's ``[tuning]``. Default: ``recipe``, or ``global`` without a ``[tuning]``.
 
     Raises:
         InputError: if a path or ``[tuning]`` is invalid, a pattern matches no path, or no value is left to search.
@@ -291,14 +276,10 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For two kinds of
-    matrices, this changes nothing or can be undone:
-
-    - Queries and keys with a norm: the norm removes the factor.
-    - Matrices on which the output of a residual branch depends linearly. Dividing the branch's residual multiplier by
-      c undoes the factor, and a norm on the branch's output removes it.
-
-    A bias would not get the factor, so a model with biases has no such module.
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A norm on the
+    matrix's output removes the factor, as for queries and keys. On a residual branch, dividing its residual
+    multiplier by c undoes the factor, if the branch's output is linear in the matrix. A bias does not get the factor,
+    so a model with biases has no such module.
     """
     if model.bias or model.has_bias("attention.query"):
         return set()
@@ -324,7 +305,7 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 
 def _why_not_searched(recipe: Recipe, path: str) -> str | None:
-    """Return the reason why the value at a path cannot be searched, or None if a search is possible."""
+    """Return the reason why the value at a path cannot be searched, or None if it can."""
     value, quantity, decay = point.value_at(recipe, path), point.quantity_of(path), recipe.schedule.decay
     reason = None
     if path in point.MUON and value is None:
@@ -357,10 +338,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of the value at ``path``, with the range ``ends`` of ``[tuning.octaves]`` if given.
-
-    Raise InputError if the recipe is invalid at one of the ``ends``, or the value is the same at both.
-    """
+    """Return the dimension of the value at ``path``. ``ends`` is its range in ``[tuning.octaves]``, if given."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

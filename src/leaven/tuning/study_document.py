@@ -80,7 +80,7 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial at ``x`` uses. A value that must be whole is rounded, increased by
+        """Return the distance that a trial at ``x`` uses. A number that must be whole is rounded, increased by
         ``more`` and limited to its range."""
         if not self.whole:
             return x
@@ -106,7 +106,7 @@ class Dimension:
 class StudyTrial:
     """One trial of a study: one training of a point with one seed. A retry belongs to the same trial."""
 
-    number: int  # of its last attempt: a retry has a number of its own
+    number: int  # number of its last attempt; a retry has a number of its own
     state: State  # complete | diverged | pruned | failed (its process died) | running | waiting (for a retry)
     loss: Loss  # validation loss, nats per token; of a pruned trial, the predicted loss
     values: dict[str, bool | int | float | str] = field(default_factory=dict)  # by path, in the units of the recipe
@@ -208,12 +208,11 @@ class Answer(BaseModel):
 
     @property
     def moved(self) -> bool:
-        """Whether the best point differs from the start point."""
         return any(self.octaves.values())
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes if it was rerun and is not the best point, otherwise None."""
+        """The point with the fewest changes, if it was rerun and is not the best point."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
@@ -233,7 +232,7 @@ class Answer(BaseModel):
 
 
 class StudyDocument(Sealed, Answer):
-    """A study: the answer of its search and all trials. ``best`` is None until the search has been run to its end."""
+    """A study: the answer of its search and all trials."""
 
     version: int = 1
     id: str = ""  # the random id of the study, which is also in its store
@@ -254,7 +253,7 @@ class StudyDocument(Sealed, Answer):
 
     @property
     def ended(self) -> int:
-        """The number of trials that have ended. A trial and its retry count once."""
+        """The number of trials that have ended. Retries do not count."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
     def count(self, state: str) -> int:
@@ -278,7 +277,7 @@ def signed(loss: float) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time that the ``spans`` (begin, end) cover; where spans overlap, it counts once."""
+    """Return the time that the ``spans`` (begin, end) cover. Overlaps count once."""
     total, until = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)
@@ -287,7 +286,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Return the Pareto front of loss and FLOPs, the cheapest first. Each branch (compared duration) of a trial is a
+    """Return the Pareto front of loss and FLOPs, the cheapest first. Each compared duration of a trial is a
     candidate. Trials that differ only in their seed are averaged."""
     of_point: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
@@ -308,10 +307,7 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def edited(answer: Path) -> bool:
-    """Return whether the best.toml or fewest.toml of a study was changed after ``leaven tune`` wrote it.
-
-    Return False for any other file.
-    """
+    """Return whether the user changed this best.toml or fewest.toml of a study. For other files, return False."""
     study = _study_of(answer)
     written = study and study.written.get(answer.name)
     return written is not None and storage.digest(storage.read(answer)) != written
@@ -326,11 +322,11 @@ def _study_of(answer: Path) -> StudyDocument | None:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return factors on the tokens of ``target`` that lower its loss by a study's gain, or by a share of the gain.
+    """Return, for each share in ``SHARES``, a factor on the tokens of ``target`` that lowers its loss by this share
+    of a study's gain. (A larger model may keep only a share of the gain.)
 
-    A larger model may keep only a share of the gain, so there is a row for each share in ``SHARES``. ``answer`` is
-    the best.toml of the study. The list is empty if it is another file, if the study has no gain, or if the tokens
-    are outside ``WORTH_TOKENS``.
+    ``answer`` is the best.toml of the study. The list is empty without a gain, or if the tokens are outside
+    ``WORTH_TOKENS``.
     """
     study = _study_of(answer) if answer.name == "best.toml" else None
     tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS

@@ -1,23 +1,21 @@
-"""Determine the answer of a search: the best point, its loss, and the points of the final trials.
+"""Determine the answer of a search: the best point and its loss.
 
-The noise is the standard deviation of the loss between seeds. A point is one setting of all searched values. The
-start is the point with which the search begins.
+A point is one setting of all searched values. A search begins at the start point. The noise is the standard deviation
+of the loss between seeds.
 
-1. The lowest of many noisy losses is partly luck. So a search ends with final trials: it runs the best few points
-   (the finalists) with fresh seeds, and chooses the one with the lowest mean loss. Apart from the start, a point that
-   diverges with any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and
-   other searches compare measured losses.
-2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. A
-   gain that is not above the noise does not count: the answer is then the start. Without the confirmation trials of
-   item 3, the gain must be above 2.5 times the noise, because a gain just above the noise is often chance.
+1. The lowest of many noisy losses is partly luck. So a search ends with final trials: the best few points (the
+   finalists) run with fresh seeds. The finalist with the lowest mean loss is chosen. A finalist that diverges with
+   any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and other
+   searches compare measured losses.
+2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
+   the gain is at most the noise, the answer is the start. Without the confirmation trials of item 3, the gain must be
+   above 2.5 times the noise.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
-   lowest mean is on average 0.6 times the noise too low. So a point that was chosen among several finalists has
-   confirmation trials with new seeds, and so has the start. The gain in these trials must be above the noise, and
-   their losses are reported. A single finalist needs no confirmation trials. If it has two trials and a predicted
-   gain above 1.5 times the noise, its measured gain must exceed only the noise, not 2.5 times the noise.
-
-Predicted losses come from the surrogate (``surrogate.py``). ``sensitivity.py`` computes how much each searched value
-contributes to the gain.
+   lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen one and the start run
+   again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their losses
+   are reported.
+4. A single finalist needs no confirmation trials. If it has two trials and a predicted gain above 1.5 times the
+   noise, its measured gain must only be above the noise.
 """
 
 import math
@@ -76,8 +74,8 @@ def answer(
     Args:
         noise: standard deviation of the loss between seeds; by default measured from the trials.
         over: whether the search has ended. If not, there is a best point only once a final trial has ended.
-        by_surrogate: whether predicted losses, rather than measured ones, rank points without fresh seeds.
-        optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
+        by_surrogate: whether points without fresh seeds are ranked by predicted loss. If not, by measured loss.
+        optunas: returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
         earlier: trials of an earlier search, used as prior knowledge.
     """
     axes = Axes.of(dimensions, earlier)
@@ -133,12 +131,7 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the candidate with the fewest changes from the start, and its point (D,).
-
-    Candidates are ``point`` and the points that are about as good: they have at least ``RERUNS`` fresh trials, and
-    both their predicted and their measured loss are at most ``seen.floor`` above that of ``point``. All trials of the
-    start count as fresh.
-    """
+    """Return measured loss and octaves (D,) of the point with the fewest changes that is as good as ``point``."""
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
         if trial.state != PRUNED and (trial.purpose == "rerun" or not x.any()):
@@ -174,15 +167,10 @@ class FittedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
-        """Return the trials with a result, and the trust region fitted to them. ``given`` is the user's noise.
+        """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
-        The field ``floor`` is the noise, with two exceptions. Both use a noise that is fitted to the losses, so they
-        need 1 to ``FITTED`` losses that are finite and no outliers.
-
-        - If no noise is known, ``floor`` is the fitted noise, or 0 if no noise can be fitted.
-        - A noise above 0 that was measured with fewer than ``FEWEST_DEGREES`` degrees of freedom may be far too
-          small. Then ``floor`` is the geometric mean of the measured and the fitted noise, but at least the measured
-          one.
+        If the noise is unknown, the noise fitted to the losses is the ``floor``, below which differences do not
+        count. If few degrees of freedom measured the noise, the fitted noise may raise the ``floor``.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -199,9 +187,9 @@ class FittedTrials:
     def predicted(self) -> dict[Point, float]:
         """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
 
-        It is the surrogate's prediction plus a share of the mean difference between the point's losses and the
-        prediction. If no noise is known, the share is 1. Otherwise, it is 1 - (floor / s)^2 but at least 0, where s
-        is the noise that the surrogate assumes.
+        The surrogate's prediction is corrected by a share of the point's residual, which is its mean loss minus this
+        prediction. The share is max(0, 1 - (floor / s)^2), where s is the surrogate's noise. Without a known noise,
+        it is 1.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -233,15 +221,8 @@ class FittedTrials:
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the candidates for final trials, the best first; none if no trial has a finite loss.
 
-        A trust-region search has these candidates:
-
-        1. the point with the lowest predicted loss among the points that were run, without the start;
-        2. the surrogate's minimum, with as few changes from the start as possible (:func:`fewest_changes`);
-        3. the surrogate's minimum in the trust region;
-        4. the other points that were run, without the start, the lowest predicted loss first;
-        5. the outliers, to which the surrogate was not fitted.
-
-        Other searches rank their points by measured loss.
+        A trust-region search ranks its points by predicted loss, and adds the surrogate's minimum and the same
+        minimum with as few changes as possible. Other searches rank their points by measured loss.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -264,7 +245,7 @@ class ChosenPoint:
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
     fresh: int  # number of these losses that were not used to choose the point: all or 0
-    # Loss of the start minus that of the point, nats, in trials that did not choose it; None without such trials.
+    # Loss of the start minus that of the point, nats, in trials not used to choose the point; None without them.
     gain: float | None
 
     @property
@@ -281,9 +262,9 @@ def choose(
     """Return the point that a search chooses from its ``trials``, or None if no trial finished.
 
     Args:
-        noise: standard deviation of the loss between seeds. None: unknown, so every gain above 0 counts. 0: a single
-            trial measures the loss of its point exactly.
-        predicted: predicted losses by point, for points without fresh seeds; by default measured losses are used.
+        noise: standard deviation of the loss between seeds. None: unknown, so every gain above 0 counts. 0: one trial
+            measures the loss of a point exactly.
+        predicted: predicted loss by point, for points without fresh seeds; by default measured losses are used.
     """
     exact, noise = noise == 0, noise or 0.0
     found = _LossesByPurpose.of(trials, paths, predicted)
@@ -310,10 +291,7 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials, otherwise None.
-
-    The start and a single finalist need no confirmation trials.
-    """
+    """Return the best point if it needs confirmation trials. Return None if it is the start or a single finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -321,7 +299,7 @@ def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: 
 
 @dataclass(frozen=True)
 class _LossesByPurpose:
-    """The losses of a search's trials by the purpose of the trial. The loss of a diverged trial is infinite."""
+    """The losses of a search's trials, by the purpose of the trial. A diverged trial has an infinite loss."""
 
     start: Point
     at_start: Losses  # trials of the start in the search; empty if the start diverged and another point can be chosen
@@ -371,19 +349,12 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is a single finalist that is likely to be better than the start.
-
-        It needs at least ``RERUNS`` trials, and a predicted gain above ``least`` nats.
-        """
+        """Return whether ``point`` is a single finalist that probably gains more than ``least`` nats."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose gain in their confirmation trials is at most ``noise``.
-
-        Only points with at least ``CONFIRMATIONS`` confirmation trials count, and only if the start was run with the
-        seeds of all these trials.
-        """
+        """Return the points whose gain in complete confirmation trials is at most ``noise``."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -392,11 +363,7 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the candidate with the lowest loss that is not refuted, or the start.
-
-        It is the start if no candidate is left, or if this candidate is not ahead of the start by more than
-        ``noise``. Return None if no candidate is left and the start has no loss.
-        """
+        """Return the best candidate, or the start if none gains more than ``noise``, or None if there is neither."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -409,10 +376,7 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` is more than ``least`` nats better than the start.
-
-        Any point is better than a start without a loss. The start is not better than itself.
-        """
+        """Return whether ``point`` gains more than ``least`` nats. Any point is ahead of a start without a loss."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:
@@ -421,8 +385,8 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus that of ``there``, over the seeds that both have. Without common
-    seeds, each mean is over all seeds."""
+    """Return the mean loss of ``start`` minus the mean loss of ``there``, over the seeds that both have, or over all
+    seeds if they have none in common."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())
@@ -437,10 +401,7 @@ def advice_when_all_diverged(
     trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], elsewhere: str = ELSEWHERE
 ) -> str:
     """Return one line of advice for a search whose trials all diverged, such as to start from a lower learning rate.
-
-    ``elsewhere`` is the advice if no learning rate is searched. A second value is named if its changes explain why
-    some trials diverged early.
-    """
+    ``elsewhere`` is the advice if no learning rate is searched."""
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])
     rates = learning_rates([d.path for d in dimensions])

@@ -35,12 +35,12 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise, pooled over repeated points, and its degrees of freedom; (None, 0) if no point is repeated.
 
-    A trial is (point, seed, loss). Trials of one seed share init and data order, so more points do not average out
-    this part of their noise. So with several seeds, the degrees of freedom are at most the number of seeds minus 1.
+    A trial is (point, seed, loss). Trials with equal seeds share init and data order, and this part of their noise.
+    So with several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
-    With three or more repeated points, a point whose standard deviation is above ``WILD`` times the median one is
-    left out, because it lies at the divergence boundary. The points with the most trials are never left out if they
-    have three or more trials.
+    With three or more repeated points, a point whose standard deviation is above ``WILD`` times the median is left
+    out, because it is close to the divergence boundary. The points with the most trials (at least three) always
+    count.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -60,8 +60,8 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds (``given``, or else pooled over the trials) and its degrees of freedom.
 
-    Trials with the purpose "search" count only if they are at the start. Any other point is run again only if its
-    loss in the search was low, so this first loss would bias the noise.
+    Of the trials with the purpose "search", only those of the start count. Any other point runs again because its
+    loss in the search was low, so this loss is biased.
     """
     if given is not None:
         return given, GIVEN
@@ -76,10 +76,8 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% confidence interval (low, high) of the mean of ``values``; infinite without values or noise.
-
-    ``noise`` is the standard deviation of one value, measured with ``degrees`` degrees of freedom; None: unknown.
-    """
+    """Return the 95% confidence interval (low, high) of the mean of ``values``, infinite without values or noise.
+    ``noise`` is the standard deviation of one value, measured with ``degrees`` degrees of freedom."""
     if noise is None or not values:
         return -math.inf, math.inf
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))

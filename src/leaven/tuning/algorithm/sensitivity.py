@@ -1,11 +1,10 @@
-"""Compute how much each searched value contributes to the gain of the best point. Also estimate what a larger
-budget, or a search of only two values, would gain.
+"""Compute how much each searched value contributes to the gain of the best point, and what more trials would gain.
 
 The gain that is still possible is the loss at the best point minus the minimum within ``TRUST`` steps of the point.
 It is a median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` searched values, this
-median is too high, because the prior has one typical curvature for all values. So it is then limited to what the
-second half of the trials gained. After n trials, the possible gain is about proportional to 1 / n, so n further
-trials bring half of it. How far off this estimate is: docs/concepts/search.md.
+median is too high, because the prior has one typical curvature for all values. So it is then limited to the gain of
+the second half of the trials. After n trials, the possible gain is about proportional to 1 / n, so n further trials
+bring half of it. How far off this estimate is: docs/concepts/search.md.
 """
 
 import itertools
@@ -37,10 +36,8 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 
 
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
-    """Return the point ``best`` with as many values as possible reset to the start, the cheapest first.
-
-    A reset is undone if all resets so far together may cost more than ``floor`` nats, or make a divergence likely.
-    """
+    """Return the point ``best`` with as many values as possible reset to the start, the cheapest first. All resets
+    together probably cost at most ``floor`` nats, and make no divergence likely."""
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
     for i in np.argsort(costs + SURE * deviations, kind="stable"):
@@ -63,14 +60,9 @@ def coordinates(
 ) -> tuple[Coordinate, ...]:
     """Return one :class:`Coordinate` for each searched value, the most important first.
 
-    For the importance of a value, only this value of the best point is replaced by its setting in each trial. The
-    importance is the standard deviation of the predicted losses; all importances are scaled to the sum 1.
-
-    Args:
-        points: (n, D), the points of the trials, with ``losses`` (n,).
-        floor: the noise floor, nats.
-        best: the best point (D,).
-        optunas: Optuna's importances (D,).
+    For the importance of a value, the value is set to that of each trial, and all others stay at ``best`` (D,). The
+    importance is the standard deviation of these predicted losses. All importances are scaled to the sum 1. The
+    trials are at ``points`` (n, D) with ``losses`` (n,); ``optunas`` has Optuna's importances (D,).
     """
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)
@@ -121,14 +113,10 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats expected from doubling the number of trials (top of this file).
+    """Return the gain in nats expected from doubling the number of trials (top of this file), None if it is unknown.
 
-    Return None if the search proposed too few trials, or if all trials in the first half of these diverged.
-
-    Args:
-        now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
-        searched: (n,), whether the search proposed the trial; false for repeated trials of a point.
-        best: the best point (D,).
+    ``now`` is the trust region after trials at ``points`` (n, D) with ``losses`` (n,). ``searched`` (n,) is false for
+    trials that repeat a point. ``best`` is the best point (D,).
     """
     first = np.flatnonzero(searched)
     first = first[: len(first) // 2]
@@ -149,11 +137,10 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the two values, by index, that alone bring the largest share of the predicted gain.
+    """Return (i, j, share): the indices of the two values that alone bring the largest share of the predicted gain.
 
-    Choices are not considered, only numbers within the range of their settings in ``points`` (n, D). Return None in
-    three cases: the gain of the point ``best`` (D,) is at most ``noise``, fewer than 3 numbers are searched, or there
-    are fewer than ``PER_VALUE`` trials for each value.
+    Only numbers count, not choices, within the range of their settings in ``points`` (n, D). Return None if there are
+    too few numbers or trials, or if the point ``best`` (D,) gains at most ``noise``.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

@@ -1,8 +1,7 @@
-"""Fit two models to the trials of a search: the surrogate predicts losses, and the divergence model predicts where
-runs diverge.
+"""Fit two models to the trials of a search: the surrogate predicts losses, the divergence model predicts divergences.
 
-The surrogate is a Bayesian quadratic regression of the loss, fitted to the trials with a finite loss, except outliers
-(``trust_region.py``). It is
+The surrogate is a Bayesian quadratic regression of the loss. Diverged trials and outliers (``trust_region.py``) are
+left out. The model is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
@@ -13,17 +12,17 @@ lowest the lowest loss. A number has one column x_i: its distance from the start
 distance of an optimum). A choice, such as the optimizer, has one column x_i for each level but the start's: 0 or 1.
 This prior expects the optimum about one step from the start point along each column. In directions in which no trial
 has moved, the minimum stays at the start point. r is 8 / D^2 for D columns, but at most 1/2. With more than
-``MOST_WITH_INTERACTIONS`` columns, there are too many pairs for the trials of a search, so the h_ij are 0.
+``MOST_WITH_INTERACTIONS`` columns, the h_ij are 0, because a search has too few trials for so many pairs.
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
 Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
-(the likelihood with a, b and h_ij integrated out). The noise is not chosen in this way: after few trials, the most
+(the likelihood with a, b and h_ij integrated out). The noise is not chosen like this: after few trials, the most
 likely noise is often too large and would hide the optimum. The model is a Gaussian process with a quadratic kernel
 and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares the constants
 with other settings.
 
-Knowledge from before the search gives further priors of the coefficients. The prior with the highest evidence is
-used, so knowledge that the trials contradict is dropped. There are two kinds of knowledge (H is the matrix of h_ij):
+Prior knowledge gives further priors of the coefficients, from two sources. The prior with the highest evidence is
+used, so the search drops knowledge that its trials contradict. H is the matrix of h_ij.
 
 - An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start
   point. The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
@@ -31,7 +30,7 @@ used, so knowledge that the trials contradict is dropped. There are two kinds of
   two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
   prior.
 
-The divergence model is a logistic regression. A box around the start cannot describe where runs diverge: the highest
+The divergence model is a logistic regression. No box around the start describes where runs diverge: the highest
 possible learning rate of a module depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). Increases
 and decreases of a value have separate coefficients:
 
@@ -89,7 +88,7 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return the changes (D,) of the function when one column goes from 0 to 1 and the others stay at ``x``."""
+        """Return how the function changes when one column goes from 0 to 1 and the others stay at ``x``, (D,)."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
@@ -126,11 +125,11 @@ class Surrogate:
     _columns: int  # D
 
     def value(self, x: Array) -> Array:
-        """Return the posterior mean (m,) of the loss at points (m, D), minus the loss at x = 0."""
+        """Return the predicted losses (m,) at points (m, D), minus the predicted loss at x = 0."""
         return np.asarray(_features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to ``x`` (m, D)."""
+        """Return the standard deviation (m,) of the change in loss from ``base`` (D,) to the points ``x`` (m, D)."""
         apart = (_features(x) - _features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))
@@ -170,10 +169,7 @@ def interaction(d: int) -> float:
 
 
 def _features(x: Array) -> Array:
-    """Return the P terms of the quadratic, of shape (m, P), at points ``x`` (m, D).
-
-    The terms are scaled so that all coefficients have the prior standard deviation h.
-    """
+    """Return the P terms of the quadratic, (m, P), scaled so that each coefficient has the prior deviation h."""
     terms, d = [x, x**2 / 2], x.shape[1]
     if d <= MOST_WITH_INTERACTIONS:
         i, j = np.triu_indices(d, 1)
@@ -182,11 +178,8 @@ def _features(x: Array) -> Array:
 
 
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
-    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
-
-    ``noise`` is 0 if it is unknown. Of :meth:`Prior.plain` and the priors in ``knowledge``, the one with the highest
-    evidence is used.
-    """
+    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,). Its prior is the one of
+    ``knowledge``, or the plain one, that has the highest evidence. An unknown ``noise`` is 0."""
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
     noise = max(noise, LEAST_NOISE * spread)
@@ -195,7 +188,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide each trial's row by the standard deviation of its error, and project the constant ``a`` out."""
+        """Divide each trial's row by the standard deviation of its error, and project the constant term out."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -222,10 +215,7 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
 
 def fitted_noise(points: Array, losses: Array) -> float:
     """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
-
-    Losses far above the minimum may not follow a quadratic, so the spread of the lower half of the losses limits the
-    result. The fit takes about 100 n^3 operations.
-    """
+    The spread of the lower half of the losses is its upper limit. The fit takes about 100 n^3 operations."""
     n, d = points.shape
     spread = float(np.std(losses))
     if spread == 0:
@@ -272,10 +262,8 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return a prior for each of ``DIFFERENCES`` from the trials of an earlier search.
-
-    These trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has only the first ``d`` columns.
-    """
+    """Return a prior for each of ``DIFFERENCES`` from the trials of an earlier search, at ``columns`` (n, D + E) with
+    ``losses`` (n,). The new search has only the first ``d`` columns."""
     if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]
         noise = fitted_noise(columns[lowest], losses[lowest])
@@ -322,7 +310,7 @@ class DivergenceModel:
 
 
 def fit_divergence(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Return the divergence model of trials at ``points`` (n, D). ``diverged`` (n,) marks those that diverged."""
+    """Return the divergence model of trials at ``points`` (n, D). ``diverged`` (n,) marks the diverged ones."""
     features = _squares(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

@@ -8,32 +8,31 @@ A point assigns a number or a level to every searched hyperparameter. Hyperparam
 optimizer, are called choices. Distances are in octaves: one octave doubles a multiplier. One step of a hyperparameter
 is ``scale`` octaves, the typical distance of an optimum from the start.
 
-1. A surrogate (a quadratic regression of the loss) is fitted to the trials with a finite loss, and a model of the
-   divergence boundary to these and the diverged trials (``surrogate.py``). A loss far above the median (``OUTLIER``)
-   counts as a divergence.
-2. The incumbent (the best point so far) is the first trial with a finite loss, until the surrogate predicts that
-   another trial is better by more than the noise. A trial where runs are likely to diverge cannot be the incumbent.
+1. Two models are fitted to the trials (``surrogate.py``). The surrogate, a quadratic regression, predicts the loss.
+   The divergence model predicts where runs diverge. A loss far above the median (``OUTLIER``) counts as a divergence.
+2. The incumbent is the best point so far. At first, it is the first trial with a finite loss. Another trial replaces
+   it if its predicted loss is lower by more than the noise, and a run at its point is unlikely to diverge.
 3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each hyperparameter, plus a
-   random move. The move is half of the difference between two minima: that of a surrogate drawn from the posterior,
-   and that of the posterior mean. So a hyperparameter whose optimum is known hardly moves, a hyperparameter with
-   little effect moves far, and simultaneous proposals differ. The last proposal of a search is the minimum without a
-   random move. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one
-   number, by about a step. In each proposal, about half of the choices, at random, take a level that has never been
-   run. If all levels of such a choice have been run, it takes the best level of the drawn surrogate. All other
-   choices take the best level of the posterior mean.
-4. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
+   random move. The move is half of the difference between two minima: of a surrogate drawn from the posterior, and of
+   the posterior mean. So a hyperparameter whose optimum is known hardly moves, one with little effect moves far, and
+   simultaneous proposals differ. The last proposal of a search has no random move.
+4. If at most ``DESIGNED`` hyperparameters are searched, each of the first proposals moves only one number, by about a
+   step.
+5. In each proposal, about half of the choices, at random, take a level that has never been run. A choice whose levels
+   have all been run takes the best level of the drawn surrogate instead. The other half takes the best levels of the
+   posterior mean.
+6. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
    keep the incumbent's level.
-5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
-   rates by a quarter of an octave and brings the proposals closer together; if no learning rate is searched,
-   proposals spread further out instead. If the start diverged, the first trial that finishes takes its place as the
-   first incumbent.
+7. Until a trial has finished, each divergence lowers the learning rates by a quarter of an octave, and brings the
+   proposals closer together. If no learning rate is searched, proposals spread further out instead. If the start
+   diverged, the models measure distances from the first trial that finishes.
 
 Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, up
 to the bounds of the space. So the box grows while the best point lies at its edge.
 
 The noise is the standard deviation of the loss between seeds. All trials of a search share a seed, so their losses
 vary by less than the noise. But an improvement that holds for one seed only is useless. So the surrogate assumes at
-least the noise between seeds, and a trial replaces the incumbent only if its predicted gain is above the noise.
+least the noise between seeds.
 """
 
 import math
@@ -83,8 +82,8 @@ class Axes:
     """The searched hyperparameters: the bounds, scale and start of each, by name. A point has two forms:
 
     - ``params`` (Optuna's word), in stores and objectives: a dict by name. ``tuning/point.py`` explains the numbers.
-    - ``octaves``, in the search algorithm: an array (D,) of differences from the start point, in the order of the
-      names. For a choice, it is the difference of the indices, modulo the number of levels.
+    - ``octaves``, in the search algorithm: an array (D,) of distances from the start, in the order of the names. For
+      a choice, it is the difference of the indices, modulo the number of levels.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
@@ -170,14 +169,14 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return ``params`` with each value in ``whole`` moved to the nearest whole number, as a trial uses it."""
+        """Return ``params`` as a trial uses them: each value in ``whole`` is moved to the nearest whole number."""
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
         """Return the points nearest to ``params`` that are not in ``tried``; an empty list if all have been tried.
 
-        The distance is the number of changes: a whole number changes by 1, a choice to any other level. In a space
-        with a number that is not whole, and in a space of choices only, the result is always ``[params]``.
+        Nearest means the fewest changes: a whole number changes by 1, a choice to any other level. The result is
+        always ``[params]`` if a number is not whole, or if there are only choices.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -274,8 +273,7 @@ class Region:
         return self._within(self.lowest(mean, levels, self.incumbent) + self.radius * (there - here))
 
     def stalled(self) -> bool:
-        """Return whether the search found no new incumbent for ``QUIET_ROUNDS`` rounds, and the predicted gain over
-        the incumbent is below the noise."""
+        """Return whether ``QUIET_ROUNDS`` rounds had no new incumbent and the predicted gain is below the noise."""
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= QUIET_ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
@@ -289,10 +287,8 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return (mean, standard deviation) of the change in loss when one value of ``base`` (D,) is replaced.
-
-        Element (i, j) of both arrays (D, m) is for ``base`` with its value i set to ``x[i, j]``.
-        """
+        """Return (mean, standard deviation), both (D, m), of the change in loss when one value of ``base`` (D,)
+        changes. Element (i, j) is for ``base`` with ``x[i, j]`` as its value i."""
         there = _replaced(base, x).reshape(-1, len(base))
         mean = self.belief(there) - self.belief(base[None])
         return mean.reshape(x.shape), self.deviation(there, base).reshape(x.shape)
@@ -302,12 +298,11 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return probabilities of divergence, (D, m). Element (i, j) is for the same point as in :meth:`along`."""
+        """Return the probabilities of divergence (D, m) at the points of :meth:`along`."""
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice by ``quadratic``, and 0 for each number, (D,). With ``unseen_first``,
-        levels that no trial has run come before all others."""
+        """Return the levels (D,) of the choices that are best by ``quadratic``, and 0 for each number."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -344,7 +339,7 @@ class Region:
 
 
 def _replaced(base: Array, x: Array) -> Array:
-    """Return points (D, m, D). Point [i, j] is ``base`` (D,) with x[i, j] in place of base[i]; ``x`` is (D, m)."""
+    """Return points (D, m, D): point [i, j] is ``base`` (D,) with ``x[i, j]`` as its value i; ``x`` is (D, m)."""
     own = np.eye(len(base), dtype=bool)[:, None]
     return np.where(own, x[..., None], base)
 
@@ -356,9 +351,7 @@ def region(
     noise: float | None = None,
     seeds: NDArray[np.int64] | None = None,
 ) -> Region:
-    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
-
-    Both are in the order in which the trials ended.
+    """Return the trust region after trials, in the order of their ends, at ``points`` (n, D) with ``losses`` (n,).
 
     Args:
         losses: nats; infinite where a trial diverged.
@@ -413,7 +406,7 @@ def radius_of(axes: Axes, losses: Array) -> float:
 
 
 def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]:
-    """Return the trials with a result in the order in which they ended, their points (n, D) and their losses (n,)."""
+    """Return the trials with a result, in the order in which they ended, with their points (n, D) and losses (n,)."""
     found = [trial for trial in trials if trial.state in RESULTS and trial.octaves is not None]
     found.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     points = [[(trial.octaves or {}).get(path, 0.0) for path in axes.limits] for trial in found]
@@ -430,10 +423,8 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with infinity in place of those far above the median (``OUTLIER``).
-
-    With fewer than 10 finite losses, return them unchanged.
-    """
+    """Return the losses with infinity in place of those far above the median (``OUTLIER``). Fewer than 10 finite
+    losses are returned unchanged."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -445,10 +436,8 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,).
-
-    This is the global learning rate. If it is not searched, these are the learning rates of modules and depths.
-    """
+    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,): the global one or, if it
+    is not searched, those of modules and depths."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -1,25 +1,24 @@
 """A study whose trials run a shell command, such as another trainer or a cluster job.
 
-If an attempt at a trial fails or is interrupted, the trial gets another attempt. Each attempt has a folder
-``trials/NUMBER`` in the study's folder. With ``resume = true``, all attempts at a trial share the folder of the first
-one. The folder contains:
+Each attempt at a trial has a folder ``trials/NUMBER`` in the study's folder. It contains:
 
 - ``output.log``, the output of the command.
 - ``out``, a folder that is empty at first; ``{out}`` in the command is its path.
 - The files to which ``{recipe}`` and ``{config}`` in the command refer.
 
+With ``resume = true``, all attempts at a trial share the folder of the first one.
+
 How a trial ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
-- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. leaven then ends the command.
-  A trial whose values are invalid together, such as a warm-up longer than the run, has diverged without a command.
+- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. leaven then ends the command. A
+  trial whose values are invalid together has diverged without a command.
 - Pruned: its losses are too far behind those of the best trial. leaven then ends the command.
 - Failed: two attempts failed. An attempt fails if the exit code is not 0, no loss can be read, the command takes
-  longer than ``timeout_seconds``, or leaven itself dies. If many attempts in a row failed, the machine may be the
-  cause. Then the failures of their trials are forgotten, once for each trial (``search_loop.py``).
+  longer than ``timeout_seconds``, or leaven itself dies. A full disk, or a stop by the user, is no failure.
 
-An attempt that ends while the disk is full, or while leaven stops, does not count as failed. If an attempt at the
-start point fails before any trial has a result, the command itself is probably wrong, so the search ends.
+A command that fails at the start point before any trial has a result is probably wrong, so the search ends. If many
+attempts in a row fail, the machine is probably at fault (``search_loop.py``).
 """
 
 import math
@@ -98,15 +97,14 @@ class CommandTrainer:
         self._commands.__exit__()
 
     def __call__(self, proposal: Proposal) -> Outcome:
-        """Run the command and return its outcome. If the values are invalid together, return an infinite loss instead
-        of running it.
+        """Run the command and return its outcome. Values that are invalid together get an infinite loss.
 
         Raises:
             TrialReleased: if the search is stopped meanwhile, or if a disk is full, so that output may be lost.
             WorkerDied: if the command failed although no disk is full, or if no process can be started.
             StoreGone: if the command has ended, but its losses cannot be read for ``AWAY_SECONDS``.
             InputError: if the command failed at the start point before any trial had a result, if the folders of all
-                trials have disappeared, or if the file of the output was replaced while the command ran.
+                trials are gone, or if another file has replaced the output.
         """
         command = self.command
         number = proposal.origin if command.resume else proposal.number
@@ -142,8 +140,7 @@ class CommandTrainer:
         return outcome
 
     def _run(self, proposal: Proposal, values: Mapping[str, Value], folder: Path, output: BinaryIO) -> Outcome | str:
-        """Run the command with its output in ``output``. Return its outcome or, if it failed, a text that says how,
-        such as "ended with exit code 1"."""
+        """Run the command and return its outcome or, if it failed, a text such as "ended with exit code 1"."""
         command = self.command
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
         environment = {"PYTHONUNBUFFERED": "1"}
@@ -175,15 +172,8 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check ``folder``, the folder of an attempt, before the attempt begins.
-
-        ``retry`` is whether an earlier attempt at the trial used the folder.
-
-        - If the folder exists without a ``retry``, it belongs to a trial that the store has lost. It is renamed.
-        - If the folder of a ``retry`` is missing, a note says that the trial begins again.
-        - If ``self.folder`` exists but has no folder of any trial, its disk is probably not mounted. Then InputError
-          is raised. With a database, it is not raised, because each machine may have its own folders.
-        """
+        """Check an attempt's folder. Rename it if a trial that the store lacks has left it. Tell the user if a
+        ``retry`` has none. If no trial has one, the disk is probably not mounted: raise InputError."""
         made_before = self.folder.exists()
         make_folder(self.folder)
         if folder.exists() and not retry:
@@ -200,8 +190,7 @@ class CommandTrainer:
             self.note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return whether a trial may begin. It may not while a disk is full, because its output would be lost. Tell
-        the user once."""
+        """Return whether a trial may begin. While a disk is full, it may not, and the user is told once."""
         if is_full(self.folder if self.folder.exists() else self.folder.parent):
             self._full = f"the disk of {self.folder}"
         elif time.monotonic() >= self._full_until:
@@ -212,11 +201,7 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether the output of a failed command says that a disk was full (``NO_ROOM``). If it does, the
-        failure does not count, and no trial begins for ``FULL_SECONDS``.
-
-        After ``MOST_REPEATS`` such failures of a trial, return False, so that its further failures count.
-        """
+        """Return whether a command failed because a disk was full. If so, no trial begins for ``FULL_SECONDS``."""
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -224,8 +209,7 @@ class CommandTrainer:
         return True
 
     def _open_output(self, path: Path) -> BinaryIO:
-        """Open the file for the output of a command. With ``resume = true``, also lock it, because all attempts at a
-        trial write to the same file."""
+        """Open the file for a command's output. Lock it if several attempts write to it (``resume = true``)."""
         if not self.command.resume:
             return open_to_write(path, os.O_CREAT | os.O_TRUNC)
         output = self._locked(path, separate=False)
@@ -235,14 +219,7 @@ class CommandTrainer:
         return output
 
     def _locked(self, path: Path, *, separate: bool) -> BinaryIO:
-        """Open a file and lock it. The command of an earlier attempt may hold the lock: wait until that command ends.
-
-        If the disk does not support locks, return the file without a lock. ``separate``: see
-        :func:`leaven.storage.open_to_write`.
-
-        Raises:
-            TrialReleased: if the search is stopped before the file is locked.
-        """
+        """Open and lock a file. Wait while the command of an earlier attempt holds the lock."""
         import fcntl  # not available on Windows
 
         output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=separate)
@@ -263,12 +240,7 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Wait until a command ends, diverges, falls too far behind or takes too long. Return its outcome or, if it
-        failed, a text that says how. ``where`` is the file or folder with its losses.
-
-        Raises:
-            TrialReleased: if the search is stopped meanwhile.
-        """
+        """Return the outcome of a command or, if it failed, a text that says how. ``where`` has its losses."""
         command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -309,16 +281,7 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return (the losses of a command, the end of its output). Without a pattern ``diverged``, the output is "".
-
-        If the files cannot be read while the command runs, return ((), ""). If they cannot be read after its end
-        (``complete``), wait for them.
-
-        Raises:
-            StoreGone: if the files of an ended command cannot be read for ``AWAY_SECONDS``.
-            TrialReleased: if the search is stopped while this method waits.
-            InputError: if :func:`read_losses` raises it.
-        """
+        """Return (the losses of a command, the end of its output). If ``complete``, wait until both can be read."""
         command, began, warned = self.command, time.monotonic(), False
         while True:
             try:
@@ -340,11 +303,7 @@ class CommandTrainer:
                 raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a command that failed. ``how`` is a text such as "ended with exit code 1".
-
-        It is an InputError, which ends the search, if the start point failed before any trial had a result. Otherwise
-        it is a WorkerDied, and the user sees the failure in a line.
-        """
+        """Return the exception for a failed command: InputError, which ends the search, if no trial has worked."""
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"
@@ -356,8 +315,7 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if the file at ``path`` is no longer the open file ``output``: a file that has replaced it may
-    have the losses of another command. A missing file is no error."""
+    """Raise InputError if another file has replaced ``output``, because it may have the losses of another trial."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read
@@ -372,7 +330,7 @@ def _require_same_file(output: BinaryIO, path: Path) -> None:
 
 
 def _end_of(output: Path, most: int) -> str:
-    """Return the last ``most`` bytes of a command's output as text, with "\\n" as the end of each line."""
+    """Return the last ``most`` bytes of a command's output as text."""
     with open_file(output) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
         return file.read().decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
@@ -381,13 +339,9 @@ def _end_of(output: Path, most: int) -> str:
 class CommandStudy(BaseStudy):
     """A study whose trials run ``command``. See :class:`BaseStudy` for the other arguments.
 
-    The constructor raises InputError on Windows, and in these cases:
-
-    - The command does not fit the space (:meth:`Command.check`).
-    - A placeholder is inside quotes, and its value needs quotes itself.
-    - The command has no placeholder for the seed. With ``noise`` 0, it needs none.
-
-    Entering the context raises InputError if the study is in a journal and was begun in another working folder.
+    The constructor raises InputError on Windows, or if the command does not fit the space (:meth:`Command.check`).
+    The command needs a placeholder for the seed, unless ``noise`` is 0. Entering the context raises InputError if a
+    study in a journal was begun in another working folder.
     """
 
     def __init__(

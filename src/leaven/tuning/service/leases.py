@@ -1,12 +1,9 @@
 """Find out which of the commands that share a study are still alive. A command is one running search.
 
-The operating system knows which processes on this machine are alive. For other machines there are heartbeats: every
-command regularly writes the current time into the store. A command is dead if its heartbeat has not changed for
-``lease_seconds``. This machine measures these seconds with its own clock, so two clocks are never compared.
-
-Only ``search_loop.py`` acts on this: every command closes the attempts of dead commands, and the plan of the search
-then asks for retries of their trials. A command may count as dead although it is alive, for example because its
-machine slept. When it continues, it drops its own results of the trials that others have retried.
+The operating system knows which processes of this machine are alive. Every command also sends heartbeats: it
+regularly writes the time into the store. A command is dead if its heartbeat has not changed for ``lease_seconds``, by
+the clock of this machine. A suspended command may count as dead. When it continues, it drops its results of trials
+that others have retried.
 """
 
 import itertools
@@ -35,16 +32,15 @@ _here: set[str] = set()  # ids of running searches of this process
 def node(pid: int, number: int = 0) -> str:
     """Return the id of a command that runs in the process ``pid`` of this machine: ``HOST:MACHINE:PID:START:NUMBER``.
 
-    HOST makes the id readable. START is the start time of the process, because a later process may get the same pid.
-    NUMBER is the index of the search among the searches of the process, from 0.
+    START, the start time, tells processes with equal pids apart. NUMBER is the index of the search in its process.
     """
     return f"{socket.gethostname()}:{machine()}:{pid}:{_started(pid)}:{number}"
 
 
 def gone(owner: str) -> bool:
-    """Return whether the command with the id ``owner`` is known to have ended. A zombie process has ended.
+    """Return whether the command with the id ``owner`` is known to have ended.
 
-    The result is False for a command on another machine, and for a process of another user.
+    Return False for a command on another machine, and for a process of another user.
     """
     where, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if where != machine():
@@ -62,10 +58,10 @@ def gone(owner: str) -> bool:
 
 
 class Leases:
-    """A context manager that sends heartbeats of this command from a thread, and watches other commands' heartbeats.
+    """A context manager that sends this command's heartbeats from a thread, and watches other commands' heartbeats.
 
-    ``clocks`` has the last heartbeat of each other command in the last call of `dead`, by the command's id: the Unix
-    time in seconds by the clock of the command that sent it, or 0 if it has sent none.
+    ``clocks`` has the last heartbeat that `dead` has read from each other command, by the command's id. It is the
+    Unix time by the sender's clock, or 0 without a heartbeat.
     """
 
     def __init__(
@@ -95,10 +91,7 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the ids in ``owners`` whose commands are dead.
-
-        Call this method regularly. From call to call, it adds up the time in which a heartbeat has not changed.
-        """
+        """Return the ids in ``owners`` whose commands are dead. Call it often: it counts time from call to call."""
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.
         now = self._clock()
@@ -133,8 +126,7 @@ def machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the time when a process started, or "" if the process has ended. The time is in 1/100 s: on Linux since
-    the boot, on other systems since 1970."""
+    """Return the start time of a process in 1/100 s since the boot (Linux) or 1970, or "" if it has ended."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

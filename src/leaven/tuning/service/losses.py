@@ -1,5 +1,7 @@
-"""Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B
-(Weights & Biases). While the command still writes a file, an incomplete last line or record is ignored."""
+"""Read the losses that a command reports: in text, JSON lines, TensorBoard event files, or an offline run of W&B.
+
+While the command still writes a file, an incomplete last line or record is ignored.
+"""
 
 import math
 import re
@@ -28,12 +30,12 @@ _OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
     """Return the (step, loss) pairs that a command has reported, in the order in which they were written.
 
-    If a log has no steps, the step of the n-th loss is n. All steps are multiplied by ``source.tokens_per_step``, if
-    given. If a step has several losses, the first NaN or infinite one is returned, otherwise the last one.
+    Without logged steps, the step of the n-th loss is n. Steps are multiplied by ``source.tokens_per_step``, if
+    given. Of several losses of a step, the first NaN or infinite one counts, or else the last one.
 
     Args:
         where: the file or folder with the losses.
-        complete: whether the command has ended. While it runs, a missing or damaged file is no error and gives ().
+        complete: whether the command has ended. While it runs, a missing or damaged file gives ().
         resumed: whether a folder may have files of several attempts. They are read in the order of their last steps.
 
     Raises:
@@ -57,8 +59,7 @@ def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: boo
 
 
 def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, float]]:
-    """Return all (step, loss) pairs in a log, up to the first one that cannot be read. A step is None if the log has
-    no steps."""
+    """Return all (step, loss) pairs in a log, up to the first unreadable one. A missing step is None."""
     found = list[tuple[int | None, float]]()
     with suppress(OSError, InputError):
         found.extend(_losses(source, where, True, True))
@@ -66,8 +67,7 @@ def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, fl
 
 
 def why_none(source: LossSource, where: Path) -> str:
-    """Return the text "reported no loss" for a command that has ended. If ``source.key`` is wrong or its values are
-    null, the text says so, too."""
+    """Return why a command that has ended reported no loss, such as a wrong ``source.key``."""
     keys = set[str]() if source.key is None else {key for _, row in _rows(source, where) for key in row}
     if source.key in keys:
         return f"reported no loss: every {source.key} in {where} is null"
@@ -131,19 +131,12 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[Row]:
-    """Yield ``rows``, with NaN for null in the last ones if the loss was NaN there. Many loggers write null for NaN,
-    which JSON does not have.
+    """Yield ``rows``, with NaN for null in the last ones if the loss was NaN there. Many loggers write null for NaN.
 
     All rows have ``source.key``, the name of the loss. Null may also mean that a step has no loss. It means NaN if
-    more rows with null follow the last loss than lie between two losses or before the first one.
-
-    A row after the last loss does not count if it is probably a summary or an evaluation: it has the same step as
-    this loss, no step although the loss has one, or a value that no row with a loss has, such as an accuracy. If the
-    last row that counts has another finite loss, such as the training loss beside a validation loss, then null means
-    no loss.
-
-    Raises:
-        InputError: if only one row more follows the last loss, so that null may mean either.
+    more rows with null follow the last loss than lie between two losses or before the first one. If there is only one
+    more, raise InputError. Rows that look like a summary or an evaluation do not count. If another loss is finite in
+    the last row, null means no loss.
     """
     key = str(source.key)
     losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]
@@ -176,8 +169,7 @@ def _is_another_loss(name: str, value: object) -> bool:
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
-    """Raise InputError if a damaged JSON object, or the zeros that a crash left in its place, follow the last loss.
-    It may contain a later loss."""
+    """Raise InputError if a damaged line follows the last loss, because it may contain a later loss."""
     for line in reversed(storage.read(where, math.inf).splitlines() if where.exists() else []):
         row = storage.json_object(line)
         if row is None and line.lstrip().startswith((b"{", b"\0")):
@@ -189,10 +181,9 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each logged row.
+    """Yield (step, values by name) for each logged row. Files are in the order of the times in their names.
 
-    Several files of TensorBoard or W&B are read in the order of the times in their names, or in the names of W&B's
-    folders, whatever folders contain them. With ``resumed``, they are read in the order of their last steps.
+    With ``resumed``, files are in the order of their last steps.
     """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)

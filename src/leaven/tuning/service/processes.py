@@ -1,8 +1,8 @@
 """Start shell commands, and end them together with all processes that they have started, even if leaven is killed.
 
-Each command runs in its own session, so Ctrl-C in the terminal reaches only leaven. The guard is a process that runs
-this file and reads the ids of running commands from a pipe. The pipe closes when leaven ends or is killed. Then the
-guard ends the commands that still run. This file imports no other file of leaven, so that the guard starts quickly.
+Each command runs in its own session, so Ctrl-C in the terminal reaches only leaven. A guard process, which runs this
+file, reads the ids of running commands from a pipe. The pipe closes when leaven ends or is killed. Then the guard
+ends the commands that still run. So that the guard starts quickly, this file imports no other file of leaven.
 """
 
 import os
@@ -36,7 +36,7 @@ GRACE_SECONDS = 10.0  # from SIGTERM until processes are killed
 
 
 class Commands:
-    """A context manager that starts commands. Its guard (a process that runs this file) ends them if leaven dies."""
+    """A context manager that starts commands. A guard process ends them if leaven dies."""
 
     def __enter__(self) -> "Commands":
         self._token = uuid.uuid4().hex
@@ -49,10 +49,9 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command in the current folder. Its output goes to the file ``output``.
+        """Start a shell command in the current folder, with ``environment`` added to leaven's variables.
 
-        ``environment`` is added to the environment variables of leaven. If leaven has locked the file, the file stays
-        locked until the command ends.
+        Its output goes to the file ``output``. If leaven has locked the file, it stays locked until the command ends.
         """
         process = subprocess.Popen(
             [*SHELL, command],
@@ -70,8 +69,7 @@ class Commands:
         return process
 
     def end(self, process: "subprocess.Popen[bytes]") -> list[int]:
-        """End all processes of a command, and wait until they have ended. Return the ids of processes that still run
-        after ``2 * GRACE_SECONDS``."""
+        """End all processes of a command. Return the ids of processes that still run after ``2 * GRACE_SECONDS``."""
         left = end([process.pid], self._token)
         if not left:
             process.wait()
@@ -85,13 +83,11 @@ class Commands:
 
 
 def end(leaders: Iterable[int], token: str) -> list[int]:
-    """End the commands whose process ids are ``leaders``, and all processes that they have started.
+    """End the commands with the process ids ``leaders``, and all processes that they have started.
 
-    Each process gets SIGTERM first, so that launchers such as torchrun can end their workers. A process that still
-    runs after ``GRACE_SECONDS`` is killed. Return the ids of processes that still run after ``2 * GRACE_SECONDS``,
-    for example those of another user (as after sudo) or those that wait for an unreachable disk.
-
-    ``token`` is the random id of the `Commands` object that started the commands.
+    Each process gets SIGTERM first, so that launchers such as torchrun can end their workers, and is killed after
+    ``GRACE_SECONDS``. Return the ids of processes that still run after twice this time, for example those of another
+    user. ``token`` is the random id of the `Commands` that started the commands.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
@@ -111,8 +107,7 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return all processes of the commands ``leaders``: the processes in the sessions of the commands, those with a
-    command's mark (``MARK``) in their environment, and all descendants of these."""
+    """Return the processes that descend from ``leaders``, are in their sessions, or have their mark (``MARK``)."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -134,11 +129,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _guard() -> None:
-    """Wait until standard input closes, and then end the commands that still run.
-
-    Each line of the input is a number: the process id of a command that has started, or minus the process id of a
-    command that has ended.
-    """
+    """Wait until standard input closes, then end the running commands. A line is PID at a start, -PID at an end."""
     running = set[int]()
     for line in sys.stdin:
         pid = int(line)

@@ -50,13 +50,8 @@ def check_request(
 ) -> None:
     """Check the arguments of :class:`Study` and :meth:`Study.run`, as far as possible without the tokenized text.
 
-    Raises:
-        InputError: if one of these is true:
-
-            - The method is unknown, or cannot use the given prior knowledge.
-            - There is no budget, or a limit of the budget is not above 0.
-            - One trial takes more than ``flops``, or the coarsest grid has more points than the budget has trials.
-            - The earlier study cannot be used.
+    Raise InputError if the method is unknown or cannot use the prior knowledge, if the budget is missing or too small
+    for one trial or the coarsest grid, or if the earlier study cannot be used.
     """
     space = _narrowed(space, method, durations)
     one = _flops_of_trial(recipe, durations)
@@ -71,18 +66,14 @@ def check_request(
 
 
 def _flops_of_trial(recipe: Recipe, durations: Sequence[int]) -> float:
-    """Return the FLOPs of one trial: of the longest run, and of the cooldowns of the shorter ones."""
+    """Return the FLOPs of one trial: those of the longest run, and of the cooldowns of the shorter ones."""
     *shorter, longest = sorted(set(durations)) or [recipe.data.tokens]
     cooldowns = sum(tokens - cooldown_start(recipe.schedule, tokens) for tokens in shorter)
     return flops_per_token(recipe.model) * (longest + cooldowns)
 
 
 def _narrowed(space: Space, method: str, durations: Sequence[int]) -> Space:
-    """Return the part of the space that can be searched.
-
-    With ``durations``, values such as the batch size are left out, and the warm-up stays below the shortest duration.
-    With method ``grid``, the space is limited to the box in which a search begins.
-    """
+    """Return the part of the space that can be searched with ``method`` and ``durations``."""
     if durations:
         space = space.without(BATCH, "each of the --durations must be a whole number of batches")
         space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
@@ -101,11 +92,8 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (the space that stacked trials can search, None) for a study with ``--stack``.
-
-    Values that all trials of a stack must share, such as the batch size, are left out. If a stack is impossible,
-    return (the unchanged space, the reason as text).
-    """
+    """Return (the space without values that all trials of a stack must share, None) for a study with ``--stack``. If
+    a stack is impossible, return (the unchanged space, the reason)."""
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
         narrowed = narrowed.without(path, f"stacked trials must have {need}")
@@ -118,11 +106,8 @@ def stack_size(
 ) -> tuple[int, str]:
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
-    The number is above 1 only where a stack was measured to be faster.
-
-    Args:
-        trials: the number of trials in the budget; None if the budget has only FLOPs or hours.
-        free: returns the number of free bytes on a GPU.
+    The number is above 1 only where a stack was measured to be faster. ``trials`` is the number of trials in the
+    budget, if it is limited. ``free`` returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:
@@ -167,8 +152,7 @@ class TrialTrainer:
         self._held.close()
 
     def __call__(self, proposals: Sequence[Proposal]) -> list[Outcome]:
-        """Train the proposals of a worker and return their outcomes. A proposal whose values are invalid together is
-        not trained. Its loss is infinite.
+        """Train the proposals of a worker and return their outcomes. Invalid values get an infinite loss.
 
         Raises:
             InputError: if a stack does not fit into the memory, or if the text or the start weights have changed.
@@ -219,10 +203,9 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Make and return the checkpoint folder of this attempt. If an earlier attempt at the trial has a folder,
-        rename it to this one, so that the training resumes. If it has lost its folder, a note says so.
+        """Return the checkpoint folder of this attempt: the renamed folder of the earlier attempt, or a new one.
 
-        Each attempt has its own folder, because a killed worker may still write for half a second.
+        A killed worker may still write for half a second, so each attempt has its own folder.
         """
         folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         with suppress(OSError):  # another attempt has moved it
@@ -232,7 +215,7 @@ class TrialTrainer:
         if proposal.number != proposal.origin and self.stack == 1:  # of a stack, only one trial has a folder
             self.note(
                 f"trial {proposal.number} begins again, because {self.folder} has no folder of its earlier attempt; "
-                "possible causes: that one failed, it was removed, or its disk is not mounted"
+                "possible causes: it failed, its folder was removed, or its disk is not mounted"
             )
         with suppress(OSError):  # a line says so when the first checkpoint cannot be saved
             folder.mkdir(parents=True, exist_ok=True)  # a later attempt knows by it that nothing was removed
@@ -244,15 +227,14 @@ class Study(BaseStudy):
 
     Args:
         space: the searched values of ``recipe``.
-        method: the name of the search method.
         tokens: the tokens of the recipe's text.
-        durations: run lengths in tokens. Each trial has a run of each length, and the trial's loss is that of its
-            longest run. Without ``durations``, each trial is one run of ``data.tokens`` tokens.
+        durations: run lengths in tokens. Each trial has a run of each length, and its loss is that of the longest
+            run. Without ``durations``, each trial is one run of ``data.tokens`` tokens.
         stack: number of trials that a worker trains at once as one batched model (``training/stack.py``).
 
     Raises:
-        InputError: if the recipe or one of the durations cannot be trained on the tokens, if no value is left to
-            search, or if ``data.tokens`` is searched although no text is repeated; see also :class:`BaseStudy`.
+        InputError: as :class:`BaseStudy`, and if a duration cannot be trained on the tokens, if no value is left to
+            search, or if ``data.tokens`` is searched although no text is repeated.
     """
 
     space: Space

@@ -1,4 +1,4 @@
-"""The search methods that use Optuna's samplers. Also PED-ANOVA, with which Optuna measures importances."""
+"""The search methods that use Optuna's samplers, and PED-ANOVA, with which Optuna measures importances."""
 
 import math
 import warnings
@@ -24,10 +24,10 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """Return (lower ends, upper ends) of the box from which Optuna's sampler draws the next point.
+    """Return (lower ends, upper ends), both (D,), of the box from which Optuna's sampler draws the next point.
 
-    Both are arrays (D,), in octaves from the start. The box is ``axes.box`` at first, and grows while the best points
-    lie at its ends. ``points`` (n, D) and ``losses`` (n,) are in the order in which the trials ended.
+    The box is ``axes.box`` at first, and grows while the best points lie at its ends. ``points`` (n, D), octaves from
+    the start, and ``losses`` (n,) are in the order in which the trials ended.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -47,17 +47,14 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 class SeededSampler(BaseSampler):
     """The sampler of all search methods except ``trust-region``. It wraps a sampler of Optuna.
 
-    Method ``grid`` uses random points, but only after all points of its grid have run.
-
     The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`).
+    Each proposal has its own random seed, so commands that share a search draw different proposals, and a resumed
+    search does not repeat its proposals. Method ``grid`` draws random points after its grid.
 
-    Each proposal has its own random seed, made from the seed of the search and the index of the proposal. So several
-    commands of one search draw different proposals, and a resumed search does not repeat its proposals.
-
-    Method ``cma`` (CMA-ES) stays near the start by itself. So its box contains the whole space and is symmetric
-    around the start, and proposals outside the space are clipped. Its covariance matrix is diagonal, because a few
-    hundred trials do not determine a full matrix, for example in 90 dimensions. CMA-ES cannot sample a choice. So a
-    choice gets the level of the best trial with probability 1/2, otherwise a random level.
+    Method ``cma`` (CMA-ES) stays near the start by itself, so its box is symmetric around the start and contains the
+    space. Proposals outside the space are clipped. Its covariance matrix is diagonal, because a few hundred trials do
+    not determine a full matrix. CMA-ES cannot sample a choice, so a choice gets the level of the best trial or, with
+    probability 1/2, a random level.
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
@@ -144,17 +141,16 @@ def job_index(trial: FrozenTrial) -> int:
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start to a bound, over all values. Its unit is the scale of the value."""
+    """Return the largest distance from the start to a bound, over all values, in steps of their scales."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 
 
 def ped_anova(points: Array, losses: Array) -> Array:
-    """Return the PED-ANOVA importance of each of the D values, from trials at ``points`` (n, D) with ``losses`` (n,).
+    """Return the PED-ANOVA importances (D,) of the values, from trials at ``points`` (n, D) with ``losses`` (n,).
 
     PED-ANOVA compares the distribution of a value in the best tenth of the trials with that in all trials (Watanabe
-    et al. 2023, arXiv 2304.10255). The importances sum to 1. They are all 0 if fewer than ``FEWEST`` losses are
-    finite, or if all points are the start.
+    et al. 2023, arXiv 2304.10255). The importances sum to 1, or are 0 with fewer than ``FEWEST`` finite losses.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

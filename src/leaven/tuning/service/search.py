@@ -90,10 +90,9 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
 
-    The first trial is at the start. If ``noise`` is not given and the budget has at least 12 trials, one or two more
-    trials at the start measure it. The last trials run the best points with fresh seeds, and only these trials decide
-    which point is best. (There may be none, for example if the budget is small or ``noise`` is 0.) Optuna's dashboard
-    shows the search as an ordinary study.
+    The first trial is at the start. With at least 12 trials and no ``noise`` given, one or two more trials at the
+    start measure the noise. The last trials run the best points with fresh seeds; their losses decide which point is
+    best. A small budget, or ``noise`` 0, may leave no such trials. Optuna's dashboard can show the search.
 
     Args:
         objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a loss or an
@@ -110,27 +109,25 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         workers: number of threads, each of which runs one trial at a time.
         scales: octaves (units of log2) from the start point to a typical optimum, by name; default 1.
         near: the box in which the search begins: (lowest, highest) distance from the start in octaves, by name;
-            default the whole space. The box grows while the best points lie at its edge, except with ``grid``.
-        expected: where the optimum is expected: (its distance from the start point in octaves, the standard deviation
-            of this distance), by name. Only for ``trust-region``, which ignores an expectation that the trials
-            contradict.
-        earlier: trials of an earlier search over the same values, for example for a smaller model. Its points are in
-            octaves from the start point of this search. Used like ``expected``.
+            default the whole space. Except with ``grid``, the box grows while the best points lie at its edge.
+        expected: (distance of the expected optimum from the start, its standard deviation), in octaves, by name. Only
+            for ``trust-region``, which ignores an expectation that the trials contradict.
+        earlier: trials of an earlier search over the same values, for example for a smaller model, as octaves from
+            the start of this search. Used like ``expected``.
         noise: standard deviation of the loss between trials of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
-            resumes a stored study, even while other processes work on it. Stored results count even if the objective
-            has changed since. In this case, give another ``name``. A warning says if this call ran no trial.
+            resumes a stored study, even while other processes work on it. Give another ``name`` if the objective has
+            changed, because stored results still count.
         name: the name of the study in its storage.
-        stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
-            use ``stop`` rather than an interrupt: after a KeyboardInterrupt, running calls of ``objective`` continue
-            in their threads, but the next call of ``search`` runs their trials again.
+        stop: a function that is called repeatedly. Once it returns true, no further trial starts. Prefer it to an
+            interrupt in a notebook, after which running calls of ``objective`` continue in their threads.
         watch: callbacks for the start and end of each trial of this call, called from the calling thread.
         lease_seconds: how long a process on another machine may send no heartbeat before its trials are retried.
 
     Raises:
-        InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, if the
-            objective does not return a loss, or if it raises ``WorkerDied`` for four trials in a row.
+        InputError: if an argument is invalid, if the stored study has other settings, if the objective does not
+            return a loss, or if it raises ``WorkerDied`` for four trials in a row.
         NothingFound: if no trial finished with a finite loss.
         StoreGone: if the storage is unreachable for 300 seconds.
     """

@@ -1,12 +1,10 @@
 """Run a search: ask the plan (``search_plan.py``) for a trial, run it in a thread, and store its result.
 
-Several commands may run the same search at once. Each of them takes over the trials of the commands that die:
+Several commands may run the same search at once. Each takes over the trials of commands that die:
 
-1. Whenever it reads the trials, it also closes the running attempts of dead commands
-   (:meth:`SearchLoop._close_attempts_of_dead`). A command is dead if its process on this machine has ended, or if it
-   has sent no heartbeat for a minute (``leases.py``).
-2. These trials are now waiting for a retry (:attr:`StoredTrial.retry`). The plan asks for retries before all other
-   trials, so the next free worker of any command runs them.
+1. Whenever a command reads the trials, it closes the running attempts of dead commands. A command is dead if its
+   process on this machine has ended, or if it has sent no heartbeat for a minute (``leases.py``).
+2. These trials now wait for a retry (:attr:`StoredTrial.retry`). The plan asks for retries before all other trials.
 3. A retry finds the checkpoints of the first attempt by ``Proposal.origin``.
 """
 
@@ -52,8 +50,7 @@ class Proposal(dict[str, float]):
     A proposal also has these attributes:
 
     - ``number``: the number of this attempt at the trial.
-    - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in trials that measure the
-      noise or run the best points again.
+    - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... if a trial repeats a point.
     - ``origin``: the number of the trial's first attempt. Name checkpoints by ``origin``, so that a retry finds them.
     - ``baseline``: the curve and loss of the best trial so far, for pruning; None if the trial must not be pruned.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
@@ -75,8 +72,10 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective if the process that computed the loss has died. The message says how, such as "ended
-    with exit code 1". The trial is retried once."""
+    """Raised by an objective if the process that computed the loss has died. The trial is retried once.
+
+    The message says how the process died, such as "ended with exit code 1".
+    """
 
 
 class TrialReleased(Exception):
@@ -96,11 +95,10 @@ class SearchLoop:
                 ...
 
     An event is the :class:`Proposal` of a new trial, or a list of the numbers of trials that have ended. If an
-    exception other than StoreGone ends the context, the running trials of this loop will run again later.
+    exception ends the context, the running trials will run again later.
 
-    Raises:
-        InputError: by the iterator, if ``FAILURES`` trials in a row failed, or if the objective returns no loss.
-        Exception: by the iterator, any exception of the objective other than WorkerDied and TrialReleased.
+    The iterator raises InputError if ``FAILURES`` trials in a row failed, or if the objective returns no loss. It
+    also raises any exception of the objective other than WorkerDied and TrialReleased.
     """
 
     plan: SearchPlan
@@ -171,8 +169,7 @@ class SearchLoop:
             raise self._error
 
     def _read_trials(self) -> int:
-        """Read all trials into ``self.trials``, after closing the attempts of dead commands. Return the number of
-        trials that have been started."""
+        """Read all trials, after closing the attempts of dead commands. Return how many have been started."""
         log = self.stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
@@ -189,8 +186,7 @@ class SearchLoop:
         return log.started
 
     def _close_attempts_of_dead(self, running: Mapping[int, str | None]) -> bool:
-        """Mark the attempts of dead commands as failed, so that the plan retries their trials. Return whether there
-        are any. ``running`` has the command (its id) of each running attempt, by number."""
+        """Mark those of the ``running`` attempts whose commands are dead as failed. Return whether there are any."""
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         taken = {number: owner for number, owner in running.items() if owner in dead}
         for number, owner in taken.items():
@@ -198,10 +194,7 @@ class SearchLoop:
         return bool(taken)
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Create the trial of a request and return its proposal. Return None if another command runs this trial.
-
-        Once ``stack`` proposals have been collected, a worker starts them together.
-        """
+        """Create the trial of a request and return its proposal, or None if another command runs this trial."""
         if (created := self.stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created
@@ -260,12 +253,7 @@ class SearchLoop:
                     self._ended.append(proposal.number)
 
     def _give_back(self, calls: Sequence[Sequence[Proposal]], *, fails: bool = True) -> None:
-        """Let the trials of ``calls``, which failed in a row, run again as if they had not failed. If ``fails``, also
-        end the search with an InputError.
-
-        A trial gets this new chance only once: if it fails again, the cause is probably its values. If no trial of
-        ``calls`` gets the chance, the search goes on.
-        """
+        """Let the failed trials of ``calls`` run once more. If ``fails``, also end the search with an InputError."""
         numbers = {proposal.number for call in calls for proposal in call}
         if numbers and self.stored.give_back(numbers, self._leases.node) and fails:
             self._error = InputError(
@@ -277,16 +265,12 @@ class SearchLoop:
 
 
 def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
-    """Return the number of ``calls`` of the objective. Calls whose first trial is the same (retries) count once."""
+    """Return the number of ``calls`` of the objective. The calls for a trial and for its retry count as one."""
     return len({call[0].origin for call in calls})
 
 
 def _outcome(result: object) -> Outcome:
-    """Return an objective's result as an Outcome that JSON can store. A loss of nan or beyond +-1e50 becomes inf.
-
-    Raises:
-        InputError: if the result is neither a loss nor an Outcome of numbers.
-    """
+    """Return an objective's result as an Outcome for JSON. A loss of nan or beyond +-1e50 becomes infinite."""
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
     return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})

@@ -1,16 +1,16 @@
 """Decide which trial of a search is next, from the budget and the trials so far (``stored_study.py``).
 
-The next trial is of the first kind in this list that still has trials to do:
+The next trial is the first of these that is still to do:
 
 1. The retry of a trial whose process died or was stopped.
-2. Runs of the start with several seeds, which measure the noise (the standard deviation of the loss between seeds).
+2. Trials of the start with several seeds. They measure the noise, the standard deviation of the loss between seeds.
    In a grid search, the points of the grid follow.
 3. Proposals of the search. They end when the rest of the budget is reserved for final trials, or when several rounds
    gained less than the noise.
-4. Final trials, with fresh seeds, of the best few points (the finalists). The first of them stores the number of
+4. Final trials of the best few points (the finalists), with fresh seeds. The first of them stores the number of
    finalists, so that all commands use the same number.
-5. If there are several finalists: confirmation trials (``CONFIRMATIONS`` in ``algorithm/answer.py``). They compare
-   the best finalist with the start, on the same seeds.
+5. With several finalists: confirmation trials, which compare the best finalist with the start on the same seeds
+   (``algorithm/answer.py``).
 """
 
 import itertools
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def size(self) -> float:
-        """The number of trials that the budget allows; infinity if this is not known in advance."""
+        """The number of trials that the budget allows, infinite if it is not known in advance."""
         flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
         return min(self.trials or math.inf, flops)
 
@@ -95,16 +95,15 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (number of finalists, final trials of each): the last pair of ``FINALS`` that is affordable. Its
-        trials must fit into the reserve (``RESERVED`` of the budget) and into the rest of the budget."""
+        """Return (number of finalists, final trials of each): the largest entry of ``FINALS`` that fits into the
+        reserve (``RESERVED`` of the budget) and into the rest of the budget."""
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )
         return max(final for final in self._allowed if final_trials(*final) <= max(affordable, 0))
 
     def reserved(self, trials: Sequence[StoredTrial] = (), now: float = 0.0) -> int:
-        """Return how many trials are reserved as final trials. They are those of the last pair of ``FINALS`` that
-        costs at most the share ``RESERVED`` of the budget."""
+        """Return how many trials are reserved as final trials: at most the share ``RESERVED`` of the budget."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(trials, now))
         costs = {final_trials(*final) for final in self._allowed}
         if {trial.final_of for trial in trials} - {"", self.label}:
@@ -136,8 +135,7 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials: ``each`` for every finalist and, if there are several finalists, the
-    confirmation trials of the best one and of the start."""
+    """Return the number of final trials, including the confirmation trials that several finalists need."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -156,8 +154,7 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if ``method`` is unknown or cannot use the prior knowledge in ``axes``, or if ``name`` is
-    empty or has more than ``LONGEST`` characters."""
+    """Raise InputError if ``name`` is too long, or if ``method`` is unknown or cannot use the prior knowledge."""
     if method not in METHODS:
         hint = suggestion(str(method), METHODS, f"choose from {', '.join(METHODS)}")
         raise InputError(f"method {method!s:.60}: unknown; {hint}")
@@ -172,10 +169,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
     """Return the trials that are known before the search begins: of the start and, for method ``grid``, of the grid.
-
-    Raises:
-        InputError: for method ``grid``, if ``budget.trials`` is None, or too small even for the coarsest grid.
-    """
+    Raise InputError if the coarsest grid does not fit into the budget."""
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
@@ -189,11 +183,8 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
 
 
 def grid(axes: Axes, trials: int) -> list[Params]:
-    """Return the points of the finest grid with at most ``trials`` points, the nearest to the start first.
-
-    Raises:
-        InputError: if even the coarsest grid (two values of each number, all levels of each choice) has more points.
-    """
+    """Return the points of the finest grid with at most ``trials`` points, the nearest to the start first. Raise
+    InputError if the grid with two values of each number has more points."""
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
     if 2**numbers * chosen > trials:
@@ -232,9 +223,7 @@ class SearchPlan:
     def next(self, trials: Sequence[StoredTrial], turn: int, now: float) -> TrialRequest | None:
         """Return the next trial, or None if the search is complete or must wait for a running trial.
 
-        Args:
-            turn: the number of trials that have been started so far, without retries.
-            now: the Unix time.
+        ``turn`` is the number of trials that have been started so far, without retries. ``now`` is the Unix time.
         """
         states = [trial.state for trial in trials]
         if "waiting" in states:
@@ -264,8 +253,7 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, *, last: bool) -> Params | None:
-        """Return the point of the next trial of the search. For the ``last`` trial, it is the predicted best point.
-        Return None if all points of a finite space have been run."""
+        """Return the point of the next trial of the search, None if all points of a finite space have been run."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -280,11 +268,7 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region, fitted to the trials with a result. With 2,000 results or more, up to 1/1000 of
-        them are left out (``REFITTED``): those that ended last.
-
-        A resumed search proposes the same points, unless the clocks of several machines differ.
-        """
+        """Return the trust region. It is fitted again whenever the share ``REFITTED`` of the trials is new."""
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
         if self._known is None or self._known[0] != count:
@@ -303,13 +287,7 @@ class SearchPlan:
         return self.budget.left(trials, now) - reserved
 
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
-        """Return whether the search ends with final trials, of the best points with fresh seeds.
-
-        - No search has them if the noise is 0, or if all results are of trials that diverged or were pruned.
-        - A trust-region search has none while the start is the best point.
-        - A trust-region search with a budget below ``SMALL`` trials has them only if the noise is known and the
-          predicted gain is too small to be accepted without them.
-        """
+        """Return whether the search ends with final trials, of the best points with fresh seeds."""
         noise, _ = self.noise_of(trials)
         states = {trial.state for trial in trials}
         if noise == 0 or ("complete" not in states and states.intersection(RESULTS)):
@@ -321,11 +299,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial, or None if there is none.
-
-        In all, ``count`` finalists get ``each`` final trials, as far as the budget allows. A finalist with a diverged
-        or pruned final trial is replaced by the next best point, if there is one.
-        """
+        """Return the next of ``each`` final trials of ``count`` finalists, or None if there is none."""
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
             if trial.final_of == self.budget.label and not trial.confirms:
@@ -361,8 +335,7 @@ class SearchPlan:
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
 
     def _confirmation_trials(self, trials: Sequence[StoredTrial], now: float) -> Iterator[TrialRequest]:
-        """Yield the trials that confirm a gain: of the best finalist and of the start, with the same seeds. If the
-        start has run with one of these seeds before, it does not run again."""
+        """Yield the trials that compare the best finalist with the start, on the same seeds."""
         point = point_to_confirm(trials, list(self.axes.start), self.noise_of(trials)[0])
         if point is None or self.budget.left(trials, now) < 1:
             return
@@ -375,18 +348,14 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
-        """Return (the noise, its degrees of freedom). The noise is None if it is unknown.
-
-        The result is cached until another trial ends.
-        """
+        """Return (the noise or None, its degrees of freedom). The result is cached until another trial ends."""
         count = _ended(trials)
         if self._known_noise is None or self._known_noise[0] != count:
             self._known_noise = count, noise_between_seeds(trials, list(self.axes.start), self.noise)
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers, by name, of the first trial at ``point`` (octaves from the start) that has a
-        result."""
+        """Return the log2 multipliers, by name, of the first trial with a result at ``point`` (octaves)."""
         return next(
             dict(trial.params)
             for trial in trials
@@ -394,13 +363,11 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the curve and loss with which a new trial at ``point`` is compared, to prune it if it is worse.
+        """Return the curve and loss of the best completed trial, with which a new trial at ``point`` is compared for
+        pruning. Return None if the new trial must not be pruned.
 
-        They are those of the best completed trial of the search with the same choices as ``point``. (A choice, such
-        as the schedule, changes the shape of a loss curve.)
-
-        Return None if there is no such trial, or if the noise is known from fewer than ``FEWEST_DEGREES`` degrees of
-        freedom. Then the new trial is not pruned.
+        Only trials with the same choices count, because a choice such as the schedule changes the shape of a loss
+        curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)
@@ -422,8 +389,8 @@ class SearchPlan:
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search has ended before its budget was used, because several rounds gained less than the
-        noise. The result is meaningless if the search still runs or was stopped by the user."""
+        """Return whether a search ended before its budget was used, because several rounds gained less than the
+        noise. The search must have ended by itself."""
         # A plan without caches, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))

@@ -1,25 +1,23 @@
 """The trials of a study in a store (an Optuna storage): create, record and read them.
 
-A command is one running search. ``study_settings.py`` gives it the study: it joins the study, or creates it.
+A command is one running search. Any number of commands on any machines can share a study, and a repeated command
+resumes it. A trial is one training of a point with one seed. In the store it is one Optuna trial, and another one for
+each retry. In this file, an Optuna trial is called an attempt.
 
-A trial is one training of a point with one seed. In the store it is one Optuna trial, and another one for each retry.
-In this file, an Optuna trial is called an attempt. Any number of commands on any machines can share a study, and the
-command line that starts a search also resumes it:
-
-- Each attempt has two user attributes from the beginning: ``owner`` is the id of the command that runs the attempt,
-  and ``job`` is a name for the work, such as ``search:12``. There is no queue: the next job follows from the existing
-  attempts, so a crash cannot lose a job. Two commands may create an attempt for the same job at once. Then the
-  attempt with the lower number runs, and the other one is marked as failed (a duplicate).
-- If the process of attempt NUMBER dies, the trial is retried once, by a new attempt with the job ``retry:NUMBER``. If
-  the process of the new attempt dies too, the trial has failed. Ctrl-C releases the running attempts of a command:
-  their trials are retried, too, but a released attempt does not count as one whose process died.
+- Each attempt has two user attributes from the beginning: ``owner`` is the id of its command, and ``job`` is a name
+  for the work, such as ``search:12``. There is no queue: the next job follows from the existing attempts, so a crash
+  cannot lose a job. If two commands create an attempt for the same job, the attempt with the lower number runs. The
+  other one is marked as failed.
+- If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial, once. If this
+  attempt dies too, the trial has failed. Ctrl-C releases the running attempts of a command. Their trials are retried,
+  too, but a released attempt does not count as one that died.
 - If many trials of a command fail in a row, its machine may be broken. Then the command gives these trials back: to
-  each it adds an attempt that has ended already, with the attribute ``given_back``. The failures before this attempt
-  do not count.
+  each it adds an attempt that has ended already, with the attribute ``given_back``. Failures before this attempt do
+  not count.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
   a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
-- An attempt with a result has a digest, and so have the settings of the study. So a changed value or a deleted line
-  of the store is noticed. Attempts of a command of an older version have no digest and are not checked.
+- An attempt with a result has a digest, and so have the settings of the study. They show changed values and deleted
+  lines.
 """
 
 import json
@@ -80,8 +78,7 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. The inherited fields describe the trial's last attempt. The inherited
-    field ``values`` is empty."""
+    """A trial of a search, read from the store. Inherited fields describe the last attempt; ``values`` is empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
@@ -99,7 +96,7 @@ class StoredTrial(StudyTrial):
 
     @property
     def retry(self) -> TrialRequest:
-        """The request for the next attempt. The plan makes it if the trial is waiting."""
+        """The request for the next attempt at the trial."""
         attributes: dict[str, Any] = {RETRY_OF: self.origin}
         if self.final_of:
             attributes |= {FINALIST: [self.final_of, self.finalist]}
@@ -140,8 +137,7 @@ class StoredStudy:
         return TrialLog(self.axes)
 
     def read(self) -> "TrialLog":
-        """Read the store, and return the log of all attempts and trials. Raise InputError if an attempt is missing or
-        was changed by another program."""
+        """Return all attempts and trials. Raise InputError if another program has changed or removed an attempt."""
         log, suspects = self._log, set[int]()
         while True:
             attempts = self.study.get_trials(deepcopy=False)  # in the order of their numbers
@@ -175,11 +171,9 @@ class StoredStudy:
         return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request, and return (number, point). If the request has no point, ``sampler`` draws
-        it.
+        """Create the attempt of a request. Return (number, point); ``sampler`` draws a point if none is requested.
 
-        Return None if another command has created an attempt for the same job first. Also return None if another
-        command took this command for dead, and has therefore marked the attempt as failed.
+        Return None if another command has this job already, or has taken this command for dead.
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)
@@ -212,8 +206,7 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Let some trials run again, as if no attempt had failed: those whose last attempt has its number in
-        ``numbers``, except trials for which this was done before. Return how many trials run again."""
+        """Run the trials whose last attempt is in ``numbers`` again, each at most once. Return how many run again."""
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]
@@ -252,7 +245,7 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether this command gives the attempt up. It then does not count as one whose process died.
+            released: whether the attempt was given up. It then does not count as one whose process died.
             ended: the Unix time of the owner's last heartbeat; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
@@ -269,8 +262,7 @@ class StoredStudy:
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return a curve with at most ``POINTS`` points, without points whose loss is not finite.
 
-    The last point is kept. The points before it are divided into groups of equal length (the last may be shorter).
-    Each group becomes one point: its last step and its mean loss. (Single losses are too noisy to prune by them.)
+    The last point is kept. Each group of points before it becomes one: its last step and its mean loss.
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
@@ -283,8 +275,7 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
 class TrialLog:
     """The attempts that were read from a store, and the trials to which they belong.
 
-    ``attempts`` has all attempts. ``trials`` has no trials of other programs, and none that ended before its point
-    was drawn completely.
+    ``trials`` has no trials of other programs, and none that ended before its point was drawn.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -331,10 +322,7 @@ def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time. The end of a running attempt is None.
-
-    Return None if the attempt never ran, or has no time of its end, for example because another program ended it.
-    """
+    """Return (begin, end) of an attempt, Unix time, or None if unknown. The end of a running attempt is None."""
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
     if BEGAN not in ran or (end is None and attempt.state is not TrialState.RUNNING):
@@ -387,12 +375,7 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _change_of(attempt: FrozenTrial) -> str:
-    """Return what shows that another program has changed an attempt of leaven in the store, such as "its attributes
-    are missing". Return "" if nothing shows it.
-
-    An attempt that leaven has written has an owner. It is COMPLETE or PRUNED and has a loss, or it is RUNNING or FAIL
-    and has none.
-    """
+    """Return what another program has changed in an attempt, such as "its attributes are missing", or ""."""
     state, attributes = attempt.state, attempt.user_attrs
     changes = {
         "its attributes are missing": OWNER not in attributes,

@@ -1,12 +1,9 @@
 """Open the store of a study: an Optuna storage in a file or on a server. Its calls are retried while the file or
 server is unreachable.
 
-A connection may break just after a call has changed the store. Then the retry must not change the store a second
-time:
-
-- Every new trial has a unique id (a ticket). Before a retry creates a trial, it looks for a trial with this id.
-- If a retry ends a trial that has ended already, with the same state and values, this is not an error.
-- All other calls that leaven makes can be repeated without harm.
+A connection may break just after a call has changed the store. So a retry that creates a trial first looks for a
+trial with the unique id (the ticket) of the call. A retry that ends a trial accepts an equal end. All other calls can
+be repeated without harm.
 """
 
 import errno
@@ -80,9 +77,9 @@ def open_store(
 
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
-            storage, or None for a storage in memory. A storage that already retries its calls is returned unchanged.
-        waited: called after each failed attempt, and every second until the next one, with the seconds since the
-            call began. An exception that it raises ends the retries.
+            storage, or None for a storage in memory.
+        waited: called about every second while a call is retried, with the seconds since the call began. An exception
+            that it raises ends the retries.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
@@ -232,10 +229,9 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 def _kind(error: Exception) -> str:
     """Return what an error of a store means.
 
-    - "away": the store cannot be reached, or is read-only. When a PostgreSQL server stops, Optuna raises a
-      StorageInternalError, caused by an OperationalError of SQLAlchemy.
+    - "away": the store cannot be reached, or is read-only.
     - "damaged": the content of a database cannot be read. A damaged page gives a plain DatabaseError, a damaged
-      schema an OperationalError. A damaged cell gives a LookupError or a ValueError when it is converted.
+      schema an OperationalError, a damaged cell a LookupError or a ValueError.
     - "clash": a new row contradicts the rows of a database.
     - "refused": the database refuses the call, for example because a permission is missing.
     - "": any other error, such as a wrong call.
@@ -272,11 +268,8 @@ def _reason(error: Exception) -> str:
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """Return Optuna's JournalStorage in the file ``path``. The file is created if it does not exist.
-
-    Raises:
-        InputError: if the file cannot be created or read, is not a journal, or has a damaged line.
-    """
+    """Return Optuna's JournalStorage in the file ``path``, which is created if it does not exist. Raise InputError if
+    the file cannot be created or read, is not a journal, or has a damaged line."""
     if path.is_dir():
         raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
     if not path.parent.is_dir():
@@ -316,12 +309,9 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file. The file stays readable after an interrupted write.
 
-    Reading and writing raise an exception in these cases:
-
-    - OSError if the file is missing, for example because its disk is not mounted at the moment.
-    - OSError if an older copy has replaced the file: it lacks lines that were read before.
-    - OSError if a line that should be complete cannot be read, for example because a network disk shows old content.
-    - InputError if the journal of another study has replaced the file.
+    Reading and writing raise InputError if the journal of another study has replaced the file. They raise OSError,
+    after which a retry may succeed, if the file is missing, lacks lines that were read before, or has a line that
+    cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -329,8 +319,7 @@ class Journal(JournalFileBackend):
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise InputError if the file is another journal. Raise OSError if the file is missing, or lacks lines that
-        were read before."""
+        """Raise InputError for another journal, OSError for a missing file or one without lines that were read."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
@@ -373,10 +362,7 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it stays a dangling symbolic link for ``GRACE_SECONDS``.
-
-    Optuna's dashboard may leave such a link, and JournalFileOpenLock would wait forever for its removal.
-    """
+    """Remove Optuna's lock if it stays a dangling symbolic link: JournalFileOpenLock would wait for it forever."""
     with suppress(OSError):  # the lock was released
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):
@@ -407,12 +393,7 @@ class Patient(BaseStorage):
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(again)``. ``again`` is False at first, and True in retries.
-
-        Raises:
-            StoreGone: if the store is unreachable for longer than ``patience_seconds``.
-            InputError: if the store is damaged, or refuses the call.
-        """
+        """Return the result of ``call(again)``, retried with ``again`` True. Raise StoreGone if all retries fail."""
         since, pause, again = time.monotonic(), FIRST_PAUSE, False
         while True:
             try:

@@ -7,22 +7,22 @@ trial gets another attempt.
 
 1. **cli/tune.py** reads the recipe, makes the search space (**space.py**) and tokenises the recipe's text.
    :class:`BaseStudy`, in this file (**study.py**), checks the arguments and the folder (``study_folder.py``), and
-   opens the store. The store is a journal in the folder, or a database: an Optuna storage with all attempts at all
-   trials, and with their losses and curves. Everything that the search knows is in the store, so a killed search goes
-   on, and several commands and machines can share a study. The first command also stores the recipe and the other
-   settings there; a later command with other settings is refused (``study_settings.py``).
+   opens the store: a journal in the folder, or a database. The store is an Optuna storage. It has all attempts at all
+   trials with their losses and curves, and so everything that the search knows. So a killed search can resume, and
+   several commands and machines can share a study. The first command stores the recipe and the other settings there.
+   A later command with other settings is refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
    trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start, then proposals of the
    search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a model of the loss
    fitted to the trials so far (``algorithm/surrogate.py``). The loop creates the trial in the store, and records its
    outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
-3. The loop calls the objective that :meth:`BaseStudy._trainer` gives it: of a study over a recipe, the
-   :class:`TrialTrainer` in **recipe_study.py**. It puts the values of the point into the recipe
-   (:meth:`Space.recipe_at`). It trains the recipe in a worker process (**training/trial.py**), or several recipes at
-   once (``training/stack.py``). This training has the loop and the step of ``leaven train``, but no run folder, no
-   metrics and no spike guard. The loss of the trial is the validation loss after the last step. If the trials run a
-   shell command instead, the objective is the ``CommandTrainer`` in ``command_study.py``.
-4. A trial ends early if it diverges, or if it is pruned: if it is further behind the best trial than noise explains
+3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
+   in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
+   recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). This
+   training has the loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss
+   of the trial is the validation loss after the last step. For a shell command, the objective is the
+   ``CommandTrainer`` in ``command_study.py``.
+4. A trial ends early if it diverges. It is pruned, too, if it is further behind the best trial than noise explains
    (``training/early_stopping.py``). The noise is the standard deviation of the loss between seeds
    (``algorithm/noise.py``). Up to 3 trials of the start, which is the recipe itself, measure the noise before the
    first proposal.
@@ -104,14 +104,9 @@ class BaseStudy(ABC):
         run_flops: FLOPs of a trial, if they are known.
         about: further fields of the study's document.
 
-    The constructor raises InputError in these cases:
-
-    - The folder cannot be created, or contains other files or a study of another recipe or command.
-    - The earlier study cannot be used.
-    - The method is unknown, or cannot use the prior knowledge.
-
-    Entering the context raises InputError if the store is lost or contains another study. The folder is then
-    unchanged.
+    The constructor raises InputError if the folder cannot be used or has another study, if the earlier study cannot
+    be used, or if the method is unknown or cannot use the prior knowledge. Entering the context raises InputError if
+    the store is lost or contains another study.
     """
 
     stack = 1  # number of trials that a worker trains at once
@@ -152,8 +147,7 @@ class BaseStudy(ABC):
 
     @abstractmethod
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
-        """Return a context manager that yields the objective. Each of the ``devices`` has a thread, which calls the
-        objective with up to ``stack`` proposals at once."""
+        """Return a context manager that yields the objective. One thread for each of the ``devices`` calls it."""
 
     def reporting_to(self, note: Callable[[str], None], stop: Callable[[], bool]) -> Self:
         """Return this study. While it waits for a locked store, it will call ``note`` and ``stop``."""
@@ -200,15 +194,7 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved: bool, ended: int) -> BaseStorage:
-        """Return the store.
-
-        Args:
-            saved: whether the folder has a study.json.
-            ended: how many trials have ended according to study.json.
-
-        Raises:
-            InputError: if the store cannot be used, is lost, or has another study.
-        """
+        """Return the store. ``saved``: whether there is a study.json; ``ended``: the number of its ended trials."""
         begun = saved or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._folder.store_lost(ended)
@@ -230,8 +216,7 @@ class BaseStudy(ABC):
         return store
 
     def _waited(self, seconds: float) -> None:
-        """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user has stopped
-        the command. Do nothing during the first ``NOTE_AFTER`` seconds."""
+        """Tell the user that the store has been unreachable for ``seconds``. Raise StoreGone if the user stops."""
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
@@ -257,8 +242,8 @@ class BaseStudy(ABC):
     ) -> StudyDocument:
         """Run trials until the budget is used, including final trials. Return the study's document.
 
-        All commands that work on the study share the budget. The search ends early once ``stop`` returns true. With
-        ``stop_at_noise``, a trust-region search also ends early when several rounds gained less than the noise.
+        All commands that work on the study share the budget. The search ends early once ``stop`` returns true or,
+        with ``stop_at_noise``, when several rounds of a trust-region search gained less than the noise.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
@@ -266,8 +251,8 @@ class BaseStudy(ABC):
             devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
 
         Raises:
-            StoreGone: if the store is unreachable for 300 seconds or the user stops the command while it is
-                unreachable, or if the results cannot be written.
+            StoreGone: if the store is unreachable for 300 seconds, or until the user stops, or if no results can be
+                written.
             InputError: if there is no budget, if a trial shows that the study cannot go on, such as a wrong command,
                 or if four trials in a row failed on this machine.
         """
@@ -334,11 +319,8 @@ class BaseStudy(ABC):
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document: the answer of the search, and all trials.
-
-        The field ``best`` is None until a command has run the search to its end. From then on it is set, even while
-        the search continues with a larger budget.
-        """
+        """Return the study's document. Its ``best`` is None until a command has run the search to its end. From then
+        on it is set, even while the search continues with a larger budget."""
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
         over = bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(
@@ -365,11 +347,8 @@ class BaseStudy(ABC):
         )
 
     def save(self) -> StudyDocument:
-        """Write study.json and the recipes of the best points. Return the study's document.
-
-        Raises:
-            InputError: if a file cannot be written, or if study.json belongs to another study.
-        """
+        """Write study.json and the recipes of the best points. Return the study's document. Raise InputError if a
+        file cannot be written, or if study.json belongs to another study."""
         with self._folder.lock():  # another command may save, too
             return self._write()
 
@@ -382,9 +361,7 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
 
     def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
-        """Return the files to write beside best.toml: their texts, by their paths in the study's folder. If trials
-        run a shell command, these are the files that the command reads, filled in for the best point. Otherwise there
-        are none."""
+        """Return the texts of files to write beside best.toml, such as those that a command reads, by path."""
         return {}
 
     def _note_once(self, text: str) -> None:

@@ -1,13 +1,11 @@
 """The folder of a study: check that it belongs to the study in the store, and write the results into it.
 
-The folder contains:
-
-- ``study.json``, the study's document. Its id is that of the study in the store.
-- ``centre.toml``, the recipe or command file at the start of the search.
-- ``best.toml`` and perhaps ``fewest.toml``, once the search has ended: the best point, and a point with fewer changes
-  that is as good. With a command, also the folder ``best`` with the files that the command reads.
-- ``checkpoints``, the checkpoints of trials that have not ended; or ``trials``, the folders in which commands run.
-- ``journal.log``, the store, unless the study is in a database.
+- ``study.json``: the study's document.
+- ``centre.toml``: the recipe or command file at the start of the search.
+- ``best.toml``, ``fewest.toml``: after the search, the best point, and perhaps one with fewer changes that is as
+  good. With a command, the folder ``best`` has the files that the command reads.
+- ``checkpoints``: the checkpoints of trials that have not ended; or ``trials``: the folders in which commands run.
+- ``journal.log``: the store, unless the study is in a database.
 """
 
 import json
@@ -47,10 +45,7 @@ LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
     """Return (number of the trial's first attempt, checkpoint folder) for each attempt with a checkpoint folder in
-    ``folder``, sorted by the folder's name.
-
-    Folders with other names or contents, such as copies that a user made or files of another program, are left out.
-    """
+    ``folder``, sorted by name. Folders that leaven did not make are left out."""
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [
         (int(name[1]), path)
@@ -73,12 +68,9 @@ class StudyFolder:
     study: str  # what messages call the study: ``--study`` and the folder or the URL of the store
 
     def check(self, space: SearchSpace, where: str | Path, *, runs_command: bool) -> None:
-        """Raise InputError if the folder cannot be created, or contains other files or a study over another recipe or
-        command.
+        """Raise InputError if the folder is unusable, or has other files or a study of another recipe or command.
 
-        Args:
-            where: the URL or the journal of the store.
-            runs_command: whether the trials of this study run a shell command.
+        ``where`` is the URL or the journal of the store. ``runs_command`` is whether trials run a shell command.
         """
         require_folder_name(self.path)
         out = self.path.absolute()
@@ -111,18 +103,14 @@ class StudyFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder if possible. Enter the context without the lock if the disk is full or has no locks, or if
-        another process holds the lock for ``LOCK_SECONDS``."""
+        """Lock the folder. Continue without a lock if none is available within ``LOCK_SECONDS``."""
         with ExitStack() as held:
             with suppress(OSError):
                 held.enter_context(storage.lock(self.path / LOCK, LOCK_SECONDS))
             yield
 
     def saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return (the study's id, {number: (state, loss)} of the trials that have ended) from study.json.
-
-        Return ("", {}) if the file is missing or damaged.
-        """
+        """Return (id, {number: (state, loss)} of the ended trials) from study.json, empty if it cannot be read."""
         document = _saved(self.path)
         try:
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
@@ -135,8 +123,8 @@ class StudyFolder:
     def require_same_results(self, saved: Mapping[int, tuple[str, float | None]], log: TrialLog) -> None:
         """Raise InputError if the store, read into ``log``, lacks a trial in ``saved`` or has another loss for it.
 
-        ``saved`` has the (state, loss) of each trial that has ended, by number, from study.json. To compare ids is
-        not enough: a copy of a study in which more trials were run has the same id, but other losses.
+        ``saved`` has the (state, loss) of each ended trial in study.json, by number. To compare ids is not enough: a
+        copy of a study in which more trials were run has the same id, but other losses.
         """
         ended = [trial for trial in log.trials.values() if trial.has_result]
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
@@ -150,8 +138,7 @@ class StudyFolder:
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trials[number].loss}")
 
     def require_own(self, stored_id: str) -> None:
-        """Raise InputError if another study has replaced the folder while this command runs. ``stored_id`` is the id
-        of the study in the store."""
+        """Raise InputError if another study, not ``stored_id``, has replaced the folder while this command runs."""
         with suppress(OSError):
             if found := _ID.search(read(self.path / "study.json")):
                 self.require_same_study(found[1].decode(), stored_id)
@@ -168,10 +155,7 @@ class StudyFolder:
         )
 
     def store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that lacks the trials ``lost`` or, if ``lost`` is empty, all trials.
-
-        ``ended`` is the number of trials that have ended according to study.json.
-        """
+        """Return the error for a store that lacks the trials ``lost``, or all of the ``ended`` ones in study.json."""
         results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.path / "study.json"
@@ -184,8 +168,7 @@ class StudyFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the trials' checkpoints. A copy of a study may have the same link ``checkpoints``. So in a
-        linked folder, each study has a subfolder, with the inode of the study's folder as its name."""
+        """The folder of the trials' checkpoints, with a subfolder for each study if several studies link to it."""
         folder = self.path / CHECKPOINTS
         return folder / str(self.path.stat().st_ino) if folder.is_symlink() else folder
 
@@ -207,8 +190,8 @@ def write_results(
     """Write study.json, and return its document. If there is a best point, also write best.toml, and write or remove
     fewest.toml (a point with fewer changes that is as good).
 
-    Except for study.json, a file that the user has edited, or replaced by a link, is never overwritten or removed.
-    While the answer of the search is the same, the file stays. Before another answer is written, it is renamed.
+    A best.toml or fewest.toml that the user has edited is never overwritten or removed. While the answer of the
+    search is the same, the edited file stays. Before another answer is written, the edited file is renamed.
 
     Args:
         note: called with a line for the user if an edited file stays or is renamed.
@@ -265,8 +248,7 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return the digest of a file. Return None if the file is missing, and the error as text if it cannot be read.
-    Raise OSError if its disk is unreachable."""
+    """Return the digest of a file, None without a file, or the error as text. Raise OSError if its disk is away."""
     try:
         return digest(read(path))
     except FileNotFoundError:
@@ -278,8 +260,7 @@ def _digest_on_disk(path: Path) -> str | None:
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
-    """Return the text that explains the value at ``path`` in the table ``[why]`` of best.toml. With ``fewest``, it is
-    the text for fewest.toml."""
+    """Return the text for the value at ``path`` in the table ``[why]`` of best.toml (or of fewest.toml)."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

@@ -1,7 +1,7 @@
 """Join a study in a store, or create it: store its settings, or compare them with those of this command.
 
-A command is one running search. The first command stores its settings (recipe, space, method and so on) in the study.
-A command with other settings is refused, because its trials could not be compared.
+A command is one running search. The first command stores its settings, such as recipe, space and method, in the
+study. A command with other settings is refused, because its trials could not be compared.
 """
 
 import time
@@ -48,23 +48,17 @@ def join_study(
 ) -> StoredStudy:
     """Return the study called ``name``. If it does not exist, create it.
 
-    An existing study keeps the prior knowledge with which it was created, even if the laws or the earlier study would
-    give other knowledge now.
+    An existing study keeps the prior knowledge with which it was created.
 
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, and if the stored study has trials of an earlier study,
-            the noise of the stored study is used.
+        own_noise: whether the user gave ``noise``. If not, a study with trials of an earlier study keeps its noise.
         recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
-        InputError: if one of these is true:
-
-            - The study was created by another program, or with other settings.
-            - This command has prior knowledge (``axes.expected`` or ``axes.earlier``), and the study was created
-              without it.
-            - The settings of the study were changed or damaged in the store.
+        InputError: if the study was created by another program or with other settings, if only this command has prior
+            knowledge, or if the settings in the store were changed or damaged.
     """
     here: dict[str, Any] = {
         "method": method,
@@ -132,8 +126,7 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its columns moved from the order ``stored`` to the order ``names``. Further columns
-    stay behind these."""
+    """Return ``earlier`` with its first columns moved from the order ``stored`` to the order ``names``."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
@@ -141,15 +134,7 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
-
-    If an empty study has no settings after ``PATIENCE`` seconds, the command that created it is probably dead. Then
-    write the settings. The study is looked up first, because a failed attempt to create it would add a line to a
-    journal. ``what`` is the name of the study in messages.
-
-    Raises:
-        InputError: if the study is not empty, but has no settings.
-    """
+    """Return the Optuna study ``name``, created with ``settings`` if it is missing or stays empty."""
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:

@@ -36,29 +36,25 @@ class TrustRegionSampler(BaseSampler):
         study.optimize(objective, n_trials=60)
 
     The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step
-    away from the start in each numeric parameter. A step is a sixth of the range that the objective gives to
-    ``suggest_float`` or ``suggest_int``, but at least the ``step`` of the distribution. With ``log=True``, the range
-    is measured in octaves (powers of two).
+    away from the start in each numeric parameter. A step is a sixth of the parameter's range, but at least the
+    ``step`` of its distribution. With ``log=True``, the range is measured in octaves (powers of two).
 
-    - A trial has diverged if its value is infinite or beyond +-1e50. A failed trial counts as diverged, too, because
-      Optuna does not store whether the objective returned nan or raised an exception. While all trials diverge,
-      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``. If there are
-      none, parameters named ``*.lr`` are lowered.
+    - A trial has diverged if it fails, or if its value is infinite or beyond +-1e50. While all trials diverge,
+      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``, or else
+      ``*.lr``.
     - The value of a pruned trial is its last reported value, limited to the range between the median and the worst
       value of the completed trials.
-    - A parameter that only some trials have, or whose range changes, has the value of the start in its first trial.
-      In later trials it is drawn at random.
+    - A parameter that only some trials have, or whose range changes, is drawn at random after its first trial.
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no trials to
-      measure the noise or to confirm the best point with other seeds.
+      measure the noise or to confirm the best point.
 
     A proposal depends only on the seed, the number of its trial and the other trials of the study. So with the same
     seed, a study can be resumed in another process.
 
     Args:
         start: values of the start, by name. Missing values are those of the study's first trial, for example from
-            ``study.enqueue_trial``. Without a first trial, they are the middle of the range, or the first choice.
-        noise: standard deviation of the objective between runs of one point, or 0 if all runs of a point have the
-            same value. By default, it is fitted to the trials.
+            ``study.enqueue_trial``. Without one, they are the middle of the range, or the first choice.
+        noise: standard deviation of the objective between runs of one point; by default, it is fitted to the trials.
         seed: makes proposals reproducible; by default, it is random.
 
     Raises:
@@ -171,14 +167,8 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return the position on this axis where the search starts.
-
-        The search starts at the value in ``given``, otherwise at the value in ``first``, the first trial. If neither
-        has a value, it starts in the middle, or at the first level of a choice.
-
-        Raises:
-            InputError: if the objective does not allow the value in ``given``.
-        """
+        """Return the start's position: that of the value in ``given``, or else in the trial ``first``, or else the
+        middle. Raise InputError if the objective does not allow the given value."""
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -198,7 +188,7 @@ class AxisOfDistribution:
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
     def value(self, at: float) -> Any:
-        """Return the value of the distribution that is nearest to ``at`` on the axis."""
+        """Return the value of the distribution that is nearest to the position ``at``."""
         to = self.distribution
         if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))
@@ -217,19 +207,14 @@ def _check(study: optuna.Study) -> None:
 
 
 def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
-    """Return the noise between runs, fitted to the ``FITTED`` lowest losses. Return None if fewer than ``FEWEST``
-    losses are finite."""
+    """Return the noise between runs, fitted to the lowest losses, or None if fewer than ``FEWEST`` are finite."""
     lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
     columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
     return fitted_noise(columns, losses[lowest]) if len(lowest) >= FEWEST else None
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the loss of each trial with a result, by number: ``sign`` times its value, infinite if it diverged.
-
-    A failed trial counts as diverged. The loss of a pruned trial is clipped to the range from the median to the
-    largest loss of the completed trials.
-    """
+    """Return the loss of each trial with a result, by number: ``sign`` times its value, infinite if it diverged."""
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:
