@@ -128,7 +128,7 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's experts (B, T, k), their weights (B, T, k), and the load of each expert (B, E)."""
+        """Return each token's experts (B, T, k), their weights (B, T, k), and the tokens of each expert (B, E)."""
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()

@@ -43,7 +43,8 @@ def fill(
     offset: Sequence[int] | None = None,
 ) -> None:
     """Fill ``piece`` with normally distributed values, which ``seed`` and ``name`` determine. ``piece`` is a whole
-    parameter, or a block of a parameter of shape ``shape`` that begins at the index ``offset``."""
+    parameter, or a block of a parameter of shape ``shape`` that begins at the index ``offset``. Values are drawn in
+    fp32 and then cast, so models of different dtypes have the same values up to rounding."""
     if std == 0:
         piece.fill_(mean)
         return

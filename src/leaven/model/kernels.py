@@ -2,7 +2,7 @@
 
 Functions that call private functions of torch, such as :func:`norms`, are here, too. Shape suffixes: B sequences, T
 positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head, t queries of a block, s keys
-of these queries. Outside attention, D, F, K, M and N are any sizes.
+that they attend to. Outside attention, D, F, K, M and N are any sizes.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """The transformer that a model shape describes, and its stages for pipeline parallelism.
 
+Parameters have the names and shapes of ``ModelShape.parameters()``.
+
 Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_rotary / 2
 for cosines and sines), V vocabulary.
 """
@@ -229,9 +231,9 @@ class Transformer(nn.Module):
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the unembedding, (B, T, D). ``documents_BT`` has the index of each token's document in
-        its sequence. With it, every document begins at position 0, and tokens attend only to their own document.
-        Raise ValueError if T exceeds the learned positions."""
+        """Return the input of the unembedding, (B, T, D). ``documents_BT`` has the index of each token's document,
+        which must not decrease along T. With it, every document begins at position 0, and tokens attend only to their
+        own document. Raise ValueError if T exceeds the learned positions."""
         x_BTD = self.through_layers(self.embed(tokens_BT, documents_BT), tokens_BT.shape[1], documents_BT)
         hidden_BTD: Tensor = self.norm["final"](x_BTD)
         return hidden_BTD
