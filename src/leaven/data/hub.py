@@ -116,7 +116,8 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
             - ``hf:///path?config=NAME&split=NAME&revision=NAME``: a folder with files that ``load_dataset`` can read;
             - ``hf:///path?split=NAME``: a folder of several splits, written by ``DatasetDict.save_to_disk``;
             - ``hf:///path``: a folder of one split, written by ``Dataset.save_to_disk``.
-        text: name of the column with the text or the token ids. "text" also stands for "input_ids".
+        text: name of the column with the text or the token ids. "text" stands for "input_ids" if no column is
+            named "text".
 
     Raises:
         InputError: if ``datasets`` is missing, the data set cannot be opened, or the split has no rows.

@@ -67,8 +67,8 @@ class File:
 
     @property
     def inode(self) -> Hashable:
-        """The device and inode of the file, or its path if it is missing. All links to a file have the same
-        values."""
+        """The device and inode of the file, or its path if it is missing. Paths through links have the same. Other
+        files can have the same, too: hard links, and files of some network disks."""
         try:
             found = self.path.stat()
         except OSError:

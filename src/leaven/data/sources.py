@@ -139,8 +139,8 @@ def same_files(files: Sequence[File]) -> list[list[int]]:
 
 
 def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
-    """Return each file under one path, and pairs of (left-out path, kept path). A path without links is preferred, so
-    that a link that is added later does not change the keys of documents."""
+    """Return each file under one path, so that no document is in both splits, and pairs of (left-out path, kept
+    path). A path without links is preferred, so that a link that is added later does not change keys."""
     links: dict[int, File] = {}
     for same in same_files(files):
         kept = min(same, key=lambda at: (_is_behind_link(files[at]), files[at].key))
@@ -235,8 +235,9 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
 def _matches(
     folder: Path, pattern: tuple[str, ...], not_read: _NotRead, above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files below a folder that match a pattern, such as ("**", "*.txt"). ``above`` has (device, inode) of
-    the folders that "**" has matched, because a link may lead back to one of them."""
+    """Yield the files below a folder that match a pattern, such as ("**", "*.txt"). Unlike glob, raise InputError for
+    a link to nothing, and OSError if a folder cannot be read. ``above`` has (device, inode) of the folders that "**"
+    has matched, because a link may lead back to one of them."""
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):
         not_read.empty[folder] = None

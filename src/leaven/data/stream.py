@@ -128,8 +128,8 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the shuffled position, in [0, ``size``), of each position ``places[i]`` in epoch ``epochs[i]``. The
-    permutation of an epoch is a Feistel network on Z_a x Z_b, with a x b just above ``size``. A result of ``size`` or
-    more passes through the network again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains")."""
+    permutation of an epoch is a Feistel network on Z_a x Z_b, with a x b >= ``size``. A result of ``size`` or more
+    passes through the network again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains")."""
     a = isqrt(size - 1) + 1
     b = -(-size // a)
     key = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)

@@ -109,9 +109,9 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        A source with ``validation`` has only training tokens. From any other source, the last `VALIDATION_SHARE` of
-        each stretch of a file is held out (see `STRETCHES`), in whole documents if possible. If documents have known
-        ends but no end-of-text token, ``end_of_text`` is added after each document.
+        All ids of a source with ``validation`` are training tokens. From any other source, the last
+        `VALIDATION_SHARE` of each stretch of a file is held out (see `STRETCHES`), in whole documents if possible. If
+        documents have known ends but no end-of-text token, ``end_of_text`` is added after each document.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but

@@ -165,7 +165,8 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 
 
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
-    """Yield a document in pieces that end at line ends if possible. Small pieces can be encoded in parallel."""
+    """Yield a document in pieces that end at line ends if possible. Small pieces can be encoded in parallel, and
+    limit memory: encoding needs 100 bytes for each token."""
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
         stop = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
@@ -195,8 +196,8 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it.
-    TOKENIZERS_PARALLELISM takes precedence if it is set. A process that is forked while threads exist may hang."""
+    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it, because a
+    process that is forked while threads exist may hang. TOKENIZERS_PARALLELISM takes precedence if it is set."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:
