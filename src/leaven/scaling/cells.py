@@ -42,7 +42,7 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios (target / base) of one tensor and its run. The vocabulary and the number of experts never change."""
+    """The ratios (target / base) of one tensor and its run. Vocabulary, positions and experts have the ratio 1."""
 
     fan_in: float = 1.0
     fan_out: float = 1.0

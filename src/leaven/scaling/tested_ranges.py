@@ -70,7 +70,7 @@ def untuned(tuned: Recipe) -> list[CautionRow]:
 
 
 def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
-    """Return a warning for each of vocab_size and seq_len that differs between a recipe and the model ``source``."""
+    """Return a warning for each of vocab_size and seq_len that differs from ``source``, the fields of a model."""
     sizes = {"vocab_size": recipe.model.vocab_size, "seq_len": recipe.model.seq_len}
     pairs = [(name, value, source.get(name)) for name, value in sizes.items()]
     return [_caution(name, value, there) for name, value, there in pairs if there and value != there]
@@ -84,7 +84,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about ratios to the base outside the tested range. A batch is fine if its number of steps is inside."""
+    """Warn about ratios to the base outside the tested range. The tests of the batch kept the tokens, so a batch is
+    fine if its number of steps is inside the range of these tests."""
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
         ratio = getattr(ratios, axis)
@@ -105,7 +106,7 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if norms follow branches and the model is far larger than its base: then the best lr changes."""
+    """Warn if norms follow branches and complete-d-p is used far above the base: there the best lr changes."""
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():

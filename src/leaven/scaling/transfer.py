@@ -195,7 +195,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens with which the study of ``tuned`` began: a guess if the study changed the tokens."""
+    """Return the batch in tokens with which the study of ``tuned`` began. If the study changed the tokens, guess that
+    it began with as many steps as ``target`` has, like a proxy of ``leaven new``."""
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
     sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)
