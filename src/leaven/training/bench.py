@@ -48,8 +48,8 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of training steps for all pairs of a global batch and a micro-batch that fits into it. Return
-    the speeds, and the suggestions of :func:`choose`.
+    """Measure the speed of training steps for all pairs of a global batch and a micro-batch that fits into it and
+    into memory. Return the speeds, and the suggestions of :func:`choose`.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.

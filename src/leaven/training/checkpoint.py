@@ -384,8 +384,9 @@ class CheckpointManager:
     """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled; :func:`checkpoints_to_keep` chooses those
-    to keep. Any other checkpoint, such as one at a stop, is kept only while it is the newest. Every process of a run
-    calls the same methods at the same steps, from its main thread.
+    to keep. Any other checkpoint, such as one at a stop, is kept only while it is the newest. So stops do not push
+    out checkpoints to which a run may roll back. Every process of a run calls the same methods at the same steps,
+    from its main thread.
     """
 
     def __init__(

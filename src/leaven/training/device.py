@@ -158,7 +158,8 @@ def times_fp32(device: torch.device, compute: str, threads: int) -> float:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul, measured in half a second and cached (also by ``threads``)."""
+    """Return the FLOP/s of the fastest square matmul, measured in half a second. ``threads``, torch's current number
+    of threads, is only a key of the cache."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -288,7 +289,8 @@ def machine() -> dict[str, Any]:
 
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next step. By default, glibc returns large blocks to the system, which must
-    clear their pages again. On a CPU, this takes 5 to 37% of a step (docs/log.md)."""
+    clear their pages again. On a CPU, this takes 5 to 37% of a step (docs/log.md). Blocks above 128 MiB are
+    not kept, because that would fragment memory."""
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h
         libc = ctypes.CDLL(None)

@@ -3,7 +3,8 @@
 A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
 trial with a high learning rate starts behind and may still win. So its loss may be above the baseline's by one of two
 amounts, whichever is larger: how far the baseline's loss still falls, or :data:`LEAST` standard deviations of the
-loss between seeds. The constants were chosen and tested on two sets of trials (benchmarks/early_stopping.py).
+loss between seeds. The constants were chosen on one set of trials and tested on another
+(benchmarks/early_stopping.py).
 """
 
 import math

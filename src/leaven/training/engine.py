@@ -1,4 +1,5 @@
-"""The state of a run, and its optimizer step: :meth:`Training.issue`."""
+"""The state of a run, and its optimizer step, :meth:`Training.issue`, which depends only on the recipe, the tokens
+and this state."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -165,7 +166,8 @@ class Training:
     def issue(self) -> Callable[[], Step]:
         """Start one optimizer step on the device. Return a function that waits for the step and returns its metrics.
         Call these functions in order. A step is applied only if its loss and gradient norm are finite and below
-        :attr:`limits`. Raise TextUnreadable if the batch cannot be read."""
+        :attr:`limits`. Raise TextUnreadable if the batch cannot be read, and StopRequested as :meth:`check_stop`
+        does."""
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
         batch = self._batch_at(start.tokens)
@@ -279,7 +281,8 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. Copies that do not count in the loss fill them up."""
+        """Yield the first ``count`` windows as micro-batches. Copies that do not count in the loss fill them up,
+        because all processes need equally many micro-batches of the same size."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -297,7 +300,7 @@ class Training:
 
     def split(self, sequences: int) -> tuple[int, int]:
         """Return (sequences in a micro-batch, micro-batches in each process) for a batch of ``sequences`` sequences.
-        A compiled model keeps its micro-batch, because compiling for another size costs more than padding."""
+        A compiled model keeps its micro-batch if possible: compiling for another size costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))

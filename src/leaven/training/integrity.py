@@ -1,7 +1,7 @@
 """Finds files of a run that are missing, were changed, or belong to another run. Does not import torch.
 
 Start events, the first line of the metrics, plan.json and every checkpoint have the random identifier of their run.
-Checkpoints also have the recipe, and digests of the tokenizer, metrics and events.
+Checkpoints also have the recipe, and digests of the tokenizer, metrics and events. Missing values are not compared.
 """
 
 import json
@@ -44,7 +44,8 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run folder is new or empty, or has all files of a run of this recipe."""
+    """Raise InputError unless a run folder is new or empty, or has all files of a run of this recipe. Layout and
+    micro-batch may differ."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"{run.path} is a file; --run needs a folder")
@@ -307,7 +308,8 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return plan.json or a TensorBoard file if it shows that the run has trained. ``begun``: the run has events."""
+    """Return plan.json or a TensorBoard file if it shows that the run has trained. If the run has ``begun`` (has
+    events), plan.json must have measured steps, because the first plan is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -388,7 +390,7 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
 
 
 def events_before_torchrun(run: RunFolder) -> int:
-    """Return the number of events of a run when torchrun was started. Return -1 without torchrun."""
+    """Return the number of events of a run at the first call since torchrun was started, or -1 without torchrun."""
     mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
     if mark is None:
         return -1

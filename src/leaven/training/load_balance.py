@@ -15,7 +15,7 @@ BIASES = "router.bias"  # name of the biases in a checkpoint
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert (its number of tokens in a step, over all processes), and adapts the biases.
+    """Measures the load of each expert: its number of tokens in a step, over all processes. Adapts biases, if used.
     The bias of an expert rises by ``bias_step`` if its load is below the mean of its layer, and falls by this amount
     if its load is above (Wang et al. 2024, arXiv 2408.15664)."""
 

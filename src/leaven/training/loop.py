@@ -49,7 +49,7 @@ class Callback:
 
     def on_due(self) -> None:
         """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. Then ``after_step``
-        has been called for all earlier steps. Not called after the last step."""
+        has been called for all earlier steps. Not called after the last step, or after a rewind."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""

@@ -145,7 +145,7 @@ class Telemetry:
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event that ends the copying."""
+        """Start copying ``values`` to the host. Return the copy and, on CUDA, an event after the copy."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -243,7 +243,7 @@ class StepLog(Callback):
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. Also compares processes if there are several."""
+    """Computes the validation loss at a fixed interval in tokens, and compares the speed and memory of processes."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training

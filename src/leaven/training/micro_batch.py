@@ -167,7 +167,7 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights
 
 def choose_micro_batch(training: "Training") -> Choice:
     """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short. Raise InputError if
-    no micro-batch fits into memory."""
+    no micro-batch fits into memory, and StopRequested if the training was asked to stop."""
     began, recipe, device = time.perf_counter(), training.recipe, training.device
     sequences = recipe.batch.tokens // recipe.model.seq_len
     powers = {even(sequences, 2**n) for n in range(sequences.bit_length() + 1)}  # the largest is the whole batch
@@ -265,7 +265,8 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, return memory for ``copies`` copies of the parameters. Elsewhere, unwritten memory takes no space."""
+    """On CUDA, return memory for ``copies`` copies of the parameters. Elsewhere, return None: unwritten memory takes
+    no space."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

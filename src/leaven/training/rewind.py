@@ -145,7 +145,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record this rewind in the run folder, and ``recipe`` if it differs. After a first call, do nothing."""
+        """Record this rewind in the run folder, and ``recipe`` if it differs. Do nothing if it is :meth:`done`."""
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return

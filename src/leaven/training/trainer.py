@@ -142,7 +142,8 @@ def train(
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event; most are also lines of events.jsonl.
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
-            saved, and ``finished`` of the result is False.
+            saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
+            until ``stop`` returns True.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         rewind: a manual rewind to do before training. A repeated call does not rewind again.
         group: the processes of the run. All of them must make this call with the same arguments.
@@ -165,8 +166,8 @@ def train(
 
 @contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. A second Ctrl-C ends the
-    block."""
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. The KeyboardInterrupt of the
+    first Ctrl-C is raised after the block, that of a later one at once."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield stop

@@ -175,8 +175,8 @@ def cooldown_start(schedule: Schedule, duration: int) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the run with the longest duration (the trunk) reaches its
-    start. Afterwards, the trunk continues from a copy of its state."""
+    """Trains the cooldown of each shorter duration when the run with the longest duration (the trunk) reaches the
+    start of this cooldown. Afterwards, the trunk continues from a copy of its state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
