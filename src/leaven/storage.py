@@ -1,7 +1,7 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-If the new content of a file cannot be written, the old file stays. Nothing is written through a link, which somebody
-else may have made. Functions for a path that a user has typed raise InputError.
+If the new content of a file cannot be written, the old file stays. Nothing is written through a link to a file,
+which somebody else may have made. Functions for a path that a user has typed raise InputError.
 """
 
 import errno
@@ -393,8 +393,8 @@ def _remove_leftovers(path: Path) -> None:
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
     """Append complete lines to a file. The caller must hold a lock.
 
-    A last line that a crash has cut off is removed first. After an error, the file has no incomplete line. With
-    ``sync``, the lines survive a power cut. If ``create`` is false, the file must exist.
+    A last line that a crash has cut off is removed first. After an error, the file may have some of ``lines``, but no
+    incomplete line. With ``sync``, the lines survive a power cut. If ``create`` is false, the file must exist.
     """
     with open_to_write(path, os.O_APPEND | (os.O_CREAT if create else 0), buffering=0) as opened:
         file = cast(FileIO, opened)

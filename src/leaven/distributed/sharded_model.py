@@ -197,7 +197,8 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the gradients of a whole step, one for each row of the parameter table."""
+        """Return the 2-norms of the gradients, one for each row of the parameter table. The last backward pass must
+        have reduced the gradients over the data-parallel ranks."""
         gradients = [each.parameter.grad for each in self.parameters]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 

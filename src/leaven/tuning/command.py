@@ -17,9 +17,9 @@ A placeholder is a name in braces, in the command, in ``environment``, in the pa
 - ``{worker}``: the index of the worker that runs the command, from 0.
 - ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
-``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Its placeholders are the path or short path
-of any value of the recipe (``{hyperparameters.lr}`` or ``{lr}``), and ``{recipe}``, the path of a file with the
-trial's recipe.
+``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Further placeholders are then the path or
+short path of any value of the recipe (``{hyperparameters.lr}`` or ``{lr}``), and ``{recipe}``, the path of a file
+with the trial's recipe.
 
 Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
 would misread, such as a text with spaces. So the placeholder of such a value must not be inside quotes.

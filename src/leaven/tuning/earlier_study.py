@@ -1,7 +1,8 @@
 """Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
-The two recipes must have the same scaling rule and base. Then equal hyperparameters mean the same at every model
-size. Each trial becomes a point of the new search: the distance of each value from the new recipe's value.
+The two studies may differ in model size and searched values, but their recipes must have the same scaling rule and
+base. Then equal hyperparameters mean the same at every size. Each trial becomes a point of the new search: the
+distance of each value from the new recipe's value.
 
 - A module's multiplier may be searched without the global value. Then its distance includes the global value's: twice
   the global lr is 1 octave for the lr of every module.

@@ -253,7 +253,7 @@ class StudyDocument(Sealed, Answer):
 
     @property
     def ended(self) -> int:
-        """The number of trials that have ended. Retries do not count."""
+        """The number of trials that have ended. A trial and its retry count once."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
     def count(self, state: str) -> int:

@@ -52,9 +52,8 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return the growth of a published run's batch as ``ramp`` or ``stages`` of a recipe, or None if it did not grow.
-
-    The batch grows at the same shares of the run.
+    """Return the growth of a published run's batch, at the same shares of the run, as ``ramp`` or ``stages`` of a
+    recipe. Return None if the batch did not grow, if details are unknown, or if ``batch`` is too small.
 
     Args:
         tokens, batch: length and full batch of the new run, in tokens.

@@ -24,8 +24,8 @@ NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
 """From this many tokens per parameter on, the lr falls linearly to 0. From 20 on, this was better than a cosine to
-10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). 15 to 20 is not measured: a
-request for 20 may give 19, because the shape may be larger than requested."""
+10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B). 15 to 20 is not measured,
+but a request for 20 may give 19, because the shape may be larger than requested."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,

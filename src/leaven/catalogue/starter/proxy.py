@@ -118,7 +118,8 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return how many trials fit into `SHARE` of the run's cost, at least 16. ``each`` is the share of one trial."""
+    """Return the largest number in `TRIALS` that fits into `SHARE` of the run's cost, or else the smallest number.
+    ``each`` is (cost of a trial) / (cost of the run)."""
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 

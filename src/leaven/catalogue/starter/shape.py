@@ -286,7 +286,7 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the choices (`_CHOICES`) of a run, with leaven's defaults for unknown or unsupported ones."""
+    """Return the choices (`_CHOICES`) of a run, with leaven's defaults for unknown ones, except QK-norm: off."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)

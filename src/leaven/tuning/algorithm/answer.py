@@ -9,7 +9,7 @@ of the loss between seeds.
    searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
    the gain is at most the noise, the answer is the start. Without the confirmation trials of item 3, the gain must be
-   above 2.5 times the noise.
+   above 2.5 times the noise, because a smaller one is often chance.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen one and the start run
    again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their losses
@@ -131,7 +131,7 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return measured loss and octaves (D,) of the point with the fewest changes that is as good as ``point``."""
+    """Return loss and octaves (D,) of the point with the fewest changes that is about as good as ``point``."""
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
         if trial.state != PRUNED and (trial.purpose == "rerun" or not x.any()):

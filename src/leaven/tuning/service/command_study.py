@@ -172,8 +172,8 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check an attempt's folder. Rename it if a trial that the store lacks has left it. Tell the user if a
-        ``retry`` has none. If no trial has one, the disk is probably not mounted: raise InputError."""
+        """Check the folder of a new attempt. If a trial that the store lacks has left it, rename it. If it is missing
+        for a ``retry``, tell the user, or raise InputError if its disk is probably not mounted."""
         made_before = self.folder.exists()
         make_folder(self.folder)
         if folder.exists() and not retry:
@@ -303,7 +303,8 @@ class CommandTrainer:
                 raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a failed command: InputError, which ends the search, if no trial has worked."""
+        """Return the exception for a failed command: InputError, which ends the search, if it failed at the start
+        point before any trial had a result, else WorkerDied."""
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"

@@ -181,10 +181,8 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each logged row. Files are in the order of the times in their names.
-
-    With ``resumed``, files are in the order of their last steps.
-    """
+    """Yield (step, values by name) for each logged row. Files are in the order of the times in their names (for W&B,
+    in the names of its folders) or, with ``resumed``, of their last steps."""
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:

@@ -107,7 +107,7 @@ def stack_size(
     """Return (number of trials that each of ``gpus`` GPUs trains at once, the reason as text).
 
     The number is above 1 only where a stack was measured to be faster. ``trials`` is the number of trials in the
-    budget, if it is limited. ``free`` returns the number of free bytes on a GPU.
+    budget, None if it is unknown. ``free`` returns the number of free bytes on a GPU.
     """
     recipe, why = space.recipe, why_not_stacked(space, durations)
     if why is None and flops_per_token(recipe.model) * recipe.batch.tokens > STACKED_FLOPS:

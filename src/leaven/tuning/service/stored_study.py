@@ -206,7 +206,7 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Run the trials whose last attempt is in ``numbers`` again, each at most once. Return how many run again."""
+        """Let the trials whose last attempt is in ``numbers`` run again, each once at most. Return how many do."""
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]
@@ -262,7 +262,7 @@ class StoredStudy:
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return a curve with at most ``POINTS`` points, without points whose loss is not finite.
 
-    The last point is kept. Each group of points before it becomes one: its last step and its mean loss.
+    The last point is kept. The points before it are grouped, and each group becomes one: its last step and mean loss.
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]

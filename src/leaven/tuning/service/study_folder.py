@@ -110,7 +110,8 @@ class StudyFolder:
             yield
 
     def saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return (id, {number: (state, loss)} of the ended trials) from study.json, empty if it cannot be read."""
+        """Return (id, {number: (state, loss)} of the ended trials) from study.json, empty if it is missing or
+        damaged. Raise InputError if it cannot be read."""
         document = _saved(self.path)
         try:
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
@@ -168,7 +169,8 @@ class StudyFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the trials' checkpoints, with a subfolder for each study if several studies link to it."""
+        """The folder of the trials' checkpoints. If it is a link, which a copy of the study may have, too, each study
+        has a subfolder in it."""
         folder = self.path / CHECKPOINTS
         return folder / str(self.path.stat().st_ino) if folder.is_symlink() else folder
 
