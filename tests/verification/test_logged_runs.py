@@ -212,7 +212,11 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
     assert found["width 64"][0][-1][0] == 81_920
     events = tmp_path / "64-0" / "events.jsonl"
     events.write_text("".join(line for line in events.open() if '"finish"' not in line))
-    with pytest.raises(InputError, match="has not finished; resume it, or remove it from the folder"):
+    with pytest.raises(InputError, match="has not finished; resume it, or move it to another folder"):
+        curves_of(tmp_path)
+    with events.open("a") as file:
+        file.write('{"event": "stop", "why": "diverged"}\n')
+    with pytest.raises(InputError, match="64-0 diverged, so its curve is cut; move it to another folder"):
         curves_of(tmp_path)
 
 

@@ -84,12 +84,12 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about values in ``fixed`` that the search never tries or leaven cannot train with, or ""."""
-    zero = fixed.get("zero", 0)
+    """Return a note about values in ``fixed`` that the search leaves out or leaven cannot train with, or ""."""
+    zero, schedule = fixed.get("zero", 0), fixed.get("schedule")
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
         f"ZeRO {zero} with a pipeline": zero > 1 and fixed.get("pp", 1) > 1,
-        "a zero-bubble schedule": fixed.get("schedule") == "zero-bubble",
+        f"a {schedule} schedule": schedule in {"gpipe", "zero-bubble"},
     }
     names = " and ".join(name for name, asked in left_out.items() if asked)
     notes = f"; the search leaves out {names}" if names else ""

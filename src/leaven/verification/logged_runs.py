@@ -477,7 +477,7 @@ def _final_loss(run: RunFolder) -> float:
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop" and last["why"] != "interrupted":
         return math.nan
-    raise InputError(f"the run in {run.path} has not finished; resume it, or remove it from the folder")
+    raise InputError(f"the run in {run.path} has not finished; resume it, or move it to another folder")
 
 
 def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
@@ -486,7 +486,8 @@ def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
     for scale, recipe, run in _read_own_runs(folders, "data.seed"):
         _require_new(seeds, (scale, recipe.data.seed), run.path)
         if run.finish() is None:
-            raise InputError(f"the run in {run.path} has not finished; resume it, or remove it from the folder")
+            _final_loss(run)  # raises InputError if the run was interrupted
+            raise InputError(f"the run in {run.path} diverged, so its curve is cut; move it to another folder")
         lines = [(line["tokens"], line["loss"]) for line in run.metrics()]
         found.setdefault(scale, []).append([(at, math.nan if loss is None else loss) for at, loss in lines])
     scales = sorted(found, key=astuple)
