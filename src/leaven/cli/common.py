@@ -1,4 +1,4 @@
-"""Defines what several commands share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
+"""Defines what several commands share, such as options, printing a document and stopping at Ctrl-C."""
 
 import codecs
 import json

@@ -34,7 +34,8 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``check coordinates`` passed: tune an untuned proxy, or train."""
+    """Return the commands to suggest after ``check coordinates`` passed: tune an untuned proxy, or train. A recipe
+    that is too large for this machine is planned first."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)

@@ -162,8 +162,8 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _is_outdated(builder: Any) -> bool:
-    """Return whether files on this machine have changed since the package ``datasets`` cached them. The package
-    compares modification times, which files from an archive may keep."""
+    """Return whether files on this machine may have changed since ``datasets`` cached them. That package compares
+    modification times, but files from an archive may keep old ones."""
     files = [file for files in (builder.config.data_files or {}).values() for file in files]
     changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")

@@ -1,4 +1,4 @@
-"""Tokenise batches of text in several processes. The results come in the order of the batches."""
+"""Tokenise batches of text in one or several processes. The results come in the order of the batches."""
 
 import errno
 import os

@@ -47,7 +47,7 @@ class SequenceWeights:
 
 @dataclass
 class RouterTally:
-    """Sums of one layer over the tokens of a step. Each backward pass adds to them."""
+    """A layer's load and balance loss in a step. Each backward pass adds to them."""
 
     load_E: Tensor | float = 0.0  # number of tokens sent to each expert
     balance: Tensor | float = 0.0  # balance loss without its coefficient, summed over the targets

@@ -15,7 +15,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
     - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as (vocabulary x
       width / w) blocks, where w is the mean number of a block's matrix weights that a token uses.
-    - ``number``: stages differ by at most one block, and the larger stages are in the middle, as in BLOOM.
+    - ``number``: stages differ by at most one block; the first and last are the last to get one more, as in BLOOM.
     - ``work``: stages are filled in turn up to equal FLOPs of blocks and unembedding, as in nanotron.
     """
     table = blueprint(model)

@@ -61,7 +61,7 @@ def devices_here() -> tuple[str, ...]:
 
 
 def devices_of_workers(workers: int | None, each: int = 1) -> tuple[str, ...]:
-    """Return a value of ``CUDA_VISIBLE_DEVICES`` for each worker: the names of ``each`` GPUs, such as ``0,1``.
+    """Return ``CUDA_VISIBLE_DEVICES`` for each worker, such as ``0,1``. A worker has ``each`` GPUs of its own.
 
     By default, there are as many workers as the GPUs allow. Raise InputError if this process has too few GPUs.
     """

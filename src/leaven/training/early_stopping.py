@@ -131,7 +131,8 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how far the baseline's loss falls, in nats, after the token count at which ``curve`` ends."""
+    """Return how far the baseline's loss falls, in nats, from the last :data:`SMOOTH` points of ``curve`` to its
+    own last."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

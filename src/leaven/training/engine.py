@@ -230,7 +230,7 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets in the first micro-batch of all processes count in the loss, a scalar."""
+        """Return the number of targets that count in the first micro-batches of all processes, a scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())

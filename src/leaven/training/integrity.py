@@ -247,7 +247,7 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values of a recipe that must stay the same when a run resumes, without the place of the text."""
+    """Return the values that must stay the same when a run resumes. The path of a single source may change."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}

@@ -183,7 +183,7 @@ class Command(Part):
 
     @property
     def used(self) -> set[str]:
-        """The names of all placeholders, including those in the file ``config``."""
+        """The names of all placeholders, including those in the file ``config`` if ``{config}`` is used."""
         return self._required | (_names(self.template) if CONFIG in self._required else set())
 
     @property

@@ -142,7 +142,7 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance at ``path`` from the recipe of ``space`` to the recipe ``there`` (top of this file)."""
+    """Return the distance (top of this file) at ``path`` from the recipe of ``space`` to ``there``."""
     here = space.recipe
     if path in since:
         return since[path]

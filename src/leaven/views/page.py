@@ -1,4 +1,4 @@
-"""Render the self-contained HTML page of ``leaven report`` about a run, a study, a check or a demo."""
+"""Render the HTML page about a run, a study, a check or a demo."""
 
 from pathlib import Path
 

@@ -29,7 +29,7 @@ SAME_START = 1e-3
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """The initial distribution and the optimizer settings of a parameter."""
+    """The initial distribution, the optimizer settings and the output multiplier of a parameter."""
 
     init_mean: float
     init_std: float
@@ -134,8 +134,8 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return what an export does not preserve, as (rows, number of differences).
 
-    A row is for one setting, such as lr, and for all modules that have the same pair of values (the recipe's, the
-    target's). Each module counts as one difference.
+    A row is one setting, such as lr, of all modules with the same values in recipe and target. Each module of a
+    row is one difference, and so is the attention scale.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.

@@ -92,8 +92,8 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (the space without values that all trials of a stack must share, None) for a study with ``--stack``. If
-    a stack is impossible, return (the unchanged space, the reason)."""
+    """Return (space, None) for ``--stack``: the space without batch size, duration and dropout, which cannot vary.
+    If a stack is impossible, return (unchanged space, reason)."""
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
         narrowed = narrowed.without(path, f"stacked trials must have {need}")

@@ -348,7 +348,7 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
     def noise_of(self, trials: Sequence[StoredTrial]) -> tuple[float | None, int]:
-        """Return (the noise or None, its degrees of freedom). The result is cached until another trial ends."""
+        """Return (the noise or None, its degrees of freedom), cached until another trial has a result."""
         count = _ended(trials)
         if self._known_noise is None or self._known_noise[0] != count:
             self._known_noise = count, noise_between_seeds(trials, list(self.axes.start), self.noise)
@@ -385,7 +385,8 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the best point of a search that has ended, or None if no trial finished with a finite loss."""
+        """Return the point that a search chooses at its end, which may be the start, or None if none can be
+        chosen."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:

@@ -229,8 +229,8 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 def _kind(error: Exception) -> str:
     """Return what an error of a store means.
 
-    - "away": the store cannot be reached, or is read-only.
-    - "damaged": the content of a database cannot be read. A damaged page gives a plain DatabaseError, a damaged
+    - "away": the store cannot be used now: it is unreachable, locked, full or read-only.
+    - "damaged": the content of the store cannot be read. A damaged page gives a plain DatabaseError, a damaged
       schema an OperationalError, a damaged cell a LookupError or a ValueError.
     - "clash": a new row contradicts the rows of a database.
     - "refused": the database refuses the call, for example because a permission is missing.

@@ -55,7 +55,7 @@ def attempts(folder: Path) -> list[tuple[int, Path]]:
 
 
 def free_name(path: Path) -> Path:
-    """Return ``path`` with the first of the endings .1, .2, ... that no file, folder or link has."""
+    """Return the first of ``path``.1, ``path``.2, ... at which there is no file, folder or link."""
     names = (path.with_name(f"{path.name}.{k}") for k in count(1))
     return next(name for name in names if not os.path.lexists(name))  # exists is false for a link to a missing disk
 
