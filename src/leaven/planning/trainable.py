@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe on this many processes, or cannot measure its noise scale."""
+    """Raise InputError if leaven cannot train a recipe on ``processes``, or measure the noise scale it asks for."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"
