@@ -57,7 +57,8 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of fin
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with an option for each field of the data class that is its first parameter.
 
-    ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run, scales, seeds=3, ...)``.
+    typer does not support data classes. ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run,
+    scales, seeds=3, ...)``.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters

@@ -131,7 +131,7 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed ``option`` with one of ``others``, such as ``"params tokens"``."""
+    """Raise InputError if the user typed one of ``others``, such as ``"params tokens"``: ``option`` excludes them."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -222,7 +222,8 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C, SIGTERM or SIGHUP has arrived.
 
     A Ctrl-C more than `AGAIN_AFTER` seconds after the first signal raises KeyboardInterrupt. Other repeats are
-    ignored. If nobody reads the output any more, the command continues without output.
+    ignored: torchrun, schedulers and terminals may send several signals. If nobody reads the output any more, the
+    command continues without output.
     """
     requested: float | None = None  # time.monotonic() of the first signal
     readers = [number for number in (1, 2) if _has_reader(number)]

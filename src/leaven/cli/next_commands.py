@@ -1,8 +1,8 @@
 """Chooses the commands that leaven suggests below the result of a command (with ``--json``, under the key ``next``).
 
 The usual order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan -> train ->
-report. OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is the recipe of a small model, which
-is tuned instead. OUT-tuned.toml is the target with the tuned values.
+report. ``leaven new`` chooses the names: OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is
+the recipe of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex
@@ -151,7 +151,10 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
-    """Return the commands that import the configuration again. For torchtitan, its own command comes first."""
+    """Return the command that imports the configuration again, or [] if leaven cannot read it.
+
+    For torchtitan, its own command, which saves the JSON file to import, comes first.
+    """
     if to not in ("transformers", "megatron", "torchtitan") or is_device(path):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):

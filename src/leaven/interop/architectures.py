@@ -153,11 +153,11 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
-        """Return the factors in ``leaven's weight = factor x (stored weight + offset)``, by name of the weight.
+        """Return the factors in ``leaven's weight = factor x (stored weight + offset)``, by leaven's name.
 
         A factor comes from a constant by which the architecture multiplies the output of its embedding, or its
         logits. With tied embeddings, the final norm has the factor (constant of the logits) / (constant of the
-        embedding).
+        embedding). Factors of 1 are left out.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = 1.0
@@ -210,10 +210,11 @@ class Architecture:
             )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the trainable parameters of a model in memory. Only the experts differ from the checkpoint's tensors.
+        """Yield the trainable parameters of a model in memory, which excludes biases of routers.
 
-        In transformers 5, a layer has two tensors for all experts. ``gate_up_proj`` has gate and input matrix of
-        expert 0, then those of expert 1, and so on. ``down_proj`` has the last matrices.
+        Only experts differ from the checkpoint. In transformers 5, a layer has two tensors for all experts.
+        ``gate_up_proj`` has gate and input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has
+        the last matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:

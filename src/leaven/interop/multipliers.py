@@ -125,7 +125,8 @@ def rescale_attention(
     """Return new attention scales (factors on query . key) as (attention module, attribute, scale).
 
     A new scale is ``factor`` x (scale in the base) / sqrt(``head``). ``head`` is the head dimension of the model
-    divided by that of the base. If the layers have different scales, a new scale is ``factor`` x the current one.
+    divided by that of the base. The model's own scale is not used, because it may be a constant (Gemma 2). But if the
+    layers have different scales, a new scale is ``factor`` x the current one.
     """
     if factor == 1.0:
         return []

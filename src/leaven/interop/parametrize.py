@@ -216,7 +216,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of a parametrized model, with its current parameters.
 
     Raises:
-        InputError: if the model is not parametrized, or if its parameters or multipliers are no longer complete.
+        InputError: if the model is not parametrized, parameters were added or removed since, or multipliers are gone.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)

@@ -138,7 +138,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
-    """Return ``model`` with the ``base_shape`` of each parameter, from the block of ``base`` at the nearest depth."""
+    """Return ``model`` with each ``base_shape``, from the block of ``base`` at the nearest relative depth."""
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
         by_label[site.label].append(site)

@@ -91,7 +91,7 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the fastest matmul in a dtype; not measured: 80% of the peak; unknown: None."""
+        """Return the TFLOP/s of the fastest measured matmul in a dtype, or else 80% of the peak, or else None."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * USUAL_MATMUL_SHARE)
 

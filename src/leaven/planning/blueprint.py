@@ -212,7 +212,7 @@ def mlp_rows(
 
 
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
-    """Return the matrix products of a mixture of experts, each of the width ``width``.
+    """Return the matrix products of a mixture of experts. ``width`` is the width of one expert.
 
     ``experts`` has the number of routed experts in a layer and the number that a token uses. ``shared`` is the number
     of shared experts, which are one MLP of width ``shared`` x ``width``.

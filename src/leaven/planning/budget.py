@@ -107,6 +107,7 @@ def size_for_time(
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
     A text of ``text_tokens`` tokens is read at most 4 times (`MOST_EPOCHS`), so a short text gives a smaller model.
+    Earlier runs on the same accelerator correct the planned speed.
     Raise InputError if ``time`` is not a time such as ``3h``, or no model can be trained in it.
     """
     match = re.fullmatch(_TIME, time.strip(), re.IGNORECASE)

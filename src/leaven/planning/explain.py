@@ -142,7 +142,10 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``, apart from ``key``."""
+    """Return the values, such as ``zero 1``, in which ``layout`` differs from ``own``.
+
+    Left out are ``key``, dp, compile, and keys that have no effect in ``layout``.
+    """
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]

@@ -83,7 +83,10 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` from node / 2 to node (6 for 12 GPUs, nodes of 8); default: ``node``."""
+    """Return the largest divisor of ``gpus`` from node / 2 to node (6 for 12 GPUs, nodes of 8), or ``node``.
+
+    GPUs that fit into one node also give ``node``.
+    """
     divisors = (each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0)
     return node if gpus <= node else next(divisors, node)
 
@@ -152,7 +155,7 @@ def trainable_here(recipe: Recipe) -> bool:
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
     """Estimate how many GPUs of the kind ``gpu`` can store a model and train it within 30 days: a power of two.
 
-    Time adds at most one GPU per sequence of a batch, so training may take longer than 30 days.
+    Only memory can require more GPUs than a batch has sequences, so training may take longer than 30 days.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

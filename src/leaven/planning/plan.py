@@ -41,7 +41,7 @@ ACCURACY_OF_EXPERTS = (
 
 @cache
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
-    """Return the step times of published runs on an accelerator such as H100-SXM-80GB and boards of the same name.
+    """Return the step times of published runs on an accelerator such as H100-SXM-80GB, on any board (SXM, PCIe).
 
     With ``experts``, only mixtures of experts are returned, otherwise only other models.
     """
@@ -77,7 +77,10 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its micro-batch size. Raise InputError if it is impossible, or if nothing fits."""
+        """The planned layout with its micro-batch size: ``layout``, or by default the fastest that fits.
+
+        ``layout`` may need too much memory. Raise InputError if it is impossible, or if it is None and nothing fits.
+        """
         if self.layout is None:
             if not self.exploration.layouts:
                 raise no_layout(self.exploration)
@@ -226,7 +229,7 @@ def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
     """Return the plan of a run over ``tokens`` tokens, by default in the fastest layout that fits.
 
     ``layout`` is text such as ``tp=8,pp=12,mbs=2``, which is planned even if it needs too much memory. Raise
-    InputError if the layout or the batch is impossible, or nothing fits.
+    InputError if the layout or the batch is impossible, or if ``layout`` is None and nothing fits.
     """
     asked = None
     if layout:

@@ -80,7 +80,10 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the cost of a ramp over ``over_tokens`` tokens. ``sizes``: pairs (first token, batch in tokens)."""
+        """Return the cost of a ramp over ``over_tokens`` tokens. ``sizes`` has pairs (first token, batch in tokens).
+
+        ``increment`` is in tokens, or None if increments differ.
+        """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch.tokens * self.seconds(job.batch.tokens)

@@ -64,7 +64,7 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
     In GPipe, all forward passes come first. Otherwise a rank begins with some forward passes (earlier ranks with
     more), then forward and backward passes alternate. In a zero-bubble schedule, rank r delays each ``weight`` pass
-    by r ``input`` passes, so that all ranks end together.
+    by r ``input`` passes, so that ranks with equal stages end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

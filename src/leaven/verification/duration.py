@@ -65,8 +65,8 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return the token exponent that a check measured, its interval and its reason, by path in a recipe.
 
-    The best lr falls as tokens^-t, and the token exponent is t, from 0 to 1. The result is None without an interval,
-    or if a best lr is at the edge of its grid.
+    The best lr falls as tokens^-t, and the token exponent is t, clipped to 0 to 1. The result is None without an
+    interval, or if a best lr is at the edge of its grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)

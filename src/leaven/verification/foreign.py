@@ -220,11 +220,12 @@ def foreign(
     tokens: int | None = None,
     alpha: float | None = None,
 ) -> ForeignFamily:
-    """Return the family of models that a user's factory ``entry``, ``module:factory``, makes.
+    """Return the family of models that a user's factory makes. ``entry`` is ``module:factory``.
 
     One model is built at ``scale`` to read the size of the vocabulary. ``source`` names the text, as ``data.source``
-    of a recipe. It can be :data:`MADE_UP`, and is :data:`SOURCE` by default. Raise InputError if the factory, its
-    result or an argument cannot be used, or the vocabulary is too small for text.
+    of a recipe. It can be :data:`MADE_UP`, and is :data:`SOURCE` by default. If the factory returns batches,
+    ``source`` and ``batch_tokens`` must be None. Raise InputError if the factory, its result or an argument cannot be
+    used, or the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

@@ -183,7 +183,7 @@ def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[L
 
 
 def read_rows(path: Path) -> list[LoggedRow]:
-    """Return the rows of a CSV or JSON lines file, with lower-case columns. Raise InputError if it is malformed."""
+    """Return the rows of a CSV or JSON lines file, with lower-case columns. Raise InputError if it cannot be used."""
     try:
         if path.suffix.lower() == ".jsonl":
             read = storage.read_json_lines(path)
@@ -370,13 +370,13 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _require_new(seen: dict[Hashable, Path], run: Hashable, path: Path) -> None:
-    """Add ``run``, a size and a seed, to ``seen``. Raise InputError if another path has a copy of it."""
+    """Add ``run``, a size and a seed, to ``seen``. Raise InputError if another path has the same."""
     if (first := seen.setdefault(run, path)) != path:
         raise InputError(f"{path} repeats the size and seed of {first}; move one of the two to another folder")
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run, the later of repeated steps. Raise InputError if a second run seems to follow."""
+    """Return the points of a run; repeated steps replace earlier ones. Raise InputError if a second run follows."""
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:

@@ -34,7 +34,7 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return a shorter recipe whose steps need as much memory. Raise InputError if its layout cannot be trained."""
+    """Return the recipe with shorter steps of equal memory. Raise InputError if its layout cannot be trained."""
     require_trainable(recipe, recipe.layout.ranks)
     layout, seq_len = recipe.layout, recipe.model.seq_len
     each = -(-recipe.batch.tokens // seq_len // layout.dp)

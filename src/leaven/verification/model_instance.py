@@ -79,8 +79,8 @@ def block_labels(model: nn.Module) -> Callable[[str], str]:
     """Return the function that maps the name of a module or parameter to its label, which all blocks share.
 
     For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label ``output``.
-    Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of equal modules with submodules. A
-    list inside a block does not count.
+    Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of one type of modules with submodules.
+    Neither a list inside a block nor the model itself counts.
     """
     lists: list[str] = []
     for path, module in model.named_modules():

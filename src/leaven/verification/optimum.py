@@ -130,7 +130,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Runs:
-    """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed (or 0) + noise."""
+    """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
+
+    Without ``paired``, or if the runs do not determine them, the effects of seeds are 0.
+    """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run
     weights: Array  # (values, N); weights @ losses = means

@@ -123,7 +123,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return value
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return an axis of widths at the smallest depth, and an axis of depths at the smallest width."""
+        """Return the axes with several sizes: widths at the smallest depth, and depths at the smallest width."""
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
@@ -134,7 +134,10 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train a model and return its measurements. Raise InputError if it lacks a label in ``labels``."""
+        """Train a model and return its measurements. Raise InputError if it lacks a label in ``labels``.
+
+        An empty set ``labels`` gets the labels of this model.
+        """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
         if not labels:

@@ -87,7 +87,10 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart of traces. ``x`` and ``y`` are axes, ``notes`` are annotations. Only titles are escaped."""
+    """Return a chart of traces. ``x`` and ``y`` are axes, ``notes`` are annotations.
+
+    Only titles are escaped: pass a user's text in other places through :func:`text`.
+    """
     axes = {"xaxis": {"title": {"text": text(x_title)}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
     return {"data": list(traces), "layout": {"title": {"text": text(y_title)}, **axes, **marks, **layout}}

@@ -36,7 +36,8 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
     Both name ``output``, the file for the page. The file is not written here.
 
     Raises:
-        InputError: if a folder is given twice or has no run with steps, for more than `MOST_RUNS`, or without plotly.
+        InputError: if a folder is given twice or has no run with steps, there are more than `MOST_RUNS`, or plotly is
+            missing.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")

@@ -89,9 +89,9 @@ def drawn_ranks(p: int) -> list[int]:
 
 
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
-    """Draw the forward and backward passes of pipeline ranks over the time of a step. Later stages are paler.
+    """Draw the forward and backward passes of pipeline ranks over the time of a step.
 
-    All times are multiplied by ``slower``, the factor of the calibration.
+    Later stages of a rank are paler. All times are multiplied by ``slower``, the factor of the calibration.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)

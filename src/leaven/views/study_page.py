@@ -58,7 +58,10 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Return the charts of a search, and the variable ``view`` of ``search.html.j2``. Both may be empty."""
+    """Return the charts of a search, and the variable ``view`` of ``search.html.j2``.
+
+    Both are empty until a trial is complete.
+    """
     if study.start_loss is None:
         return {}, {}
     kinds, slices = study_charts.by_kind(study), study_charts.slices(study)

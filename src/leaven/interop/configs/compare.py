@@ -199,7 +199,8 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     """Return a model shape that a target supports, and a row for each value that had to be replaced.
 
     ``holds`` lists the supported values by key of ``[model]``. The first of them replaces any other value.
-    ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``.
+    ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. Other keys keep their values.
+    But if ``holds`` is not empty, those in ``ModelShape.added`` get their defaults.
     """
     changes = {
         key: default

@@ -219,7 +219,7 @@ class Settings:
         return known[self[name]]
 
     def why(self, *names: str) -> str:
-        """Return the reason for a recipe value that follows from the settings ``names``, such as "--bf16".
+        """Return the reason for a recipe value that follows from the settings ``names``: the given ones, as "--bf16".
 
         Without given settings, the reason is the default of the first one, or a shell variable that is not set.
         """

@@ -67,7 +67,10 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Settings:
-    """Return the settings that leaven reads, by name such as ``optimizer.lr``. ``draft.unread`` gets other keys."""
+    """Return the settings that leaven reads, by name such as ``optimizer.lr``.
+
+    Other keys are added to ``draft.unread``, except those that change no computed value.
+    """
     given = Settings(draft, draft.origin, TABLE["keys"], default="torchtitan's default of {}")
     for section, values in document.items():
         for key, value in values.items() if isinstance(values, dict) else [(None, values)]:

@@ -1,6 +1,7 @@
 """Imports a recipe from a config.json of transformers and the training_args.json in the same folder.
 
-A checkpoint of the Trainer has trainer_state.json and a pickle, training_args.bin, which is not read.
+A checkpoint of the Trainer has trainer_state.json in place of training_args.json. Its training_args.bin is not read:
+reading a pickle runs its code.
 """
 
 import math
