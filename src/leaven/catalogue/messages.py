@@ -49,6 +49,8 @@ class _Formatter(string.Formatter):
             return " that a token uses" if value else ""
         if value is None:
             raise _LeftOut
+        if isinstance(value, bool):
+            return str(value).lower()  # as in a recipe
         return _KINDS[kind](value, show) if kind in _KINDS else format(value, spec)
 
 

@@ -175,6 +175,8 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
             for kind in kinds
         ]
         rows.insert(0, (block, profiles))
-    factors = [(getattr(m, kind), name, kind) for name, m in own.items() for kind in kinds if getattr(m, kind) > 0]
+    factors = [
+        (getattr(m, kind), name, kind) for name, m in own.items() for kind in kinds if getattr(m, kind) not in (0, 1)
+    ]
     ends = [(KINDS[kind], name, factor) for factor, name, kind in ((min(factors), max(factors)) if factors else ())]
     return {"kinds": [KINDS[kind] for kind in kinds], "rows": rows, "chips": chips(reach), "ends": ends}

@@ -99,9 +99,11 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
         for point in (study.octaves, study.fewer)
     )
+    at_best, at_fewest = study.values(moved), study.values(fewer)
+    # A move that is rounded away, such as a batch of 1.04 times the start's in whole sequences, changes nothing.
+    moved = {path: to for path, to in moved.items() if at_best[path] != study.dimension(path).centre}
     if study.best is None or not moved:
         return None
-    at_best, at_fewest = study.values(moved), study.values(fewer)
     rows = []
     for path in sorted(moved, key=lambda path: (path not in fewer, -abs(moved[path]))):
         found = [study.dimension(path).centre, at_best[path]]
