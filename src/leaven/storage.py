@@ -490,13 +490,13 @@ def json_object(line: bytes, decode: Callable[[bytes], Any] = json.loads) -> dic
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
     """Hold a lock file during the ``with`` block, so that other processes and threads wait.
 
-    If a process is killed, its lock is released, except on a disk without flock. There, InputError is raised if the
-    lock file stays empty, or if ``seconds`` is 0 and the lock is not free.
+    A killed process releases its lock, except on a disk without flock.
 
     Raises:
-        TimeoutError: if the lock is not free after ``seconds``. With a negative number, wait without a limit.
+        TimeoutError: if the lock is not free after ``seconds``. A negative number means no limit.
         OSError: if the lock file cannot be made. The error names the lock file, or else its folder.
-        InputError: if ``path`` is a link, a folder, a pipe or a device, or as above.
+        InputError: if ``path`` is a link, a folder, a pipe or a device. On a disk without flock, also if the
+            lock file stays empty, or if ``seconds`` is 0 and the lock is not free.
     """
     from filelock import FileLock, SoftFileLock  # slow to import
 

@@ -168,7 +168,7 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, the nearest first: all within `FACTOR` in size, but at least `NEAREST` runs."""
+        """Return the runs that vote, nearest first: those within `FACTOR` in size, but at least `NEAREST` runs."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -255,13 +255,13 @@ def neighbours(
 ) -> Neighbours:
     """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
 
-    Runs within `FACTOR` of the size come first, then the others, both in the order of :func:`nearest`.
+    Runs within `FACTOR` of the size come first, then the others. Both are in the order of :func:`nearest`.
 
     Args:
         params: parameters of the model that a token uses.
         qk_norm: whether the model has QK-norm; None ignores QK-norm.
         reference: the run of ``--from``, which decides the values that it publishes.
-        experts: whether the model is a mixture of experts, whose neighbours are mixtures and dense runs.
+        experts: whether the model is a mixture of experts. If so, dense runs are neighbours, too.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")
     kind: Kind = "moe" if experts else "dense"

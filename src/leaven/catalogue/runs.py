@@ -41,7 +41,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(2N)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose lrs can be compared with those of ``optimizer``."""
+    """Return the optimizers whose lrs are comparable to the lrs of ``optimizer``."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -53,7 +53,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has the values of this stack that are not None. Adam counts as AdamW."""
+        """Return whether ``other`` fits this stack. None here fits every value. Adam counts as AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)

@@ -70,7 +70,7 @@ JsonOption = Annotated[bool, option("Print one JSON document instead of text.", 
 
 
 def device_option(default: str) -> Any:
-    """Return the option ``--device``. ``default`` is the text of its default in ``--help``."""
+    """Return the option ``--device``. ``--help`` shows ``default`` as its default."""
     return option(
         "The device to compute on.",
         default=default,

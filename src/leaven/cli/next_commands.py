@@ -218,7 +218,7 @@ def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Cluster | None = None) -> list[str]:
-    """Return the command that trains a recipe, or plans it if the recipe is too large for this machine."""
+    """Return the command that trains a recipe, or that plans it if this machine is too small for it."""
     if trainable_here(recipe):
         return [launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
     return [_line("plan", path, "--gpus", cluster or _cluster(recipe), sets=sets)]
@@ -275,7 +275,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return ``path``. If it exists, add -2, -3 and so on to its name until it does not exist."""
+    """Return ``path``. If it exists, add the first free number (-2, -3, ...) to its name."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

@@ -1,11 +1,11 @@
 """Store token ids on disk in shards, with an index of their sizes and checksums.
 
-A shard has the tokens of `SHARD_BATCHES` batches of text, in one file for training and one for validation. Finished
-shards are listed in ``shards.jsonl``, so a process that is killed loses only one shard. When all are finished,
-``index.json`` is written.
+A shard has the tokens of `SHARD_BATCHES` batches of text, in one file for training and one for
+validation. Finished shards are listed in ``shards.jsonl``, so a killed process loses only one shard.
+When all shards are finished, ``index.json`` is written.
 
-At the start of a run, the size of each file is compared with the index. If a file is newer than the index, its
-checksum is compared as well. Missing and damaged shards are written again.
+At the start of a run, the size of each file is compared with the index. If a file is newer than the
+index, its checksum is compared as well. Missing and damaged shards are written again.
 """
 
 import json

@@ -36,8 +36,10 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return the block of a tensor that this process stores; the whole tensor if it is not a DTensor. Of several
-    processes with the same block, only the first can own it, and only if ``owned`` is true."""
+    """Return the block of a tensor that this process stores. A plain tensor is one block.
+
+    If several processes store the same block, only the first can own it. With ``owned=False``, none does.
+    """
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -1,8 +1,9 @@
-"""Builds a process's part of a model, and runs forward and backward passes. The interface is the same for every
-layout.
+"""Builds a process's part of a model, and runs forward and backward passes. The interface is the same for
+every layout.
 
-The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process stores. Norms
-cover the blocks of all processes. They are bit-identical on all processes, so all processes make the same decisions.
+The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process
+stores. Norms are computed over all processes. They are bit-identical, so all processes make the same
+decisions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,9 +49,10 @@ class StoredParameter:
 
 
 class ShardedModel:
-    """The stages and parameters of a model that this process runs. A single process has the whole model.
+    """This process's stages and parameters of a model. A single process has the whole model.
 
-    ``dtype`` is the dtype of matrix products; parameters are fp32. ``z_loss`` is the coefficient of the z-loss.
+    ``dtype`` is the dtype of matrix products; parameters are fp32. ``z_loss`` is the coefficient of the
+    z-loss.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class ShardedModel:
             each.parameter.grad = each.local.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP communicates after the next micro-batch, which is the step's last one if ``last``."""
+        """Set what FSDP communicates after the next micro-batch. ``last`` marks the last one of a step."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]

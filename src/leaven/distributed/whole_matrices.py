@@ -29,8 +29,8 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the block that each sender sends to ``owner``, by the sender's rank. Each block has one sender: if
-        possible, ``owner`` itself."""
+        """Return the block from each sender to ``owner``, by the sender's rank. Each block has one sender, if
+        possible ``owner`` itself."""
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -67,8 +67,7 @@ class WholeMatrices:
     def _round(
         self, function: Callable[[Tensor], Tensor], matrices: Sequence[SplitMatrix], mine: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply ``function`` to at most one matrix for each rank (rank r owns matrix r). Yield this process's
-        blocks."""
+        """Apply ``function`` to one matrix on each rank (matrix r on rank r). Yield this process's blocks."""
         rank, size = self._rank, self._size
         sent = [
             block if rank in matrix.senders(r) else block[:0]

@@ -40,7 +40,7 @@ class Totals(Entry):
 
 
 class WorthRow(Entry):
-    """What a study's gain is worth in training tokens, if a share of it survives the transfer to a larger run."""
+    """What a study's gain is worth in training tokens, if only ``share`` of the gain survives the transfer."""
 
     share: float  # part of the gain that is assumed to survive, from 0 to 1
     gain: float  # surviving gain in nats per token
@@ -90,7 +90,7 @@ class BestTrial(Entry):
 
 
 class Outlook(Entry):
-    """The expected gain (decrease of the loss) if a search runs as many further trials as it has run so far."""
+    """The expected gain (decrease of the loss) of as many further trials as a search has run so far."""
 
     trials: int  # number of further trials
     flops: float  # cost of the further trials, at the mean cost of a trial

@@ -255,7 +255,7 @@ def field_of(key: str) -> Any:
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    """Return config.json's ``layer_types``. Every ``global_every``-th layer has full attention, others a window."""
+    """Return config.json's ``layer_types``: full attention in every ``global_every``-th layer, else a window."""
     return [
         "full_attention" if global_every and (n + 1) % global_every == 0 else "sliding_attention"
         for n in range(layers)

@@ -54,7 +54,7 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook that scales the input of the unembedding, to scale the logits without their bias."""
+    """A forward pre-hook that scales the unembedding's input, so the bias of the logits is not scaled."""
 
     factor: float
 
@@ -179,7 +179,7 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 
 
 def require_hooks(model: nn.Module) -> None:
-    """Raise InputError if a parametrized model has fewer hooks than `install` gave it."""
+    """Raise InputError if a parametrized model has lost hooks that `install` added."""
     modules = [(*module._forward_hooks.values(), *module._forward_pre_hooks.values()) for module in model.modules()]
     found = sum(isinstance(hook, ScaleOutput | ScaleInput) for hooks in modules for hook in hooks)
     counts = [hook.multipliers for hook in model._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)]
@@ -208,7 +208,7 @@ def uninstall(model: nn.Module) -> None:
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError. Every module has this hook during :func:`fold`, and keeps it if folding is interrupted."""
+    """Raise InputError. A model that calls this hook has been left half-folded by :func:`fold`."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"
@@ -333,8 +333,8 @@ def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter], *, by_input: bool = False) -> None:
     """Raise InputError unless doubling a module's parameters doubles its output. A copy of the module is run.
 
-    With ``by_input``, doubling the weight must have the effect of doubling the input. Linear modules, norms with a
-    weight in ``offset``, and modules that are sharded or on the meta device pass without a run.
+    With ``by_input``, doubling the weight and doubling the input must give the same output. Linear modules,
+    norms with a weight in ``offset``, and sharded or meta-device modules pass without a run.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:

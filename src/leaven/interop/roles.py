@@ -317,7 +317,7 @@ class Classifier:
                 )
 
     def _check_branch(self, name: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
-        """Check that the branch ``name`` has exactly one last matrix, and that the sizes of its matrices fit."""
+        """Check that the branch ``name`` has exactly one last matrix, and that matrix sizes are consistent."""
         out = f"{name}.out"
         first, ends = next(iter(matrices.values()))[0], matrices.get(out, [])
         if out not in BRANCH_ENDS:

@@ -62,7 +62,7 @@ class ParameterSite:
 
     @property
     def beside_experts(self) -> tuple[str, ...]:
-        """For a parameter of experts: the path of the module that contains the experts and their router."""
+        """The path of the module that contains the experts of this parameter and their router."""
         return self.path[: self.path.index(EXPERTS)]
 
     @property

@@ -168,7 +168,7 @@ def _joined(
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Return leaven's tensors that a stored tensor contains. Factors and offsets are not applied."""
+    """Return leaven's tensors within a stored tensor, before factors and offsets are applied."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
@@ -352,10 +352,10 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Return a description of the model in a folder, after checking that a run of ``shape`` can start from it.
+    """Check that a run of ``shape`` can start from the model in a folder. Return the model's description.
 
     Raises:
-        InputError: as :func:`read_huggingface`, and if the weights do not fit ``shape``.
+        InputError: as :func:`read_huggingface`, or if the weights do not fit ``shape``.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE

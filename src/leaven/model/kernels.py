@@ -265,8 +265,8 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 def probabilities_kept(length: int) -> int:
-    """Return how many attention probabilities are kept for the backward pass, per head and sequence of ``length``
-    tokens. No window and no softcap are assumed."""
+    """Return how many attention probabilities are kept for backward, per head and sequence of ``length``
+    tokens. This assumes no window and no softcap."""
     if length > KEPT_LENGTH:
         return 0
     return sum((rows.stop - rows.start) * keys.stop for rows, keys in _blocks(length, None))

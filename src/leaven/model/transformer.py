@@ -122,9 +122,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m. With
-    norms on outputs, it adds a norm(attention(...)). With parallel branches, the MLP reads the same input as
-    attention."""
+    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
+
+    With norms on outputs, the term is a norm(attention(...)). Parallel branches read the same input.
+    """
 
     def __init__(
         self,
@@ -337,7 +338,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return each token's position in its document, (B, T). Without ``documents_BT``: in its sequence, (T,)."""
+    """Return token positions in their documents (B, T) or, without ``documents_BT``, in the sequence (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
@@ -346,9 +347,9 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """Return the ALiBi slope of each of n heads (Press et al. 2021, arXiv 2108.12409). If n is a power of two, head i
-    = 1, ..., n has the slope 2^(-8 i / n). Otherwise, let p be the largest power of two below n. The first p slopes
-    are those of p heads. The others are every second slope of 2 p heads, from the first on."""
+    """Return the ALiBi slope of each of n heads (Press et al. 2021, arXiv 2108.12409). If n is a power of two,
+    head i = 1, ..., n has the slope 2^(-8 i / n). Otherwise, p is the largest power of two below n. The
+    first p heads have the slopes of p heads. The others have the 1st, 3rd, 5th, ... slope of 2 p heads."""
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-8 * i / (2 * power)) for i in range(1, 2 * (n_heads - power), 2)]

@@ -123,17 +123,18 @@ def calibration(
 ) -> CalibrationRow | None:
     """Return factors that correct the planned time and memory of a model, or None without usable records.
 
-    A factor is the weighted median of measured / predicted over past runs. The current planner makes the predictions.
-    The weight of a run is 1 / (1 + log2(r) + d). Here r is the larger / the smaller number of parameters of the run
-    and the model, and d is the number of :func:`_features` that differ. Runs are selected in three steps:
+    A factor is the weighted median of measured / predicted over past runs. The current planner makes the
+    predictions. The weight of a run is 1 / (1 + log2(r) + d). Here r is the ratio, at least 1, of the
+    parameters of run and model, and d is the number of :func:`_features` that differ. Runs are selected in
+    three steps:
 
-    1. Runs in the same dtype on the same accelerator (on a CPU: the same processor), with r up to 16. In much smaller
-       models, kernel launches dominate.
+    1. Runs in the same dtype on the same accelerator (on a CPU: the same processor), with r up to 16. In
+       much smaller models, kernel launches dominate.
     2. If some of these runs have r up to 4 and the same features, only these.
     3. Of the remaining runs, the newest 100.
 
-    ``params`` and ``layout`` are the plan's. ``step_seconds``, the uncorrected time of a step, is copied to the
-    result.
+    ``params`` and ``layout`` are the plan's. ``step_seconds``, the uncorrected time of a step, is copied to
+    the result.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:

@@ -83,7 +83,7 @@ def send_once(
     number, used = experts
 
     def reached(groups: int) -> float:
-        """Return how many of ``groups`` groups of experts have any of a token's experts, on average."""
+        """Return to how many of ``groups`` groups of experts a token goes on average."""
         each = max(1, number // groups)
         return number // each * (1 - comb(number - each, used) / comb(number, used))
 

@@ -237,10 +237,10 @@ def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balan
 def activation_parts(
     model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes of one rank's activations by operator; their sum is ``activations`` of :func:`stage_memory`.
+    """Return the bytes of one rank's activations by operator. Their sum is ``stage_memory(...).activations``.
 
-    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all other
-    activations.
+    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all
+    other activations.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -28,9 +28,9 @@ def plan_run(
 ) -> ClusterPlan:
     """Plan a published run. The vocabulary is padded to a multiple of 128.
 
-    ``layout`` is text such as ``tp=8,pp=12``, by default the fastest that fits. ``moments`` is the optimizer whose
-    states are counted. ``code`` names the training code, by default Megatron-LM with flash attention. Raise
-    InputError if a name is unknown, too little is published, or :func:`plan` raises it.
+    ``layout`` is text such as ``tp=8,pp=12``, by default the fastest that fits. ``moments`` is the optimizer
+    whose states are counted. ``code`` names the training code, by default Megatron-LM with flash attention.
+    Raise InputError as :func:`plan`, or if a name is unknown or too little is published.
     """
     run = find_run(id)
     seq_len = run.data.seq_len if run.data else None
@@ -57,9 +57,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if it is not known.
 
-    It is the cluster that ``leaven new --gpus`` was given, if the layout has as many ranks. Otherwise it is the
-    cluster of a published run with the same n_layers, d_model, d_ff and (within 1%) tokens, if the layout has one
-    rank or a rank for each GPU.
+    It is the cluster given to ``leaven new --gpus``, if the layout has as many ranks. Otherwise, it is the
+    cluster of a published run with the same n_layers, d_model, d_ff and (within 1%) tokens. The layout must
+    then have one rank or one per GPU.
     """
     # A recipe has no key for a cluster. ``leaven new --gpus`` writes it only into the reason for the layout, as the
     # message "reason" of [cluster] in catalogue/messages.toml.

@@ -131,7 +131,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 
 def _sends(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds of one pass in which tokens are sent to experts on other ranks, and the outputs back."""
+    """Return the seconds of one pass for sending tokens to experts on other ranks and returning the outputs."""
     experts = max(((row.stored, row.passed) for row in block.matmuls if row.routed), default=None)
     ranks, stride = (work.ep * work.tp, 1) if code.whole_experts else (work.ep, work.tp)
     if not experts or ranks == 1:

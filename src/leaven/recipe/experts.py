@@ -10,8 +10,8 @@ from leaven.recipe.base import Part
 class Experts(Part):
     """The mixture of experts that replaces the MLP of a block.
 
-    The output is the sum of the outputs of the chosen experts, each times the router's weight. No token is dropped.
-    Shared experts read every token; their outputs are added without a weight.
+    The output is the sum of the chosen experts' outputs, weighted by the router. No token is dropped. Shared
+    experts read every token; their outputs are added without a weight.
     """
 
     number: int = Field(gt=1, le=2**16)  # number of routed experts in a block

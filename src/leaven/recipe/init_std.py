@@ -84,7 +84,7 @@ class Init:
 
 
 def usual_std(width: int) -> float:
-    """Return sqrt(1 / (3 d)), the init std of MT-NLG 530B and BLOOM-176B, with which others are compared."""
+    """Return sqrt(1 / (3 d)), the init std of MT-NLG 530B and BLOOM-176B, as a reference for other stds."""
     return math.sqrt(1 / (3 * width))
 
 

@@ -27,8 +27,8 @@ BATCH_RULES = ("complete-d-p",)
 class Start(Part):
     """Where training starts: from random weights, or from the weights of a given model.
 
-    Given weights are divided by the rule's output multipliers, so that the run starts from the function of the given
-    model (:func:`leaven.scaling.table.folding`).
+    Given weights are divided by the rule's output multipliers. The new model then computes the same function
+    (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format, with a model of the recipe's shape; None draws random weights.

@@ -26,7 +26,7 @@ BRANCH_ENDS = ("attention.out", "mlp.out", "mlp.experts.out", "mlp.shared.out")
 class Role(StrEnum):
     """The role of a parameter in a scaling rule: which of its dimensions grow with the width of the model.
 
-    The comments give "fan in -> fan out". A "fixed" dimension does not grow; the vocabulary is one.
+    Comments give "fan in -> fan out". A "fixed" dimension, such as the vocabulary, does not grow.
     """
 
     EMBEDDING = "embedding"  # fixed -> width: token and learned position embeddings
@@ -327,7 +327,7 @@ class ModelShape(Part):
         return sum(self._used(parameter) for parameter in self.parameters() if parameter.role not in outside)
 
     def _used(self, parameter: Parameter) -> int:
-        """Return the size of a parameter; of routed experts, only the size of those that a token uses."""
+        """Return the size of a parameter. For routed experts, count only those that a token uses."""
         if self.experts is None or parameter.role is not Role.EXPERT_WEIGHT:
             return parameter.size
         return parameter.size * self.experts.active // self.experts.number

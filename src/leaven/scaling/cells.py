@@ -55,7 +55,7 @@ class TensorRatios:
 
 @dataclass(frozen=True)
 class Cell:
-    """A factor on a hyperparameter, written as a product of powers of ratios, and its source."""
+    """A factor on a hyperparameter (a product of powers of ratios), and its source."""
 
     text: str  # for example ``I^-1 L^(alpha-1)``; the docstring of this module explains the letters
     source: str  # table and row of a paper, or the derivation

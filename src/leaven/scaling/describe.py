@@ -50,7 +50,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits by distance in octaves, the mean of abs(log2(std / published std))."""
+    """Return the published inits, nearest first, by the mean of abs(log2(std / published std))."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]

@@ -190,8 +190,8 @@ def optimizer_groups(
 ) -> list[dict[str, Any]]:
     """Return groups for ``torch.optim``. Rows of one module with equal values share a group.
 
-    A group has the keys that its optimizer needs, and module, param_names and peak_lr. With ``parameters``, a mapping
-    by name, it also has the key params. Raise ValueError if ``parameters`` and the rows have different names.
+    A group has the keys of its optimizer, and the keys module, param_names and peak_lr. ``parameters``, a
+    mapping by name, adds the key params. Raise ValueError if its names are not those of the rows.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:

@@ -65,7 +65,7 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return a warning if no reason in ``tuned`` names a study, so that its searched values are unknown."""
+    """Return a warning if no reason in ``tuned`` names a study. The searched values are then unknown."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
@@ -176,8 +176,8 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if the rule changes a weight decay of the optimizer ``adam`` (L2 in the loss).
 
-    Relative to the gradient, L2 in the loss then grows as width^1.5 (measured, widths 64 to 512). No coordinate check
-    shows it (microsoft/mup, PR 73).
+    The ratio L2 gradient / loss gradient then grows as width^1.5 (measured, widths 64 to 512). No coordinate
+    check shows this (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return

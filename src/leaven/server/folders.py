@@ -75,8 +75,8 @@ class FolderRow:
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep. Hidden folders,
-    those in `SKIPPED` and those inside a found folder are not searched."""
+    """Yield the runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep. Skip
+    hidden folders, folders in `SKIPPED`, and folders inside a found folder."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)

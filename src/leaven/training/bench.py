@@ -96,9 +96,9 @@ def bench(
 
 
 def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoice | None:
-    """Return the fastest micro-batch at the largest global batch and, for the start of a ramp, the smallest global
-    batch that reaches ``share`` of the highest speed. Return None without rows. ``rows`` must be in ascending order
-    of the global batch."""
+    """Return the fastest micro-batch at the largest global batch, and the start of a ramp: the smallest global
+    batch that reaches ``share`` of the highest speed. Return None without rows. The ``rows`` must be in
+    ascending order of the global batch."""
     fastest: dict[int, BenchSpeed] = {}  # by global batch
     for row in rows:
         if row.global_batch not in fastest or row.tokens_per_second > fastest[row.global_batch].tokens_per_second:

@@ -73,8 +73,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run between steps. Each process saves its share of the tensors, and the first process everything
-    else. :func:`read_checkpoint` sets ``model`` and ``optimizer`` to :class:`Tensors`."""
+    """The state of a run between steps. Each process saves its part of the tensors. The first process also
+    saves the rest. :func:`read_checkpoint` sets ``model`` and ``optimizer`` to :class:`Tensors`."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
@@ -373,7 +373,7 @@ GIVE_UP = 5.0  # seconds for which `CheckpointManager.close` waits for processes
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of writing a checkpoint, or why it failed."""
+    """The result of saving: a checkpoint, or an error."""
 
     progress: Progress  # the saved position of the run
     path: Path | None = None  # folder of the checkpoint, if it was written

@@ -73,8 +73,8 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why the blocks do not form a whole tensor, or None. The edges of the blocks cut the tensor into a grid
-    of cells, and each cell must belong to exactly one block."""
+    """Return why the blocks do not form a whole tensor, or None if they do. The block edges form a grid, and
+    each cell must be in exactly one block."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)

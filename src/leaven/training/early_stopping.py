@@ -35,10 +35,10 @@ class DivergenceMonitor(Callback):
     """Ends a run when it has diverged. There are three criteria:
 
     - The loss of a step is not finite or, with ``at_once``, its gradient is not finite.
-    - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean covers
-      about 1/32 of the run.
-    - A point of the curve was above :func:`divergence_limit`, and the running mean at the end of the run is above
-      log(vocabulary size) - :data:`LEARNT`. The softmax of such a run is saturated.
+    - After a quarter of the run, the running mean of the loss is above :func:`divergence_limit`. The mean
+      covers about 1/32 of the run.
+    - At the end of the run, the running mean is above log(vocabulary size) - :data:`LEARNT`, and a curve
+      point was above :func:`divergence_limit`. The softmax of such a run is saturated.
     """
 
     vocab_size: int

@@ -267,7 +267,7 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences. The first ``count`` of ``windows`` are those of this process."""
+        """Return a batch of ``sequences`` sequences. This process trains on the first ``count`` of ``windows``."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()

@@ -139,7 +139,7 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether events.jsonl and the newest checkpoint disagree about a rewind that both list."""
+    """Return whether events.jsonl and the newest checkpoint describe a common rewind differently."""
     saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
         if event["event"] in RETURNS:
@@ -200,7 +200,7 @@ def tokenizer_digest(run: RunFolder) -> str | None:
 
 
 def _canonical(tokenizer: bytes) -> bytes:
-    """Return the content of a tokenizer.json without its formatting, or unchanged if it is no JSON."""
+    """Return the JSON of a tokenizer without its formatting. Return other content unchanged."""
     try:
         return json.dumps(json.loads(tokenizer), sort_keys=True).encode()
     except (ValueError, RecursionError):

@@ -36,7 +36,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Yield ``function`` of each matrix. This is the :data:`OnWhole` of a process that stores whole matrices."""
+    """Yield ``function`` of each matrix. This :data:`OnWhole` is for processes that store whole matrices."""
     return map(function, matrices)
 
 

@@ -70,7 +70,7 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: (new half-life of the moments) / (old half-life), in steps."""
+        """Multiply Adam's step counts by ``factor``: (new half-life) / (old half-life) of the moments, in steps."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor

@@ -54,8 +54,8 @@ ENOUGH = 10  # steps that a measurement needs to be added to the calibration his
 
 
 class RunProfile(Callback):
-    """Measures the step time and peak memory of a run, from a start to the next stop. ``plan.json`` gets a row for
-    each batch size. A new row replaces an earlier row of the same settings, unless that row covers more steps."""
+    """Measures the step time and peak memory of a run, from a start to the next stop. ``plan.json`` gets a row
+    for each batch size. A row replaces an older one of equal settings, unless that has more steps."""
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
         self._run, self._training, self._keep_history = run, training, keep_history

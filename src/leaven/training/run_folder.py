@@ -143,7 +143,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The folder of a run on disk. :class:`leaven.training.run_lines.RunLines` writes its metrics and events."""
+    """The folder of a run on disk. :class:`leaven.training.run_lines.RunLines` writes metrics and events."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -292,7 +292,7 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer at ``path`` into the run folder if it has none, because ``path`` may be in a cache."""
+        """Copy the tokenizer at ``path`` into the run folder unless it has one. The original may be in a cache."""
         if self.writes and not self.tokenizer_file.exists():
             storage.write_text(self.tokenizer_file, read_text(path))
 

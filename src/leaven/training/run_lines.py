@@ -94,8 +94,8 @@ class RunLines:
             )
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove the lines of metrics.jsonl for steps after ``step``, which will be repeated, and a torn last line.
-        Return a sentence if the remaining lines differ from the digest ``written``, or None."""
+        """Remove from metrics.jsonl the lines after ``step``, which will be repeated, and a torn last line. Return
+        a sentence if the remaining lines differ from the digest ``written``, or None."""
         waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
         if not self._run.writes:
@@ -116,7 +116,7 @@ class RunLines:
         return LinesDigest(self._lines, self._digest.hexdigest())
 
     def events_digest(self) -> LinesDigest:
-        """Return the number and the digest of the lines of events.jsonl, also of those still in memory."""
+        """Return the number and the digest of the lines of events.jsonl, including unwritten lines."""
         waiting = (line for path, line in self._waiting if path == self._run.events_file)
         lines = [*self._run.lines_of(self._run.events_file), *waiting]
         return LinesDigest(len(lines), digest(lines).hexdigest())

@@ -400,7 +400,7 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """If saving failed with ``error`` and may succeed later, retry until ``stop()``. Return the last error."""
+        """Retry saving while ``error`` may pass, until ``stop()`` is true. Return the last error, or None."""
         pauses = left = 1  # number of short pauses before the next attempt, and how many are left
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell_if(str(error), "waits")
@@ -421,7 +421,7 @@ class RunTrainer:
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
         """Restore the newest undamaged checkpoint at or before the target of ``rewind``. Log a ``rollback`` event
-        with ``values``. Raise InputError if all these checkpoints are damaged, and Diverged if there are none."""
+        with ``values``. Raise InputError if only damaged ones are left, and Diverged if none is left."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None and self.damaged:  # the user may be able to repair one
@@ -502,7 +502,7 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Let the first process rewind, lock and begin the run folder. Raise Settled on all processes if it cannot."""
+    """Let the first process rewind, lock and begin the run folder. On failure, all processes raise Settled."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -537,8 +537,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return (run folder, recipe, rewind). "auto" in the recipe becomes the micro-batch of a run that has begun. A
-    rewind that was done already becomes None. Raise InputError if this recipe cannot be trained in the folder."""
+    """Return (run folder, recipe, rewind). The micro-batch of a started run replaces "auto". A rewind that was
+    done already becomes None. Raise InputError if this recipe cannot be trained in the folder."""
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):

@@ -136,8 +136,8 @@ def checkpoint_folder(folder: Path, recipes: Sequence[Recipe], tokens: TokenSet)
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return one copy of the recipe for each different duration in ``durations`` (numbers of tokens), the shortest
-    first. Raise InputError if a duration cannot be trained, or if the durations cannot share one run."""
+    """Return a copy of the recipe for each of ``durations`` (in tokens), sorted and without repeats. Raise
+    InputError if a duration cannot be trained, or if the durations cannot share one run."""
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
@@ -213,9 +213,8 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Writes a checkpoint of a trial at a fixed interval in seconds. A failure is only a warning. ``folder`` comes
-    from :func:`checkpoint_folder`. Checkpoints of other trials, or with other parameters than ``recipe``, are
-    ignored."""
+    """Saves a trial every ``every_seconds`` seconds in ``folder``, from :func:`checkpoint_folder`. If saving
+    fails, it only warns. Checkpoints of other trials, or with parameters unlike ``recipe``, are ignored."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     """Return how far the value at a path may move from the recipe's value, and the reason for this limit.
 
-    ``side`` is 0 for the lower end of the search range, 1 for the upper end. The reason is shown to the user. It is
+    ``side`` 0 is the lower end of the search range, 1 the upper end. The user sees the reason. It is
     empty at a natural limit, such as dropout 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)

@@ -101,7 +101,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def require_start(document: StudyDocument, start: Recipe | CommandFile, what: str) -> None:
-    """Raise InputError if a study did not begin at ``start``, the content of its centre.toml."""
+    """Raise InputError if a study did not begin at ``start``, read from its centre.toml."""
     for each in document.dimensions:
         value = start_of(start, each.path)
         if value != each.centre:

@@ -132,8 +132,8 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def recipe_at(self, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-        """Return the recipe at a point, with ``seed`` as its ``data.seed`` if given. Raise ValueError if the values
-        are invalid together. ``batch.tokens`` and ``data.tokens`` also move other values (``point.py``)."""
+        """Return the recipe at a point. A given ``seed`` becomes ``data.seed``. Raise ValueError if the values are
+        invalid together. ``batch.tokens`` and ``data.tokens`` also change other values (``point.py``)."""
         return point.recipe_at(self.recipe, octaves, seed)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
@@ -273,13 +273,14 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
 
 
 def _scaled_by_others(model: ModelShape) -> set[str]:
-    """Return the modules whose init_std need not be searched, because other searched values have the same effect.
+    """Return the modules whose init_std need not be searched, because other searched values have the same
+    effect.
 
-    With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A norm on the
-    matrix's output removes the factor, as for queries and keys. On a residual branch, dividing its residual
-    multiplier by c undoes the factor, if the branch's output is linear in the matrix. A bias does not get the factor,
-    so a model with biases has no such module.
+    With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the
+    training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A
+    norm on the matrix's output removes the factor, for example for queries and keys. If a branch's output is
+    linear in the matrix, dividing the residual multiplier by c undoes the factor. A bias does not get the
+    factor, so a model with biases has no such module.
     """
     if model.bias or model.has_bias("attention.query"):
         return set()

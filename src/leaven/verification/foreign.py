@@ -163,7 +163,7 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train a new model. Raise InputError if the text has changed. A diverged run has a finite loss."""
+        """Train a new model. Raise InputError if the text has changed. Diverged runs have a finite loss."""
         family, setting, scale = self.family, self.setting, self.setting.scale
         if self.text is not None and family._fingerprint != self.text:
             raise InputError(f"the text of {family.source} has changed since this command began; run it again")

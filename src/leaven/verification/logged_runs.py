@@ -399,7 +399,7 @@ def _points(rows: Sequence[LoggedRow], time: str) -> Points:
 
 
 def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
-    """Return the last row of a run. Raise InputError if another row has a higher step, or a step is not finite."""
+    """Return the last row of a run. Raise InputError if its step is not finite or not the highest."""
     last, highest = rows[-1].number("step"), max(row.number("step") for row in rows)
     if not last == highest < math.inf:
         raise InputError(
@@ -426,10 +426,10 @@ def _own_runs(path: Path, loss: str) -> list[Path]:
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run. Batch and tokens of a size are numbers of tokens.
+    """Return the size, recipe and folder of each run. A size gives batch and duration in tokens.
 
-    Raise InputError if files were changed or lost, if texts differ, or if recipes of one size differ in a key not in
-    ``free``.
+    Raise InputError if files were changed or lost, if texts differ, or if recipes of one size differ in a
+    key other than ``free``.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}

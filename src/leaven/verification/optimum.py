@@ -25,7 +25,7 @@ DRAWS = 1000  # bootstrap samples
 
 @dataclass(frozen=True)
 class LossGrid:
-    """The losses at the values of a hyperparameter. A value with a diverged run is only in the field ``diverged``."""
+    """The losses at the values of a hyperparameter. Values with a diverged run are only in ``diverged``."""
 
     octaves: Array  # (values,), log2 of the values
     runs: tuple[Mapping[Hashable, float], ...]  # for each value, the losses by seed

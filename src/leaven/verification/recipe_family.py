@@ -106,7 +106,7 @@ class RecipeFamily:
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A training run of a recipe. ``text`` is the expected fingerprint of the recipe's tokens; None: any tokens."""
+    """A training run of a recipe. If ``text`` is not None, it must be the fingerprint of the recipe's tokens."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)

@@ -57,7 +57,7 @@ class RunStore:
         """Create the store without starting workers.
 
         :meth:`run` calls ``on_run(done, total)`` with numbers of trials, and stops once ``stop`` returns true.
-        ``note`` gets messages for the user. ``finished`` is the least number of results that the folder should have.
+        ``note`` gets messages for the user. The folder should have at least ``finished`` results.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished

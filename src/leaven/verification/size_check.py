@@ -1,4 +1,4 @@
-"""Train small models of several widths and depths for a few steps, and compare what is measured in them."""
+"""Train small models of several widths and depths for a few steps, and compare their measurements."""
 
 import math
 from abc import ABC, abstractmethod

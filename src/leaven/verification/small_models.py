@@ -167,7 +167,7 @@ class SmallModels(RecipeFamily):
         return replace(table, rows=rows)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model. Batch and tokens of ``scale`` change the optimizer's settings, but not the batches."""
+        """Return a new model. Batch and tokens of ``scale`` affect the optimizer's settings, but not the data."""
         shape = self.recipe.model
         recipe = transfer(
             self.recipe,

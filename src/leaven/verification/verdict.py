@@ -59,7 +59,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a - b, and 0 where a and b differ by no more than rounding errors."""
+    """Return a - b, but 0 where a and b differ only by rounding errors."""
     return np.where(np.isclose(a, b, rtol=1e-12, atol=1e-12), 0.0, a - b)
 
 
@@ -74,7 +74,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> VerdictCurve:
-    """Return a curve: for each x, the geometric mean, lowest and highest value over seeds (None if not finite)."""
+    """Return a curve of the geometric mean, minimum and maximum over seeds. Values not finite become None."""
     drawn = {"y": map(geometric_mean, by_seed), "low": map(min, by_seed), "high": map(max, by_seed)}
     finite = {name: [v if math.isfinite(v) else None for v in values] for name, values in drawn.items()}
     return VerdictCurve(module=module, axis=axis, quantity=quantity, x=list(map(float, x)), **finite)

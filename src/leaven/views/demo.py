@@ -67,7 +67,7 @@ def _change(first: float, last: float, lrs: list[float]) -> str:
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return a table of the losses at each lr, with a row for each width and rule. A star is at the lowest loss."""
+    """Return a table of the losses at each lr, with a row for each width and rule. A star marks the lowest."""
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -121,11 +121,11 @@ def cost(demo: DemoDocument) -> float:
 def demo_plan(
     demo: DemoDocument, runs: int, seconds: Mapping[str, float], most_seconds: float | None
 ) -> Iterator[str]:
-    """Yield lines about what a demo will train, and how long this will take.
+    """Yield lines that describe the training runs of a demo and their duration.
 
     Args:
         runs: number of training runs.
-        seconds: estimated time of each demo size ("full" and "quick").
+        seconds: estimated time of each size, "full" and "quick".
         most_seconds: leaven chooses "quick" if "full" takes longer. None if the user chose the size.
     """
     base, *wider = (model.width for model in demo.models)

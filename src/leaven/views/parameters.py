@@ -73,7 +73,7 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe, scaled to its base, or None if it is at the base already or cannot be scaled to it."""
+    """Return the recipe scaled to its base, or None if it is at the base or cannot be scaled."""
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):

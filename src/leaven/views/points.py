@@ -48,7 +48,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Return what a trial changes from the trial ``best``, or by default from the start.
+    """Describe how a trial differs from the trial ``best``, by default from the start.
 
     The text has at most ``room`` characters. A repeat with a new seed is ``trial 3 again, seed +1``.
     """
@@ -140,7 +140,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about ``fewest``, the point with the fewest changes that is as good within the noise."""
+    """Return lines about ``fewest``, the simplest point that equals the best within the noise."""
     if fewest == state.octaves:
         return [("fewest", "no trial with fewer changes is equal to the best within the noise")]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}

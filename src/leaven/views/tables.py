@@ -35,8 +35,8 @@ class Column:
 class Table:
     """A table whose rows are known before it is printed.
 
-    If it is too wide for the terminal, optional columns (``Column.drop``) are left out, then gaps get narrower, then
-    columns with the same number in all rows move below the table.
+    If the table is too wide for the terminal, it first drops optional columns (``Column.drop``), then
+    narrows gaps. Then columns with the same number in all rows move below it.
     """
 
     columns: Sequence[Column]
@@ -174,7 +174,7 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
-    """Pad numbers with spaces so that their decimal points are below one another."""
+    """Pad numbers with spaces so that their decimal points are aligned."""
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)
     after = max((len(cell) - end for cell, end in zip(cells, ends, strict=True)), default=0)

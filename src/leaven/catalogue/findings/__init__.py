@@ -49,7 +49,7 @@ def findings(
         return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggested change adds, or None if the change must be dropped."""
+        """Return how many notes a suggestion adds, or None if the suggestion must not be made."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid
@@ -71,10 +71,10 @@ def repair(
     rows_of: Callable[[Recipe], Sequence[Any]],
     corpus_tokens: int | None = None,
 ) -> Suggestion:
-    """Return changes of a recipe after which all its findings are notes (the mildest severity).
+    """Return changes of a recipe that leave only notes as findings (the mildest severity).
 
-    ``found`` is the result of :func:`findings` for the recipe. If no such changes are found, return the first
-    suggestion, or {} if there is none.
+    ``found`` is the result of :func:`findings` for the recipe. If no such changes are found, return the
+    first suggestion, or {} if there is none.
     """
     first = changes = next(iter(_first_suggestions(found)), {})
     for _ in range(MOST_REPAIRS):

@@ -161,7 +161,7 @@ class Case:
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of the runs with the recipe's norms and about its size, lr and batch."""
+        """Return the ids of the runs that resemble the recipe in norms, size, lr and batch."""
         stack = Stack(self.recipe.model.norm_placement, self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -214,7 +214,7 @@ class Case:
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
         """Return the change of a hyperparameter that moves its median over the hidden weights to about ``wanted``.
 
-        ``to`` rounds the new value to two digits: ``math.ceil`` gives at least ``wanted``, ``math.floor`` at most.
+        ``to`` rounds to two digits: ``math.ceil`` to at least ``wanted``, ``math.floor`` to at most ``wanted``.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

@@ -33,8 +33,8 @@ def init_std(check: Check, case: Case) -> Check | None:
 def residual_std(check: Check, case: Case) -> Check | None:
     """Compare the init std of the last matrix of each residual branch with the other matrices in blocks.
 
-    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Norms on the outputs of
-    branches undo this std, so models with such norms are not checked.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2. Models with norms
+    on branch outputs are not checked, because the norms undo this std.
     """
     if not case.init_std or case.recipe.model.norm_placement != "pre":
         return None
@@ -169,7 +169,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes`` and the published values of mixtures of experts."""
+    """Return the check with ``changes``, and the runs and range of published MoEs."""
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

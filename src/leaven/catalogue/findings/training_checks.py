@@ -35,8 +35,8 @@ def size(check: Check, case: Case) -> Check | None:
 def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs and their median.
 
-    Published runs have one lr for all parameters. If the embedding and the hidden weights have different lrs, the
-    check compares the number between them that is nearest to the median.
+    Published runs have one lr for all parameters. If the embedding and the hidden weights have different
+    lrs, the check uses the lr in their range that is nearest to the median.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:

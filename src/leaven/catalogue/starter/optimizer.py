@@ -71,7 +71,7 @@ def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float
 
 
 def choose_schedule(draft: StarterDraft, at: RunSize, batch: int) -> None:
-    """Choose the warm-up and the decay of the lr. Raise InputError for a warm-up as long as the run."""
+    """Choose the warm-up and the decay of the lr. Raise InputError if the warm-up fills the run."""
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
     for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():

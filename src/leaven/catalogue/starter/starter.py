@@ -2,17 +2,19 @@
 
 The method:
 
-- The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly.
-- Learning rate, betas, decay and init are chosen for the base, and the scaling rule converts them for the target. The
-  base is a smaller model to tune first (the proxy). It is the target itself if tuning is not worth its cost. If no
-  run is near, it is a small model that leaven tuned.
-- The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) within a factor
-  of 4 of the target's size has one vote, and at least the three nearest lineages vote. Runs of more distant sizes
-  have less weight; see :meth:`Neighbours.weights`. The size of a mixture of experts is the number of parameters that
-  a token uses.
-- Values are converted before they are averaged. A published lr is converted to the size and batch of the new recipe,
-  a published batch to its tokens, and the lr of a law to its batch.
-- All laws together weigh as much as all published runs together. Laws outside their fitted range weigh less.
+- The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen
+  directly.
+- Learning rate, betas, decay and init are chosen for the base, and the scaling rule converts them for
+  the target. The base is usually a smaller model to tune first (the proxy). It is the target if tuning
+  is not worth its cost, and a small model that leaven tuned if no run is near.
+- The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr)
+  within a factor of 4 of the target's size has one vote, and at least the three nearest lineages vote.
+  Runs of more distant sizes have less weight; see :meth:`Neighbours.weights`. The size of a mixture of
+  experts is the number of parameters that a token uses.
+- Values are converted before they are averaged. A published lr is converted to the size and batch of the
+  new recipe, a published batch to its tokens, and the lr of a law to its batch.
+- All laws together weigh as much as all published runs together. Laws outside their fitted range weigh
+  less.
 """
 
 from collections.abc import Iterator

@@ -191,7 +191,7 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def as_written(value: Any) -> Any:
-    """Return a value of a recipe as a user writes it: tables have no keys with default values."""
+    """Return a value of a recipe as a user writes it, without keys that have default values."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, Part) else value
 
 

@@ -245,7 +245,7 @@ def _experts(given: Settings) -> None:
 
 
 def _dense_layers(given: Settings) -> int:
-    """Return the number of layers without experts. They must come before all other layers."""
+    """Return the number of layers without experts, which must be the first layers."""
     written, layers = given["moe-layer-freq"], given["num-layers"]
     if written.strip() == "1":
         return 0
@@ -546,5 +546,5 @@ class _Script:
 
 
 def open_variables(word: str) -> list[str]:
-    """Return the unset variables in an expanded word, such as ``$LR``. The output of a command counts as one."""
+    """Return the unset variables in a word, such as ``$LR``. A command's output counts as unset."""
     return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]

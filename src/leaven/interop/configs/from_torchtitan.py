@@ -203,7 +203,7 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
 
 
 def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
-    """Return the file's text for the function that draws a module's weight, such as ``<function ones_ at 0x7f>``."""
+    """Return the file's text for a module's init function, such as ``<function ones_ at 0x7f>``."""
     place = SAVED[module]
     if module == "embedding" and tied:
         place = "lm_head"

@@ -166,7 +166,7 @@ def _alike(
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for DeepSpeed, which has no settings for single parameters."""
+    """Yield one candidate without settings of single parameters; DeepSpeed has none."""
     yield Candidate({}, None, {"client_groups": len(optimizer_groups(run.table.rows))})
 
 

@@ -30,7 +30,7 @@ CANDIDATES = 12  # the best pair is searched among so many values: those with th
 
 
 def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
-    """Return the predicted loss at ``x`` minus that at ``best``, and the standard deviation of this difference."""
+    """Return the difference of the predicted losses, ``x`` minus ``best``, and its standard deviation."""
     here, there = now.belief(np.array([x, best]))
     return float(here - there), float(now.deviation(x[None], best)[0])
 

@@ -1,38 +1,41 @@
-"""Fit two models to the trials of a search: the surrogate predicts losses, the divergence model predicts divergences.
+"""Fit two models to the trials of a search: the surrogate predicts losses, the divergence model predicts
+divergences.
 
-The surrogate is a Bayesian quadratic regression of the loss. Diverged trials and outliers (``trust_region.py``) are
-left out. The model is
+The surrogate is a Bayesian quadratic regression of the loss. Diverged trials and outliers
+(``trust_region.py``) are left out. The model is
 
     y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
     b_i ~ N(0, h^2),   h_ii ~ N(h, h^2),   h_ij ~ N(0, (r h)^2),   error ~ N(0, noise^2 + (k (y - lowest))^2),
 
-where y is the loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and
-lowest the lowest loss. A number has one column x_i: its distance from the start point in steps (a step is the typical
-distance of an optimum). A choice, such as the optimizer, has one column x_i for each level but the start's: 0 or 1.
-This prior expects the optimum about one step from the start point along each column. In directions in which no trial
-has moved, the minimum stays at the start point. r is 8 / D^2 for D columns, but at most 1/2. With more than
-``MOST_WITH_INTERACTIONS`` columns, the h_ij are 0, because a search has too few trials for so many pairs.
+where y is the loss of a trial, h the typical curvature, noise the standard deviation of the loss between
+seeds, and lowest the lowest loss. A numeric value has one column x_i: its distance from the start point
+in steps (a step is the typical distance of an optimum). A choice, such as the optimizer, has a column of
+0 or 1 for each level except the start's. This prior expects the optimum about one step from the start
+point along each column. In directions in which no trial has moved, the minimum stays at the start point.
+r is 8 / D^2 for D columns, but at most 1/2. With more than ``MOST_WITH_INTERACTIONS`` columns, the h_ij
+are 0: a search has too few trials for so many pairs.
 
-The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the optimum.
-Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h maximises the evidence
-(the likelihood with a, b and h_ij integrated out). The noise is not chosen like this: after few trials, the most
-likely noise is often too large and would hide the optimum. The model is a Gaussian process with a quadratic kernel
-and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1). docs/log.md compares the constants
-with other settings.
+The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the
+optimum. Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h
+maximises the evidence (the likelihood with a, b and h_ij integrated out). The noise is chosen in another
+way: after few trials, the most likely noise is often too large and would hide the optimum. The model is
+a Gaussian process with a quadratic kernel and a mean function (Rasmussen and Williams 2006, sections
+2.1, 2.7 and 5.4.1). docs/log.md compares the constants with other settings.
 
-Prior knowledge gives further priors of the coefficients, from two sources. The prior with the highest evidence is
-used, so the search drops knowledge that its trials contradict. H is the matrix of h_ij.
+Prior knowledge gives further priors of the coefficients, from two sources. The prior with the highest
+evidence is used, so the search drops knowledge that its trials contradict. H is the matrix of h_ij.
 
-- An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start
-  point. The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
-- An *earlier search*, of another model size or other values, gives the posterior of its own surrogate. The losses of
-  two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in ``DIFFERENCES`` gives a
-  prior.
+- An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from
+  the start point. The slope at the optimum is 0, so b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown
+  H.
+- An *earlier search*, of another model size or other values, gives the posterior of its own surrogate.
+  The losses of two searches differ, so (d h)^2 is added to the variance of each coefficient. Each d in
+  ``DIFFERENCES`` gives a prior.
 
-The divergence model is a logistic regression. No box around the start describes where runs diverge: the highest
-possible learning rate of a module depends on the other modules (Mlodozeniec et al. 2025, arXiv 2512.22382). Increases
-and decreases of a value have separate coefficients:
+The divergence model is a logistic regression. No box around the start describes where runs diverge: the
+highest possible learning rate of a module depends on the other modules (Mlodozeniec et al. 2025, arXiv
+2512.22382). Increases and decreases of a value have separate coefficients:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0.
 
@@ -262,8 +265,8 @@ def prior_of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def priors_of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return a prior for each of ``DIFFERENCES`` from the trials of an earlier search, at ``columns`` (n, D + E) with
-    ``losses`` (n,). The new search has only the first ``d`` columns."""
+    """Return a prior for each of ``DIFFERENCES``, from an earlier search with trials at ``columns`` (n, D + E)
+    and ``losses`` (n,). The new search has only the first ``d`` columns."""
     if noise is None:  # a noise of 0 would make the priors far too narrow
         lowest = np.argsort(losses)[:FITTED]
         noise = fitted_noise(columns[lowest], losses[lowest])

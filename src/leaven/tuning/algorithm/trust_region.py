@@ -215,7 +215,7 @@ class Features:
 
     @cached_property
     def level(self) -> NDArray[np.int_]:
-        """The level that each column represents, (F,); 0 for a number."""
+        """The level of each column, (F,). It is 0 for numeric columns."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
@@ -436,8 +436,8 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which of the D ``names`` are learning rates to lower after a divergence, (D,): the global one or, if it
-    is not searched, those of modules and depths."""
+    """Return, as (D,), which ``names`` are learning rates to lower after a divergence. If the global lr is not
+    searched, these are the lrs of modules and depths."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -141,7 +141,7 @@ def job_index(trial: FrozenTrial) -> int:
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the largest distance from the start to a bound, over all values, in steps of their scales."""
+    """Return the largest (distance from the start to a bound) / (scale of the value)."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 

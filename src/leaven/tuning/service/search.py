@@ -238,7 +238,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SearchArguments(BaseModel):
-    """Checks the types and ranges of the arguments of :func:`search`, which explains the arguments."""
+    """Checks types and ranges of the arguments of :func:`search`, which explains them."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 

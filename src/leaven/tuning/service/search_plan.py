@@ -95,7 +95,7 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (number of finalists, final trials of each): the largest entry of ``FINALS`` that fits into the
+        """Return the largest entry of ``FINALS``, (finalists, final trials of each), that fits both into the
         reserve (``RESERVED`` of the budget) and into the rest of the budget."""
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
@@ -168,7 +168,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials that are known before the search begins: of the start and, for method ``grid``, of the grid.
+    """Return the trials known before the search: of the start and, for method ``grid``, of the grid.
     Raise InputError if the coarsest grid does not fit into the budget."""
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
@@ -390,8 +390,8 @@ class SearchPlan:
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search ended before its budget was used, because several rounds gained less than the
-        noise. The search must have ended by itself."""
+        """Return whether a search stopped early because several rounds gained less than the noise. The search must
+        have ended by itself."""
         # A plan without caches, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))

@@ -1,23 +1,23 @@
 """The trials of a study in a store (an Optuna storage): create, record and read them.
 
-A command is one running search. Any number of commands on any machines can share a study, and a repeated command
-resumes it. A trial is one training of a point with one seed. In the store it is one Optuna trial, and another one for
-each retry. In this file, an Optuna trial is called an attempt.
+A command is one running search. Any number of commands on any machines can share a study, and a repeated
+command resumes it. A trial is one training of a point with one seed. In the store it is one Optuna
+trial, plus one for each retry. In this file, an Optuna trial is called an attempt.
 
-- Each attempt has two user attributes from the beginning: ``owner`` is the id of its command, and ``job`` is a name
-  for the work, such as ``search:12``. There is no queue: the next job follows from the existing attempts, so a crash
-  cannot lose a job. If two commands create an attempt for the same job, the attempt with the lower number runs. The
-  other one is marked as failed.
-- If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial, once. If this
-  attempt dies too, the trial has failed. Ctrl-C releases the running attempts of a command. Their trials are retried,
-  too, but a released attempt does not count as one that died.
-- If many trials of a command fail in a row, its machine may be broken. Then the command gives these trials back: to
-  each it adds an attempt that has ended already, with the attribute ``given_back``. Failures before this attempt do
-  not count.
-- A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's samplers need
-  a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
-- An attempt with a result has a digest, and so have the settings of the study. They show changed values and deleted
-  lines.
+- Each attempt has two user attributes from the beginning: ``owner`` is the id of its command, and
+  ``job`` is a name for the work, such as ``search:12``. There is no queue: the next job follows from the
+  existing attempts, so a crash cannot lose a job. If two commands create an attempt for the same job,
+  the attempt with the lower number runs. The other attempt is marked as failed.
+- If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial,
+  once. If the retry dies too, the trial has failed. Ctrl-C releases the running attempts of a command.
+  Their trials are retried, too, but a released attempt does not count as one that died.
+- If many trials of a command fail in a row, its machine may be broken. Then the command gives these
+  trials back: each gets an ended attempt with the attribute ``given_back``. Failures before this attempt
+  do not count.
+- A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's
+  samplers need a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
+- An attempt with a result has a digest, and so have the settings of the study. Digests show changed
+  values and deleted lines.
 """
 
 import json

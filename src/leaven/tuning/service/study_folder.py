@@ -139,7 +139,7 @@ class StudyFolder:
                 raise self._other_study(f"has the loss {loss} for trial {number}", f"has {trials[number].loss}")
 
     def require_own(self, stored_id: str) -> None:
-        """Raise InputError if another study, not ``stored_id``, has replaced the folder while this command runs."""
+        """Raise InputError if the folder now belongs to a study other than ``stored_id``."""
         with suppress(OSError):
             if found := _ID.search(read(self.path / "study.json")):
                 self.require_same_study(found[1].decode(), stored_id)

@@ -134,7 +134,7 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study ``name``, created with ``settings`` if it is missing or stays empty."""
+    """Return the Optuna study ``name``. If missing or lastingly empty, it gets ``settings``."""
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:

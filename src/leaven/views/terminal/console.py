@@ -90,7 +90,7 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of checkpoints that were not used, with the reasons by name. ``changed`` is one more warning."""
+    """Warn of each checkpoint that was not used, with its reason. ``changed`` is another warning."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])

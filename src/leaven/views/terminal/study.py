@@ -138,7 +138,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median seconds of all trials that have ended, including pruned ones, or None without any."""
+        """Return the median seconds of ended trials, including pruned ones, or None if none has ended."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
