@@ -15,8 +15,8 @@ No number of seeds decides a size whose true shift or regret is a limit of the c
 after all rounds, and the interval of the shift is narrower than its limit, the table says "at the limit".
 
 Runs are saved as they end: run the command again to resume. To add seeds to earlier runs, copy lr_transfer.jsonl,
-which has the losses of runs on 2 cores of an AMD EPYC, to runs.jsonl in the folder of the runs. Tables (table.md),
-documents and pages are in that folder, too. `--tiny` tests the benchmark in seconds.
+which has the losses of runs on 2 cores of an AMD EPYC or a Xeon, to runs.jsonl in the folder of the runs. Tables
+(table.md), documents and pages are in that folder, too. `--tiny` tests the benchmark in seconds.
 """
 
 import argparse
