@@ -49,7 +49,7 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs at each lr: all seeds at the smallest width; one seed and both rules at each larger width."""
+        """The runs at each lr. The smallest width has all seeds. Larger widths have both rules and one seed."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -242,7 +242,7 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the seconds of a run on one thread, from four steps. A validation token counts as a third."""
+    """Estimate a run's seconds on one thread from four steps. Validation costs 1/3 of training per token."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -30,7 +30,7 @@ def shown(text: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return ``did you mean NAME?`` with the most similar of the ``known`` names, or else ``otherwise``."""
+    """Return ``did you mean NAME?`` with the most similar known name, or ``otherwise`` if none is close."""
     close = get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else otherwise
 

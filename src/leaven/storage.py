@@ -1,7 +1,8 @@
 """Write and lock files so that they survive kills, power cuts and full disks.
 
-If the new content of a file cannot be written, the old file stays. Nothing is written through a link to a file,
-which somebody else may have made. Functions for a path that a user has typed raise InputError.
+If the new content of a file cannot be written, the old file stays. Links to files are never written
+through, as somebody else may have made them. Functions for a path that a user has typed raise
+InputError.
 """
 
 import errno
@@ -140,7 +141,7 @@ def place_folder(temporary: Path, final: Path) -> None:
 
 
 def require_plain_file(path: Path) -> None:
-    """Raise InputError if ``path`` is a link, a folder, a pipe or a device, where leaven writes no file."""
+    """Raise InputError if ``path`` is a link, a folder, a pipe or a device."""
     with suppress(OSError):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
@@ -287,7 +288,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_free(path: Path, *, device: bool = False) -> None:
-    """Raise InputError if ``path`` exists and is not an empty folder, or is the current folder or the root of a disk.
+    """Raise InputError if ``path`` is in use: a file, a folder with files, the current folder or a disk's root.
 
     With ``device`` true, a device or a pipe is accepted.
     """
@@ -421,7 +422,7 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether the last line of a file is ``document``. A failed :func:`append_json` may have written it."""
+    """Return whether a file ends with the line of ``document``. A failed append may have written this line."""
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)

@@ -1,1 +1,1 @@
-"""Published training runs and empirical laws. Every number names its source, or says that it is from memory."""
+"""Published training runs and empirical laws. Every number names its source or is marked as from memory."""

@@ -119,7 +119,7 @@ class ExpertsLoss(Part):
     most: float
 
     def of(self, experts: float) -> LossLaw:
-        """Return the law for models of ``experts`` experts, of which a token uses one."""
+        """Return the law for models whose tokens each use one of ``experts`` experts."""
         e = 1 / (1 / (experts - 1 + 1 / (1 / self.start - 1 / self.most)) + 1 / self.most)
         return LossLaw(
             irreducible=self.irreducible,
@@ -131,7 +131,7 @@ class ExpertsLoss(Part):
 
 
 class FrontierLine(Part):
-    """A power law for the best number of parameters: params x (budget in FLOPs / flops)^exponent."""
+    """A power law for the best number of parameters: params x (budget / flops)^exponent."""
 
     flops: float  # a budget of training FLOPs for which the source states the best size
     params: float  # the best number of parameters for this budget
@@ -168,7 +168,7 @@ class Fitted(Part):
 
 
 class Sourced(Part):
-    """The fields of every entry in ``laws.toml``."""
+    """Fields that all laws in ``laws.toml`` have."""
 
     name: str
     conditions: str  # the setting in which the law was fitted
@@ -241,7 +241,7 @@ def evaluate(
 
     Args:
         params: for a mixture of experts, the parameters that a token uses.
-        params_non_embedding: the same without embeddings; by default ``params``.
+        params_non_embedding: ``params`` without embeddings. Default: ``params``.
         experts: (experts of a layer) / (experts that a token uses).
     """
     if params <= 0 or tokens <= 0:
@@ -289,14 +289,14 @@ def power_lines_tau(params: float, tokens: float) -> float:
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or critical batch of each law, in tokens, without laws that restate another law."""
+    """Return the optimal or critical batch of each law in tokens. Laws that restate others are left out."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }
 
 
 def critical_batch(laws: Iterable[LawRow]) -> float:
-    """Return the median of the critical batches by the laws, in tokens."""
+    """Return the median of the laws' critical batches, in tokens."""
     return median(batches(laws, "critical").values())
 
 
@@ -322,7 +322,7 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
 
 
 def best_tokens_per_param(flops: float) -> list[float]:
-    """Return the best tokens per parameter for a budget of training FLOPs by each law of `FRONTIERS`."""
+    """Return the best tokens per parameter at ``flops`` training FLOPs for each law of `FRONTIERS`."""
     return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
 
 

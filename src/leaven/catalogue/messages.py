@@ -1,7 +1,7 @@
 """Fill in the message templates of ``messages.toml`` and ``checks.toml``.
 
-A template is a text or a list of texts (its parts). Fields are in braces, as in ``str.format``. A part is left out if
-one of its fields has no value. Further formats are below; ``each``, ``range`` and ``count`` are for
+A template has one or more texts, its parts. Fields are in braces, as in ``str.format``. A part is left
+out if a field in it has no value. Further formats are below; ``each``, ``range`` and ``count`` are for
 :class:`leaven.catalogue.neighbours.Votes`.
 
 - ``q``: a quantity, such as ``1.50 B``
@@ -14,7 +14,8 @@ one of its fields has no value. Further formats are below; ``each``, ``range`` a
 - ``each FORMAT``: the name and value of every vote
 - ``range FORMAT``: the chosen value, and the lowest and the highest vote
 - ``count FORMAT``: the runs that have the chosen value, and the other votes
-- ``if``, ``unless``: print nothing; the part is left out if the field is false (``if``) or true (``unless``)
+- ``if``: nothing; a false field removes the part
+- ``unless``: nothing; a true field removes the part
 """
 
 import string
@@ -107,7 +108,7 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message of ``catalogue/messages.toml``, filled in."""
+    """Fill in a message of ``catalogue/messages.toml``. Return its parts."""
     return filled(templates()[section][key], facts)
 
 
@@ -117,5 +118,5 @@ def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Pa
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section, none of which has fields."""
+    """Return the messages of a section. They have no fields."""
     return dict(templates()[section])

@@ -1,6 +1,6 @@
-"""Find the neighbours of a model, the published runs nearest in size, and combine their values.
+"""Combine the values of a model's neighbours, the published runs nearest in size.
 
-A lineage is a group of runs that copied one another's learning rate. Only its nearest run votes.
+The runs of a lineage copied one another's learning rate. Only the nearest run of a lineage votes.
 """
 
 import math
@@ -41,7 +41,7 @@ def ratio(a: float, b: float) -> float:
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the size ratio (at least 1) of ``params`` and the parameters that a token uses in ``run``."""
+    """Return the larger of ``params`` and the active parameters of ``run``, divided by the smaller."""
     return ratio(run.params_active, params)
 
 
@@ -183,7 +183,7 @@ class Neighbours:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the values of the neighbours by run id, or only the reference run's value if it publishes one.
+        """Return the neighbours' values by run id. If the reference run publishes a value, return only this.
 
         ``what`` is the path of a recipe value such as ``hyperparameters.lr``, or a function of a run.
         """
@@ -197,7 +197,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return votes (values by run id) with their geometric median, weighted by :meth:`weights`."""
+        """Return votes with the values ``by`` run id and their weighted geometric median."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
@@ -207,8 +207,8 @@ class Neighbours:
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        The weight falls with the logarithm of the size ratio, from 1 at the model's size to nearly 0 at `FACTOR`.
-        With few near runs it falls more slowly (`EDGE`). With a reference run, or without near runs, it is 1.
+        The weight is 1 at the model's size, and nearly 0 at a size ratio of `FACTOR`. With few near runs, it
+        falls more slowly (`EDGE`). With a reference run, or without near runs, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -225,11 +225,11 @@ class Neighbours:
 
 
 def mixtures(params: int, alike: tuple[int, int] | None = None, reference: PublishedRun | None = None) -> Neighbours:
-    """Return published mixtures of experts, one of each lineage, the nearest in size first, with any optimizer.
+    """Return published mixtures of experts with any optimizer, one of each lineage, the nearest in size first.
 
     Args:
-        params: parameters of the model that a token uses.
-        alike: the model's experts in a layer, and how many a token uses; only similar mixtures (`ALIKE`) count.
+        params: the number of parameters that a token uses.
+        alike: (experts in a layer, experts per token). If given, only similar mixtures (`ALIKE`) count.
         reference: the run of ``--from``, which decides the values that it publishes.
     """
 

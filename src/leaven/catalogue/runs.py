@@ -46,7 +46,7 @@ def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 class Stack(NamedTuple):
-    """Norm placement, QK-norm and optimizer. None means unknown in a run, and any value in a request."""
+    """Norm placement, QK-norm and optimizer. In a run, None means unknown; in a request, any value."""
 
     norm_placement: NormPlacement | None = None
     qk_norm: bool | None = None
@@ -130,7 +130,7 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """Return the first batch of the ramp in tokens, if known."""
+        """Return the ramp's first batch size in tokens, if known."""
         ramp = self.ramp
         if ramp is None:
             return None
@@ -281,7 +281,7 @@ class PublishedRun(Part):
 
     @property
     def expert_ratio(self) -> float | None:
-        """Return w / d_model, where w is the total width of the experts that a token uses, shared ones included."""
+        """Return w / d_model, where w is the total width of a token's routed and shared experts."""
         arch = self.arch
         if not (arch.d_expert and arch.experts_per_token and arch.d_model):
             return None
@@ -289,7 +289,7 @@ class PublishedRun(Part):
 
     @property
     def experts(self) -> tuple[int, int] | None:
-        """Return the experts in a layer, and how many of them a token uses; None for a dense model."""
+        """Return (experts in a layer, experts that a token uses), or None for a dense model."""
         number, active = self.arch.n_experts, self.arch.experts_per_token
         return (number, active) if number and active else None
 
@@ -337,7 +337,7 @@ def own_runs() -> tuple[PublishedRun, ...]:
 
 
 def find_run(id: str) -> PublishedRun:
-    """Return a run, published or tuned by leaven, by its id, or raise InputError."""
+    """Return the published run with this id. Raise InputError if there is none."""
     known = [file.stem for file in FOLDER.glob("*.toml")]
     if id not in known:
         raise InputError(f"no published run {id!r}; did you mean {listed(closest(id, known))}?")

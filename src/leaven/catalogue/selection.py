@@ -34,7 +34,8 @@ _PROPERTIES = (
 
 
 class Condition(NamedTuple):
-    """A condition such as ``optim.beta2 >= 0.99``. Runs without a published value never meet it, even with ``!=``."""
+    """A condition such as ``optim.beta2 >= 0.99``. A run without the value meets no condition, even with
+    ``!=``."""
 
     path: str  # path of the value in a run
     operator: str  # = != < <= > or >=
@@ -53,7 +54,7 @@ def parse_condition(written: str) -> Condition:
 
 
 def parse_range(path: str, written: str) -> list[Condition]:
-    """Parse ``1B..10B``, ``..10B`` or ``1B..`` as conditions on a path, both ends included, or raise InputError."""
+    """Parse a range such as ``1B..10B`` or ``1B..``, ends included. Raise InputError if it is invalid."""
     low, dots, high = (part.strip() for part in written.partition(".."))
     if not dots or not (low or high):
         raise InputError(f"{written!r} is not a range; write for example 1B..10B, ..10B or 1B..")
@@ -64,7 +65,7 @@ def parse_range(path: str, written: str) -> list[Condition]:
 
 
 def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> list[PublishedRun]:
-    """Return the runs that meet all conditions, in the given order, or raise InputError for a wrong condition."""
+    """Return the runs that meet all conditions, in the given order. Raise InputError for a wrong condition."""
     known = {run.id: values(run) for run in runs}
     kept = list(runs)
     for condition in conditions:
@@ -105,7 +106,7 @@ def _wanted(condition: Condition, values: Sequence[Any]) -> Any:
 
 
 def values(run: PublishedRun) -> dict[str, Any]:
-    """Return every value of a run that a condition can name, by its path."""
+    """Return all values of a run that conditions can name, by path."""
     own = {name: getattr(run, name) for name in _PROPERTIES}
     return run.flat() | {name: value for name, value in own.items() if value is not None}
 

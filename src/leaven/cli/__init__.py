@@ -129,9 +129,10 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the command line, and exit. An error is one line on standard error, or with LEAVEN_DEBUG a traceback.
+    """Run the command line, and exit. Errors print one line to standard error; with LEAVEN_DEBUG, a traceback.
 
-    The exit code is 2 for wrong input, 70 for a bug, 75 after Ctrl-C or another signal, and 1 for other failures.
+    The exit code is 2 for wrong input, 70 for a bug, 75 after Ctrl-C or another signal, and 1 for other
+    failures.
     """
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):

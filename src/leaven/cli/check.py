@@ -276,7 +276,7 @@ def duration(
 def batch(
     options: RunOptions, batches: BatchesOption = "0.5,1,2,4", scale: ScaleOption = None, lrs: LrsOption = None
 ) -> None:
-    """Check that the best lr changes with the batch size as the rule says, at the same number of tokens."""
+    """Check that, at equal tokens, the best lr changes with the batch size as the rule says."""
     family, size = options.models(scale)
     options.sweep("batch", family, "lr", lrs, [replace(size, batch=ratio) for ratio in (1.0, *batches)])
 

@@ -95,7 +95,7 @@ class CheckOptions:
             require_page(self.output)  # before minutes of training
 
     def read(self) -> Recipe | str:
-        """Return the recipe that ``subject`` names, or ``subject`` itself if it is a ``module:factory``."""
+        """Return the recipe in the file ``subject``, or ``subject`` itself for a ``module:factory``."""
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
                 raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
@@ -113,9 +113,9 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print a check, and write the page of ``--output``. Exit with code 1 if the check did not pass.
+        """Print a check, and write its page to ``--output``. Exit with code 1 if the check failed.
 
-        ``more`` are further lines, and ``following`` the commands to suggest if the check passed.
+        ``more``: further lines to print. ``following``: commands to suggest after a passed check.
         """
         from leaven.cli import next_commands
         from leaven.views.check_page import check_page
@@ -205,7 +205,7 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Return the document of a check that keeps its runs in the folder ``run``."""
+        """Run ``check`` in the folder ``self.run``, and return its document."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (
@@ -259,7 +259,7 @@ class LoggedRunOptions(RunOptions):
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the user's logs, or None if the check trains runs. ``only_logs``: options for logs."""
+        """Return the path of the logs, or None if the check trains runs. ``only_logs`` options need logs."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

@@ -168,7 +168,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe in a file. For the id of a published run, raise InputError with a hint."""
+    """Load a recipe file. For the id of a published run, raise InputError with a hint."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
@@ -262,9 +262,9 @@ def exit_interrupted(message: str) -> NoReturn:
 
 
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
-    """Return the tokens of a text. Show the progress of tokenising it, and print notes.
+    """Tokenise a text with a progress bar, and return the tokens. Print notes.
 
-    One note warns if the weights in the folder ``start`` have another tokenizer.
+    A note warns if the weights in the folder ``start`` have another tokenizer.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

@@ -45,7 +45,7 @@ def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> l
 
 
 def after_findings(changes: Mapping[str, Any]) -> list[str]:
-    """Return the command that the user typed, with ``--set`` options for ``changes``. Return [] without changes."""
+    """Return the user's command with ``--set`` options for ``changes``, or [] if ``changes`` is empty."""
     options = [word for path, to in changes.items() for word in ("--set", f"{path}={written(to)}")]
     return [again(*options)] if options else []
 
@@ -86,7 +86,7 @@ def after_tune(path: Path, study: Path, command: str = "") -> list[str]:
 def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
     """Return the commands to suggest after ``transfer`` and ``import config``: check the recipe, and train it.
 
-    If no file was written (``output`` is None), return the user's command with ``-o name`` added.
+    If ``output`` is None, return the user's command with ``-o name`` added.
     """
     if output is None:
         return [again("-o", str(_free(name)))]
@@ -96,8 +96,8 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after the plan of a recipe: tune an untuned proxy, and train as planned.
 
-    Return [] for a plan that leaven cannot train. The proxy was made without ``overrides``, so it is not tuned with
-    them.
+    Return [] for a plan that leaven cannot train. With ``overrides``, no tuning is suggested: the proxy was
+    made without.
     """
     if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []
@@ -132,7 +132,7 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """Return the commands to suggest after a run: report, and sample and export where these are supported."""
+    """Return the commands to suggest after a run: report, and if supported, sample and export."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html")]
@@ -175,7 +175,7 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in the file ``path``. If this machine is too small, plan first.
+    """Return the command that tunes the proxy in ``path``, after a plan if this machine is too small.
 
     If ``target`` is given, the command has the number of trials that are worth their cost.
     """

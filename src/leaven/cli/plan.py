@@ -144,7 +144,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return the plan with times corrected by steps on this machine (``measure``), or by past runs (``history``)."""
+    """Correct the plan's times, with ``measure`` by steps on this machine, with ``history`` by past runs."""
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 

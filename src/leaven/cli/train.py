@@ -1,4 +1,4 @@
-"""Defines the command ``leaven train``. What it does, file by file: :mod:`leaven.training.trainer`."""
+"""Defines the command ``leaven train``. :mod:`leaven.training.trainer` explains it file by file."""
 
 import os
 from pathlib import Path

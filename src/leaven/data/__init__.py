@@ -1,1 +1,1 @@
-"""Turn text into tokens, and tokens into an endless stream of samples, the same for any number of processes."""
+"""Turn text into an endless stream of token samples, which is the same for any number of processes."""

@@ -200,8 +200,8 @@ def cached_surveys(
     survey: Callable[[AnyPart, Meter], AnySurvey],
     cached: Callable[[AnyPart, dict[str, Any]], AnySurvey],
 ) -> list[AnySurvey]:
-    """Return the survey of each part: its counts and hashes. Surveys of unchanged parts come from the cache file
-    ``path``, if there is one, and new surveys are saved there.
+    """Return the survey (counts and hashes) of each part. The file ``path``, if given, caches surveys of
+    unchanged parts.
 
     Args:
         survey: reads a part and returns the survey (a data class).
@@ -302,7 +302,7 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
 
 
 def _without_text(source: DataSource, parts: Sequence[TextPart], surveys: Sequence[Survey]) -> Iterator[str]:
-    """Yield lines that count files without text, and documents without text in other files."""
+    """Report the files without text, then the documents without text in other files."""
     name, found = f"data.source {source.source!r}", [*zip(parts, surveys, strict=True)]
     empty = [part for part, survey in found if not (survey.documents or survey.faults)]
     if empty and source.source != "python-stdlib":  # an empty module is common

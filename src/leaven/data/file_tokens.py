@@ -61,7 +61,7 @@ def checksums_size(n_bytes: int) -> int:
 
 
 class CheckedTokens:
-    """``count`` token ids that are compared with checksums when they are read. Index them with slices of step 1."""
+    """``count`` token ids. Reading them verifies their checksums. Index them with slices of step 1."""
 
     def __init__(self, dtype: np.dtype[Any], count: int) -> None:
         self.dtype, self._count = dtype, count

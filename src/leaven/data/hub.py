@@ -29,7 +29,7 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class _Split:
-    """One split of a data set, with the attributes of :class:`leaven.data.readers.File`."""
+    """A split of a data set, used like a :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
     name: str  # name of the split in messages

@@ -90,8 +90,8 @@ def new_processes(count: int, initialise: Callable[..., None], *arguments: objec
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends (not on Windows). Processes that
-    start inside the block never receive these signals. Their parent must end them with SIGKILL."""
+    """Delay Ctrl-C, SIGTERM and SIGHUP in this thread until the ``with`` block ends. Do nothing on Windows.
+    Processes started in the block never receive these signals. Their parent must end them with SIGKILL."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

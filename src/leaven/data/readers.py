@@ -67,8 +67,8 @@ class File:
 
     @property
     def inode(self) -> Hashable:
-        """The device and inode of the file, or its path if it is missing. Paths through links have the same. Other
-        files can have the same, too: hard links, and files of some network disks."""
+        """The device and inode of the file, or the path of a missing file. All links to a file share them. Some
+        network disks give them to unrelated files, too."""
         try:
             found = self.path.stat()
         except OSError:

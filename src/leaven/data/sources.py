@@ -125,8 +125,9 @@ def _lines(notes: Sequence[str]) -> tuple[str, ...]:
 
 
 def same_files(files: Sequence[File]) -> list[list[int]]:
-    """Return the positions in ``files`` of all paths of a file, for each file with several paths through links. Hard
-    links count as different files, because some tools make them for different documents with equal content."""
+    """Group paths that lead to the same file through links. Return the positions in ``files`` of each group.
+    Hard links count as different files, because some tools use them for different documents with equal
+    content."""
     candidates: dict[Hashable, list[int]] = {}
     for position, file in enumerate(files):
         candidates.setdefault(file.inode, []).append(position)
@@ -139,8 +140,8 @@ def same_files(files: Sequence[File]) -> list[list[int]]:
 
 
 def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
-    """Return each file under one path, so that no document is in both splits, and pairs of (left-out path, kept
-    path). A path without links is preferred, so that a link that is added later does not change keys."""
+    """Return each file under one path, and pairs (left-out path, kept path). So no document is in both splits.
+    A path without links is preferred, so that links that are added later do not change keys."""
     links: dict[int, File] = {}
     for same in same_files(files):
         kept = min(same, key=lambda at: (_is_behind_link(files[at]), files[at].key))
@@ -150,7 +151,7 @@ def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[
 
 
 def _is_behind_link(file: File) -> bool:
-    """Return whether a part of a file's key is a link."""
+    """Return whether the path ``key`` contains a link."""
     root = file.path.parents[file.key.count("/")]
     return file.path.resolve() != root.resolve() / file.key
 
@@ -188,7 +189,7 @@ def opened(part: TokenPart) -> MappedTokens:
 
 
 def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
-    """Return (key, path) of each file of a source, sorted by key. Add other matching paths to ``not_read``."""
+    """Return (key, path) of each file of a source, sorted by key. Add skipped paths to ``not_read``."""
     if source == "python-stdlib":
         return _standard_library()
     if source == "tiny-shakespeare":

@@ -51,7 +51,7 @@ class Stream:
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples with these ``numbers``, [N, seq_len + 1], including those in ``skip``."""
+        """Return the samples with these ``numbers``, [N, seq_len + 1]. ``skip`` has no effect."""
         epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
 
@@ -75,7 +75,7 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the index of the source of each sample number in ``n``, and the sample's number within this source."""
+    """For each sample number in ``n``, return the index of its source and the sample's number in this source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -110,8 +110,8 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return ``count`` entries, from index ``first`` on, of the list 0, 1, 2, ... without the ranges ``skip``. For
-    example, ``numbered(1, 2, skip=[(1, 5)])`` is [5, 6]."""
+    """Take the list 0, 1, 2, ... without the ranges ``skip``. Return ``count`` entries from index ``first``.
+    For example, ``numbered(1, 2, skip=[(1, 5)])`` is [5, 6]."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start

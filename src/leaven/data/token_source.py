@@ -50,8 +50,8 @@ class TokenSurvey:
 
 
 class DocumentTokens:
-    """The tokens of documents, with an end-of-text token added after each document. ``ends`` has the position in
-    ``tokens`` after the last token of each document."""
+    """The tokens of documents, with an end-of-text token added after each document. ``ends`` has the index in
+    ``tokens`` at which each document ends."""
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
         self._tokens, self._ends, self._end_of_text = tokens, ends, end_of_text
@@ -69,7 +69,7 @@ class DocumentTokens:
 
 
 def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
-    """Yield each part of a source with its use: "train", "validation", or "both" if a share of it is held out."""
+    """Yield each part of a source with its use: "train", "validation", or "both" (a share is held out)."""
     for part in parts.ids:
         yield part, "train" if parts.validation else "both"
     for part in parts.validation:
@@ -109,13 +109,13 @@ class TokenReader:
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
         """Return the tokens of each source.
 
-        All ids of a source with ``validation`` are training tokens. From any other source, the last
-        `VALIDATION_SHARE` of each stretch of a file is held out (see `STRETCHES`), in whole documents if possible. If
-        documents have known ends but no end-of-text token, ``end_of_text`` is added after each document.
+        All ids of a source with ``validation`` are for training. In others, the end of each stretch of a file is
+        held out (see `STRETCHES`), in whole documents if possible. If documents have known ends but no
+        end-of-text token, ``end_of_text`` is added after each document.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but
-                unknown, or the same ids have different uses.
+                unknown, or the same ids have different :func:`uses`.
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -222,7 +222,7 @@ class _SourceIds:
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return tokens ``start`` to ``stop - 1`` of ``mapped``, and the ``added`` tokens among them."""
+        """Return tokens ``start`` to ``stop - 1`` of ``mapped``, with ``added`` after each document."""
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
@@ -268,7 +268,7 @@ def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[File
 def _same_at_the_end(
     source: str, files: Sequence[tuple[str, MappedTokens]], end_of_text: int | None
 ) -> Iterator[str]:
-    """Yield a note if files (name, ids) end with many equal ids that are not ``end_of_text`` (see `LONGEST_END`)."""
+    """Yield a note if files end with many equal ids other than ``end_of_text``. ``files`` has (name, ids)."""
     found = []
     for name, mapped in files:
         end = ShardedTokens(mapped.arrays)[max(len(mapped) - LONGEST_END - 1, 0) :]

@@ -237,7 +237,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the file and encoder of the tokenizer whose hash is in ``name``, or None if a file is damaged."""
+    """Read a tokenizer's hash from ``name``. Return its file and encoder, or None if a file is damaged."""
     from tokenizers import Tokenizer
 
     try:

@@ -33,7 +33,7 @@ def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum the tensors (ranks x N, ...) of all ranks, and return this rank's part of the sum, (N, ...)."""
+    """Sum the tensors of all ranks: (ranks x N, ...). Return this rank's part of the sum: (N, ...)."""
     mine = everything.new_empty((len(everything) // dist.get_world_size(group), *everything.shape[1:]))
     _scatter(mine, everything, group=group)
     return mine
@@ -77,7 +77,7 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``on_resize`` with every storage that FSDP resizes in the ``with`` block, to allocate or free it."""
+    """In the ``with`` block, call ``on_resize`` with every storage that FSDP resizes to allocate or free it."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:

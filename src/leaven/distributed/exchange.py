@@ -38,8 +38,8 @@ class Exchange:
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process, which returns a list of the values by rank, with None for a value
-        that is late. Other processes return []."""
+        """Send a JSON value to the first process. There, return the values by rank, with None for late values. On
+        other processes, return []."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -55,8 +55,8 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return, on every process, the JSON value that the first process passes, and end the round. Raise
-        ProcessLost if the value does not arrive within twice the timeout."""
+        """Send the first process's JSON ``value`` to all processes, return it, and end the round. Raise ProcessLost
+        if the value does not arrive within twice the timeout."""
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))
@@ -72,7 +72,7 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Return True once the store has all keys, or False after ``timeouts`` times the timeout.
+        """Return whether the store has all keys. Wait up to ``timeouts`` times the timeout.
 
         The store is polled, because :meth:`shorten_timeout` could not interrupt a waiting call.
         """
@@ -89,10 +89,11 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return the result of ``work()`` on every process. The first process runs it first; the others find its files.
+    """Return ``work()`` on every process. The first process runs it before the others and leaves files for
+    them.
 
-    If ``work()`` raises InputError on the first process, all processes raise it. If the first process does not finish
-    within 60 days, the others raise ProcessLost.
+    If ``work()`` raises InputError on the first process, all processes raise it. If the first process does
+    not finish within 60 days, the others raise ProcessLost.
     """
     exchange, done, refused = Exchange(group, timedelta(days=30)), list[T](), None
     if group.is_first:

@@ -1,8 +1,8 @@
-"""Distributes the experts of a layer over the data-parallel ranks: tokens are sent to the ranks that store their
-experts, and the outputs are sent back (Lepikhin et al. 2020, arXiv 2006.16668).
+"""Distributes the experts of a layer over the data-parallel ranks: tokens are sent to the ranks that store
+their experts, and the outputs are sent back (Lepikhin et al. 2020, arXiv 2006.16668).
 
-Tensor parallelism splits each expert as it splits an MLP. Ranks exchange tokens only with ranks of the same
-tensor-parallel rank.
+Tensor parallelism splits each expert as it splits an MLP. Only ranks with the same tensor-parallel
+index exchange tokens.
 
 Shape suffixes: P expert-parallel ranks, E experts of this rank, R rows, D d_model.
 """
@@ -43,16 +43,16 @@ def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
 class ExpertExchange:
     """Computes the experts of this rank for the rows of all expert-parallel ranks.
 
-    ``experts`` computes them, like :meth:`leaven.model.experts.RoutedExperts.forward`. ``group`` has the
-    expert-parallel ranks; rank r has the r-th part of the experts.
+    ``experts`` works like :meth:`leaven.model.experts.RoutedExperts.forward`. ``group`` has the
+    expert-parallel ranks. Rank r has the r-th part of the experts.
     """
 
     def __init__(self, experts: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup) -> None:
         self.experts, self.group = experts, group
 
     def __call__(self, x_RD: Tensor, load: Tensor) -> Tensor:
-        """Return the outputs of the experts (R, D) for the rows ``x_RD``, sorted by expert. ``load`` has the number
-        of these rows for each expert of all ranks."""
+        """Return the experts' outputs (R, D) for the rows ``x_RD``. The rows must be sorted by expert. ``load``
+        counts rows for each expert of the group."""
         to_PE = load.view(dist.get_world_size(self.group), -1)
         from_PE = torch.empty_like(to_PE)
         dist.all_to_all_single(from_PE, to_PE, group=self.group)

@@ -58,7 +58,7 @@ class Pipeline:
         return max(scheduled(self.layout, micro_batches), least)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Accumulate the gradients of all micro-batches. Return the sum of the losses; 0 without the last stage."""
+        """Accumulate gradients of all micro-batches. Return the loss sum, or 0 on ranks without the last stage."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
@@ -195,7 +195,7 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return the entries of torch's receive infos that have a buffer. Inputs of the first stage have none."""
+    """Return torch's receive infos that have a buffer. Inputs of the first stage have no buffer."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

@@ -171,17 +171,18 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return ``store`` with a random prefix before every key, which only the ``size`` processes of this start know.
+    """Return ``store`` with a random prefix before every key. Only the ``size`` processes of this start know
+    the prefix.
 
-    After a restart by torchrun, the store still has the entries of the dead processes. Processes that read such
-    entries hang or fail to connect. So the new processes agree on a prefix:
+    After a restart by torchrun, the store still has the entries of the dead processes. Processes that read
+    such entries hang or fail to connect. So the new processes agree on a prefix:
 
     1. Each process writes a random word under the key of its rank. This replaces the word of a dead process.
     2. Rank 0 proposes a prefix together with the words of all ranks. When a word changes, it makes a new proposal.
     3. Each other rank agrees to a proposal that contains its own word.
     4. When all other ranks have agreed to the last proposal, rank 0 confirms it.
 
-    Raise TimeoutError, which names the missing ranks, after ``timeout``.
+    After ``timeout``, raise a TimeoutError with the missing ranks.
     """
     word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", json.dumps(word))

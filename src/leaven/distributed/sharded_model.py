@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of which this process stores a block."""
+    """A parameter with a block stored by this process."""
 
     row: ParameterRow  # row of the parameter table: name, lr, init and so on
     piece: Piece  # the block of the parameter, with its position
@@ -122,9 +122,9 @@ class ShardedModel:
         factor: Tensor | float,
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run all micro-batches forward and backward, and accumulate their gradients. Return the sum of this
-        process's losses, a scalar. Losses and gradients are multiplied by ``factor``. Without pipeline parallelism,
-        ``after_first`` is called after the first micro-batch."""
+        """Run all micro-batches forward and backward, and add up the gradients. Return the sum of this process's
+        losses. Losses and gradients are multiplied by ``factor``. ``after_first`` is called after the first
+        micro-batch, but not with pipeline parallelism."""
         for stage in self.stages:
             stage.factor = factor
         if self._z_loss:
@@ -167,7 +167,7 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def total_z_loss(self) -> Tensor | None:
-        """Return the z-loss of the last step in nats, summed over all tokens, or None if the model has none."""
+        """Return the last step's z-loss in nats, summed over all tokens, or None for models without z-loss."""
         return self.total(torch.as_tensor(self._z_loss.total, device=self.device)) if self._z_loss else None
 
     @property
@@ -189,8 +189,8 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms of each of ``groups`` over all processes, one for each row of the parameter table. A
-        group has one tensor, such as the gradient, for each of ``local_parameters``."""
+        """For each group, return the 2-norm over all processes of every row of the parameter table. A group has one
+        tensor, such as the gradient, for each of ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -229,7 +229,7 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move gradients to ``local_parameters``. Sum that of a tied embedding over the first and the last stage."""
+        """Move gradients to ``local_parameters``. Sum a tied embedding's gradient over the first and last stage."""
         for each in self.parameters:
             if each.local is not each.parameter:
                 grad = each.parameter.grad
@@ -346,7 +346,7 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh over which data parallelism replicates or shards parameters."""
+    """Return the mesh dimensions of data parallelism: shard, and replicate if larger than 1."""
     return mesh["replicate", "shard"] if mesh.size(AXES.index("replicate")) > 1 else mesh["shard"]
 
 

@@ -1,12 +1,13 @@
-"""Splits each module over tensor-parallel ranks, by tables of styles, and computes the loss over slices of the
-vocabulary. Routed experts are split in :mod:`leaven.distributed.expert_parallel`.
+"""Splits each module over tensor-parallel ranks, and computes the loss over slices of the vocabulary.
+Routed experts are split in :mod:`leaven.distributed.expert_parallel`.
 
-This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
-arXiv 2205.05198). Projections into heads and into d_ff are split by their outputs, and projections out of them by
-their inputs. The embedding and the unembedding are split by the vocabulary.
+This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti
+et al. 2022, arXiv 2205.05198). Matrices whose output is heads or d_ff are split by output. Matrices
+whose input is heads or d_ff are split by input. The embedding and the unembedding are split by the
+vocabulary.
 
-Between these modules, every rank has a part of the sequence. Before attention, MLP and unembedding, these parts are
-all-gathered. The outputs of embedding, attention and MLP are reduce-scattered.
+Between these modules, every rank has a part of the sequence. Before attention, MLP and unembedding,
+these parts are all-gathered. The outputs of embedding, attention and MLP are reduce-scattered.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,11 +83,11 @@ class VocabularySlice(ParallelStyle):
 
 
 class Local(ParallelStyle):
-    """The parallel style of a module that each rank computes with plain tensors, from its own parts of the
+    """The parallel style of a module that each rank computes with plain tensors and its own parts of the
     parameters.
 
-    ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are summed
-    over the ranks. torch's own style for norms needs much memory on a CPU.
+    ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are
+    summed over the ranks. torch's own style for norms needs much memory on a CPU.
     """
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
@@ -118,8 +119,8 @@ parts are summed."""
 
 
 class LocalBranch(ParallelStyle):
-    """The parallel style of a branch that computes on plain tensors. Inputs are gathered over the sequence, outputs
-    are summed, and each rank gets its positions of the sum."""
+    """The parallel style of a branch that computes on plain tensors. Inputs are gathered over the sequence.
+    Outputs are summed, and each rank keeps a part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -137,7 +138,7 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module that has ``arguments`` arguments and gathers the first over the sequence."""
+    """Return the style of a module that gathers its first of ``arguments`` inputs over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(input_layouts=(Shard(SEQUENCE), *rest), desired_input_layouts=(Replicate(), *rest))
 

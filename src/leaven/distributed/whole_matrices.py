@@ -1,7 +1,7 @@
 """Applies a function to whole matrices that are sharded over processes.
 
-Each matrix has an owner. This process receives the whole matrix, applies the function, and sends the blocks of the
-result back. A process owns at most one matrix at a time.
+Each matrix has an owner process. The owner receives the matrix, applies the function, and sends the
+blocks of the result back. A process owns at most one matrix at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +38,7 @@ class SplitMatrix:
 
 
 class WholeMatrices:
-    """Applies functions to whole matrices, selected by name. All processes of a pipeline rank call :meth:`map`
-    together."""
+    """Applies functions to named whole matrices. All processes of a pipeline rank call :meth:`map` together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
         """``parameters`` are the matrices of this process's pipeline stages."""
@@ -84,7 +83,7 @@ class WholeMatrices:
         return iter(self._exchange(back, [tuple(block.shape) for block in mine])[: len(mine)])
 
     def _exchange(self, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send ``sent[r]`` to each rank r. Return the matrix, of shape ``shapes[r]``, that each rank r sends here."""
+        """Send ``sent[r]`` to each rank r. Return the matrices received from the ranks, with these ``shapes``."""
 
         def sizes(elements: Iterable[int]) -> list[int]:
             found = list(elements)

@@ -1,7 +1,8 @@
 """Documents: the typed and versioned results of leaven's commands, which ``--json`` prints.
 
-Keys may be added, but are never renamed or removed. The number in ``schema`` changes if the meaning of a key changes.
-docs/reference/documents.md is generated from this folder, with the comments of fields as descriptions.
+Keys may be added, but are never renamed or removed. The number in ``schema`` changes if a key gets
+another meaning. docs/reference/documents.md is generated from this folder. The comments describe the
+fields.
 """
 
 import json
@@ -30,7 +31,7 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_sealed(document: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object has the right digest, or none, as in files of older versions."""
+    """Return whether the digest of a JSON object is right, or missing as in older files."""
     return DIGEST not in document or document[DIGEST] == digest_of(document)
 
 

@@ -8,7 +8,7 @@ from leaven.documents import Document, Entry, Number
 
 
 class RunSummary(Document, schema="run-summary/1"):
-    """A published run, or a run tuned with leaven, in brief. ``leaven recipes list`` prints a list of these."""
+    """A summary of a published run or of a run tuned with leaven, shown by ``leaven recipes list``."""
 
     id: str
     params: int  # number of parameters, embeddings included
@@ -35,7 +35,7 @@ class NearRun(RunSummary, schema="near-run/1"):
 
 
 class PublishedRunDocument(Document, schema="published-run/1"):
-    """The result of ``leaven recipes show``: the known values of a run, in groups with their sources."""
+    """The result of ``leaven recipes show``: the known values of a run and their sources, in groups."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -45,7 +45,7 @@ class PublishedRunDocument(Document, schema="published-run/1"):
 
 
 class DifferenceRow(Document, schema="difference/1"):
-    """A value in which two published runs or recipes differ. ``leaven recipes diff`` prints a list of these."""
+    """A value that differs between two published runs or recipes, as in ``leaven recipes diff``."""
 
     path: str  # path of the value, e.g. model.d_model
     a: Any  # value of the first run or recipe
@@ -132,7 +132,7 @@ class LawRow(Document, schema="law/1"):
 
 
 class OptimumRow(Document, schema="optimum/1"):
-    """The best model size for a compute budget by one law. ``leaven laws --flops`` prints a list of these."""
+    """One law's best model size for a compute budget. ``leaven laws --flops`` prints these rows."""
 
     law: str
     params: float

@@ -141,7 +141,7 @@ class Explanation(Entry):
 
 
 class CalibrationRow(Entry):
-    """Factors from measured runs by which the predicted time and memory are multiplied."""
+    """Factors from measured runs. They multiply the predicted time and memory."""
 
     time: float  # factor on the predicted time of a step
     memory: float | None  # factor on the predicted memory; null if memory was not measured
@@ -194,7 +194,7 @@ class PlanDocument(Document, schema="plan/1"):
 
 
 class FittingSize(Entry):
-    """The best model size for a budget by one scaling law."""
+    """One law's best model size for a budget."""
 
     law: str  # scaling law that gives the ratio of tokens to parameters
     params: float

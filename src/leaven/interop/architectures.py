@@ -29,7 +29,7 @@ _LARGE = {"experts": 1_000, "norm_placement": 10, "parallel_branches": 10}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in another library's model: one or more of leaven's tensors together, or the matrix of one expert."""
+    """A tensor in another library's model. It holds one or more of leaven's tensors, or one expert's matrix."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def of_router_bias(self) -> bool:
-        """Whether the tensor has the biases that a router adds to the scores of experts. They are always in fp32."""
+        """Whether the tensor has biases that a router adds to expert scores. Such biases are always in fp32."""
         return next(iter(self.parts)).endswith("router.bias")
 
     @property
@@ -58,7 +58,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers, Megatron-LM or torchtitan. A config.json exists for transformers only."""
+    """A model class of transformers, Megatron-LM or torchtitan. Only transformers uses a config.json."""
 
     name: str
     model_type: str
@@ -132,7 +132,7 @@ class Architecture:
         return values | {key: "none" for key in self.words if values[key] is None}
 
     def config(self, shape: ModelShape) -> Config:
-        """Return the config.json for a model shape. Its rotary keys are those of transformers 4 and those of 5."""
+        """Return the config.json for a model shape, with the rotary keys of transformers versions 4 and 5."""
         values = self._values(shape)
         values |= {key: words[values[key]][0] for key, words in self.words.items()}
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
@@ -170,7 +170,7 @@ class Architecture:
         return {name: factor for name, factor in ({"embedding.weight": embedding} | readout).items() if factor != 1}
 
     def offsets(self, shape: ModelShape) -> dict[str, float]:
-        """Return the number to add to a stored weight, by leaven's name: 1 for gains stored as gain - 1."""
+        """Return the numbers to add to stored weights, by leaven's name: 1 for gains stored as gain - 1."""
         return {each.name: 1.0 for each in shape.parameters() if self.offset_gains and each.role in GAINS}
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
@@ -231,7 +231,7 @@ class Architecture:
 
 
 def shape_values(shape: ModelShape) -> dict[str, Any]:
-    """Return the values of a shape by key of [model], such as ``experts.number``, except ``TRAINING_ONLY`` keys."""
+    """Return the values of a shape by key, such as ``experts.number``, without ``TRAINING_ONLY`` keys."""
     values = shape.added_defaults() | shape.model_dump()
     if shape.attention_bias == ("all" if shape.bias else "none"):
         values["attention_bias"] = None
@@ -310,8 +310,8 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture for which a shape needs the fewest changes, and the changes: new values by key.
 
-    Some changes count more than others (`_LARGE`). If the model will be ``trained``, biases of 0 would change, so an
-    architecture that always has biases needs them in the shape, too.
+    Some changes count more than others (`_LARGE`). If an architecture always has biases, a shape without
+    biases fits it with biases of 0, but not if the model will be ``trained``.
     """
     changes = []
     for architecture in ARCHITECTURES:

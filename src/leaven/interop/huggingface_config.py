@@ -66,10 +66,10 @@ def _named(config: Config) -> Architecture:
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
-    """Return a config.json with current names of its keys, and with the architecture's defaults for missing keys.
+    """Return a config.json with current key names. Missing keys get the architecture's defaults.
 
-    A value of null counts as missing. For sizes in `implied` and keys in ``_OPTIONAL``, null also removes the
-    default. A known key with a value of the wrong type is an InputError.
+    A value of null counts as missing. For sizes in `implied` and keys in ``_OPTIONAL``, null also removes
+    the default. Raise InputError if a known key has a value of the wrong type.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated
@@ -93,7 +93,7 @@ def given_keys(architecture: Architecture, config: Config) -> Config:
 
 
 def shape_of(architecture: Architecture, config: Config) -> ModelShape:
-    """Return the model shape that a config.json describes, or raise InputError if leaven does not support it."""
+    """Return the model shape of a config.json. Raise InputError if leaven does not support this shape."""
     given = given_keys(architecture, config)
     only = {"is_causal": True} | architecture.required | dict.fromkeys(architecture.absent)
     for key, expected in only.items():

@@ -1,13 +1,14 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the attention
-logits. For attention logits, it changes the scale in the attention module. For the others, it is a hook.
+A forward multiplier is a constant factor on the output of a residual branch, on the logits or on the
+attention logits. The attention logits are multiplied by changing the scale in the attention module, the
+others by a hook.
 
-Folding multiplies weights instead:
+Folding multiplies these weights instead:
 
-- for a branch: the norm on its output. Without such a norm, the last matrix of the branch.
-- for the logits: the final norm. Without exactly one final norm, the unembedding.
-- for the attention logits: the query norm. Without a query norm, the query matrix.
+- residual branch: the norm on its output. Without such a norm, its last matrix.
+- logits: the final norm. Without exactly one final norm, the unembedding.
+- attention logits: the query norm. Without a query norm, the query matrix.
 """
 
 import copy
@@ -122,11 +123,11 @@ def multipliers(
 def rescale_attention(
     model: nn.Module, base: nn.Module, structure: ModelStructure, head: float, factor: float
 ) -> list[LogitScale]:
-    """Return new attention scales (factors on query . key) as (attention module, attribute, scale).
+    """Return new attention scales as (attention module, attribute, scale). Scales multiply query . key.
 
-    A new scale is ``factor`` x (scale in the base) / sqrt(``head``). ``head`` is the head dimension of the model
-    divided by that of the base. The model's own scale is not used, because it may be a constant (Gemma 2). But if the
-    layers have different scales, a new scale is ``factor`` x the current one.
+    A new scale is ``factor`` x (scale in the base) / sqrt(``head``). ``head`` is the head dimension of the
+    model divided by that of the base. The model's own scale is not used, because it may be a constant (Gemma
+    2). But if layers have different scales, a new scale is ``factor`` x the old scale.
     """
     if factor == 1.0:
         return []
@@ -162,7 +163,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks, set the attention scales, and let ``state_dict`` warn that it lacks the multipliers."""
+    """Install the hooks, set the attention scales, and make ``state_dict`` warn of missing multipliers."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -282,7 +283,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
-    """Return the factor on each parameter that folding changes, and the weights of norms whose gain is 1 + weight.
+    """Return the factor on each parameter that folding changes, and the norm weights w with a gain of 1 + w.
 
     To multiply a gain 1 + w by f, set the weight w to f w + f - 1.
     """
@@ -368,9 +369,10 @@ def _require_scalable(module: nn.Module, offset: set[nn.Parameter], *, by_input:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield (module, parameter, factor) for each parameter of the query norm or, without one, of the query matrix.
+    """Yield (module, parameter, factor) for parameters of the query norm or, without a norm, the query matrix.
 
-    If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and values.
+    If query, key and value are one matrix, the factor is a vector: ``factor`` for queries, 1 for keys and
+    values.
     """
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():

@@ -106,18 +106,19 @@ def parametrize(
 
     Call this function once, on the model as it will be trained: after modules are replaced (as for float8), after
     ``fully_shard`` and after ``to_empty``. If parameters are replaced later, ``leaven.interop.parametrize.groups``
-    returns groups with the new ones.
+    returns new groups.
 
-    **The state dict does not contain the multipliers.** A model that loads it gives wrong outputs until the model is
-    parametrized with the same arguments. :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads
-    correctly. :func:`leaven.fold` folds the multipliers into the weights of the model itself.
+    **The state dict does not contain the multipliers.** A model that loads a state dict gives wrong
+    outputs until this model is parametrized with the same arguments. :func:`leaven.save_folded` saves a model that
+    ``from_pretrained`` loads correctly. :func:`leaven.fold` folds the multipliers into the weights of the model
+    itself.
 
     The rules are for decoders, dense or with mixtures of experts:
 
     - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` needs more
-      than token ids, name all norms in the blocks in ``modules``. Norms on outputs of branches are
+      than token ids, list all norms of the blocks in ``modules``. Norms on branch outputs are
       ``norm.attention_out`` and ``norm.mlp_out``.
-    - The routed experts of a block are in a module named ``experts``: a list of MLPs, or a tensor (experts, fan out,
+    - A block's routed experts are in a module ``experts``. It is a list of MLPs, or has a tensor (experts, fan out,
       fan in) for each matrix. The router is a matrix ``gate`` or ``router`` beside this module. ``base`` must have
       the same number of experts.
     - The coefficient of a balance loss is not scaled. If the rule scales with depth, multiply the coefficient by
@@ -126,7 +127,7 @@ def parametrize(
       on the embedding may stay, as ``embed_scale`` or ``scalar_embed_scale`` of the embedding's module.
     - A multiplier acts when a module is called. A fused kernel that reads the weight without calling the module skips
       the multiplier.
-    - If you initialise the model yourself, use these variances: proportional to 1 / fan in for all hidden weights,
+    - If you initialise the model yourself, the variance must be proportional to 1 / fan in for all hidden weights,
       and to 1 / (fan in)^2 for the unembedding.
 
     Args:
@@ -135,7 +136,7 @@ def parametrize(
             device.
         hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``.
             ``optimizer`` is adamw or muon. Clip gradients in your own loop.
-        ratios: The batch size and the number of training tokens of the model, each divided by that of the base.
+        ratios: The model's batch size and number of training tokens, each divided by the base's.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
@@ -267,8 +268,8 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
     """Correct a row for an embedding module that multiplies its output by a factor, such as sqrt(width).
 
-    ``c`` is (factor in this model) / (factor in the base). With std and lr / c, and eps and weight decay x c, AdamW
-    trains the embedding as with the base's factor.
+    ``c`` is (factor in this model) / (factor in the base). Use std / c, lr / c, eps x c and weight decay x
+    c: AdamW then trains as with the base's factor.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row

@@ -1,7 +1,8 @@
-"""Classifies each parameter of a user's model: its role in a scaling rule, and the module name for its tuning.
+"""Classifies each parameter of a user's model: its role in a scaling rule, and the module name for its
+tuning.
 
-Both follow from the parameter's name, the type of its module, and the dimensions that grow between two sizes of the
-model. If they are ambiguous, an error asks the user for ``roles`` or ``modules``.
+Role and name follow from the parameter's name, the type of its module, and the dimensions that grow
+between two sizes of the model. If they are ambiguous, an error asks for ``roles`` or ``modules``.
 """
 
 import warnings
@@ -186,7 +187,7 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter comes after the blocks, and its fan out is a vocabulary size in both models."""
+        """Return whether a parameter after the blocks has a vocabulary size as fan out, in both models."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -339,7 +340,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why`` and what to pass: one of ``modules``, or else a role."""
+        """Raise InputError with the reason ``why`` and a hint: to pass one of ``modules``, or a role."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

@@ -97,7 +97,7 @@ def unwrapped(model: nn.Module, argument: str) -> nn.Module:
 
 
 def inspect_model(model: nn.Module) -> ModelStructure:
-    """Return the structure of a model. Its width is that of the first ``nn.Embedding`` outside the blocks."""
+    """Return the structure of a model. The width is that of the first ``nn.Embedding`` outside the blocks."""
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
     experts: dict[str, nn.Module] = {}
@@ -180,9 +180,9 @@ def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def labelled(model: nn.Module, labels: Mapping[str, str]) -> dict[tuple[str, int, str], nn.Module]:
-    """Return modules inside blocks by (path of the list of blocks, number of the block, name).
+    """Return the modules in ``labels``, by (path of the list of blocks, number of the block, name).
 
-    ``labels`` has the name of each module, by a path with "*" for the block's number, such as ``layers.*.mlp``.
+    ``labels`` maps a path to the module's name. "*" stands for the block's number, as in ``layers.*.mlp``.
     """
     stacks, found = _stacks(model), {}
     for path, module in model.named_modules():

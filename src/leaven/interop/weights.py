@@ -153,7 +153,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 def _joined(
     stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
 ) -> Tensor:
-    """Return a tensor as a file stores it, made from leaven's weights. A bias that leaven's model lacks is 0."""
+    """Make a tensor for a file out of leaven's weights. A bias that leaven's model lacks is 0."""
     parts = []
     for name, shape in stored.parts.items():
         part = torch.zeros(shape)
@@ -179,9 +179,9 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def _by_entry(name: str, part: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a parameter with the entries of each head written into a table by row and read by column.
+    """Return a parameter with reordered entries in each head: written to a table by row, read by column.
 
-    With 2 rows, a b c d e f becomes a d b e c f. With 2 columns, this becomes a b c d e f again.
+    With 2 rows, a b c d e f becomes a d b e c f. With 2 columns, it becomes a b c d e f again.
     """
     dim = part.ndim - 1 if ".norm." in name else 0  # a gain is (d_head) or (heads, d_head)
     table = part.reshape(*part.shape[:dim], -1, rows, columns, *part.shape[dim + 1 :])
@@ -299,7 +299,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return a hash of a folder's config.json and weight files. It reads `SAMPLES` pieces of each file."""
+    """Return a hash of a folder's config.json and weight files, from `SAMPLES` pieces of each file."""
     content = blake2b(digest_size=16)
     for path in _weight_files(folder):
         with suppress(OSError), storage.open_file(path) as file:
@@ -312,7 +312,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def tensors_fingerprint(folder: Path) -> str:
-    """Return a hash of the tensors in a folder's safetensors files. Of a large tensor, some pieces are read.
+    """Return a hash of the tensors in a folder's safetensors files. Large tensors are read only in part.
 
     :func:`weights_fingerprint` may miss changes of single tensors, because it reads pieces of whole files.
     """
@@ -375,7 +375,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
-    """Return a warning if token ids are other tokens in the tokenizer of ``folder`` than in the file ``tokenizer``.
+    """Return a warning if a token id means different tokens in ``folder`` and in the file ``tokenizer``.
 
     Return None if all ids agree, or if one of the two tokenizers cannot be read.
     """
@@ -399,7 +399,7 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
     """Return a recipe that starts from a model's weights and trains on the data ``source``.
 
-    The recipe's base is the model's own size, so rules change nothing. ``tokens`` is by default 20 per parameter.
+    The base is the model's own size, so rules change nothing. ``tokens`` defaults to 20 per parameter.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -431,7 +431,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Copy the weights of a folder into ``held``: the parameters of this process, whole or sharded."""
+    """Copy the weights in a folder into ``held``, the whole or sharded parameters of this process."""
     plain = require_start(shape, folder)
     pieces, read = {piece.name: piece for piece in held}, set()
     factors = _factors(plain.architecture, shape, table, plain.config)
@@ -480,7 +480,7 @@ def _read(tensors: Mapping[str, tuple[Any, str]], name: str, folder: Path) -> Te
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a model, and yield (open file, name in the file) by the full name of each tensor."""
+    """Open a model's weight files. Yield (open file, name in the file) by the full name of each tensor."""
     files, index = [WHOLE], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

@@ -54,7 +54,7 @@ class RouterTally:
 
 
 class Router(nn.Module):
-    """The matrix from a token's activations to one logit per expert, in the dtype of the weights (fp32)."""
+    """Maps a token's activations to one logit per expert. Computes in the dtype of its weights, fp32."""
 
     def __init__(self, d_model: int, experts: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class MixtureOfExperts(nn.Module):
         return same_BTk
 
     def _experts(self, x_BTD: Tensor, chosen_BTk: Tensor, weights_BTk: Tensor, load_E: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, (B, T, D)."""
+        """Return the weighted sum (B, T, D) of the outputs of each token's experts."""
         k = chosen_BTk.shape[-1]
         by_expert_R = chosen_BTk.flatten().argsort(stable=True)
         place_R = torch.empty_like(by_expert_R).scatter_(
@@ -183,8 +183,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return R = copies x N rows. Row i is a copy of row ``order_R[i] // copies`` of ``x_ND``. With ``inverse_R``,
-    the inverse permutation, the backward pass gathers rows, because scattering is not reproducible on a GPU."""
+    """Return R = copies x N rows. Row i is a copy of row ``order_R[i] // copies`` of ``x_ND``. The backward
+    pass gathers with the inverse permutation ``inverse_R``: scattering is not reproducible on a GPU."""
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
 

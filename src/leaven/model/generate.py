@@ -30,7 +30,7 @@ class Sampling:
             raise InputError(f"top-p {self.top_p:g} is out of range; give a number from 0 to 1")
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Return the probability of drawing each token, (V,), in float64 (on mps in float32)."""
+        """Return each token's probability, (V,), in float64. On mps, the dtype is float32."""
         logits_V = widened(logits_V)
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).to(logits_V)
@@ -57,8 +57,8 @@ def generate(
     end: int,
     max_tokens: int,
 ) -> Iterator[int]:
-    """Yield up to ``max_tokens`` tokens that continue ``tokens``. Stop before the token ``end``. Ids from
-    ``vocabulary`` on are never drawn. Without a key-value cache, each token needs a forward pass over its context."""
+    """Yield up to ``max_tokens`` tokens that continue ``tokens``. Stop before the token ``end``. Draw only ids
+    below ``vocabulary``. There is no key-value cache, so each token needs a forward pass over its context."""
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):
         window_BT = torch.tensor([context[-model.shape.seq_len :]], device=device)

@@ -42,9 +42,9 @@ def fill(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:
-    """Fill ``piece`` with normally distributed values, which ``seed`` and ``name`` determine. ``piece`` is a whole
-    parameter, or a block of a parameter of shape ``shape`` that begins at the index ``offset``. Values are drawn in
-    fp32 and then cast, so models of different dtypes have the same values up to rounding."""
+    """Fill ``piece`` with normally distributed values. ``seed`` and ``name`` determine them. ``piece`` is a
+    parameter of shape ``shape``, or the block of it that begins at index ``offset``. Values are drawn in fp32
+    and then cast, so models of different dtypes have the same values up to rounding."""
     if std == 0:
         piece.fill_(mean)
         return

@@ -43,7 +43,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply tensors in place. ``factors`` is one factor for all, (), or one for each, (number of tensors,)."""
+    """Multiply tensors in place. ``factors`` is a scalar for all tensors, or has one factor for each tensor."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -74,8 +74,9 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
 
 
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
-    """Multiply consecutive groups of rows by one matrix each, and return (N, F). Group e has ``sizes_E[e]`` rows. On
-    CUDA, bf16 products are one kernel if F and D are multiples of 8. Otherwise the host waits for the sizes."""
+    """Multiply consecutive groups of rows by a matrix each. Group e has ``sizes_E[e]`` rows. Return (N, F). On
+    CUDA, one kernel computes bf16 products if F and D are multiples of 8. Otherwise the host waits for the
+    sizes."""
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     even = not (weight_EFD.shape[1] % 8 or weight_EFD.shape[2] % 8)  # the kernel needs rows of whole 16 bytes
@@ -92,8 +93,8 @@ def has_grouped_kernel(device: str) -> bool:
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes``. On a GPU, the host waits for them. Only :mod:`leaven.verification.dry_run`,
-    which replaces this function, uses ``total``, the sum of the sizes."""
+    """Return the elements of ``sizes``. On a GPU, the host waits for them. ``total`` is the sum of the sizes.
+    Only the replacement in :mod:`leaven.verification.dry_run` uses it."""
     found: list[int] = sizes.tolist()
     return found
 
@@ -139,8 +140,8 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, (N, M), which may be transposed in memory. Call this only where autograd does not record. For
-    oneDNN, the smaller matrix is copied in transposed order."""
+    """Return a.T @ b, perhaps transposed in memory. Call this only where autograd does not record. For oneDNN,
+    the smaller matrix is copied in transposed order."""
     if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
         return a_KN.T @ b_KM
     if a_KN.shape[1] > b_KM.shape[1]:
@@ -281,7 +282,7 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention probabilities of a block, (N, G x t, s), and tanh(score / softcap) or None."""
+    """Return a block's attention probabilities and tanh(score / softcap) or None, both (N, G x t, s)."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]
@@ -311,8 +312,8 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return gain * x / sqrt(mean(x^2) + eps) in ``dtype``. The mean is over the last dimension. The gradient is
-    written by hand, and reads and writes memory half as often as autograd's."""
+    """Return gain * x / sqrt(mean(x^2) + eps) in ``dtype``. The mean is over the last dimension. The gradient
+    is written by hand, and needs half the memory accesses of autograd's."""
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 

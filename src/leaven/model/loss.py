@@ -30,16 +30,17 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 
 class ZLoss:
-    """The z-loss of a step: c log^2 Z for each token, where Z is the sum of exp(logit) over the token's logits
-    (Chowdhery et al. 2022, arXiv 2204.02311, section 5). :func:`cross_entropy` adds it to the gradients only."""
+    """The z-loss of a step: c log^2 Z, summed over tokens. c is the coefficient, Z a token's sum of exp(logit)
+    (Chowdhery et al. 2022, arXiv 2204.02311, section 5). :func:`cross_entropy` adds it to the gradients
+    only."""
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
         self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
 
     def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
-        """Add the z-loss of a chunk of n tokens to the total. ``counts_n`` is True for the tokens that count. Return
-        the factor 1 + 2 c log Z, (n,), for the gradient of the logits: (1 + 2 c log Z) x softmax - one-hot."""
+        """Add the z-loss of n tokens to the total. Tokens with ``counts_n`` False add nothing. Return the factor 1
+        + 2 c log Z of each token. The gradient of its logits is this factor x softmax - one-hot."""
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n
 
@@ -58,8 +59,8 @@ class WholeVocabulary:
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, and ``weight`` times the gradient of the logits, (n, V), which includes that of
-        the z-loss. The gradient is None unless ``learns``. The logits may be overwritten."""
+        """Return a chunk's loss, and ``weight`` x the gradient of the logits, (n, V). The gradient includes the
+        z-loss. It is None unless ``learns``. The logits may be overwritten."""
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         # log Z = logit - log(softmax) for every logit. The softmax of the largest logit cannot underflow.
@@ -89,18 +90,18 @@ def cross_entropy(
     vocabulary: WholeVocabulary | None = None,
     z_loss: ZLoss | None = None,
 ) -> Tensor:
-    """Return ``factor`` times the loss of hidden states (..., D) and targets (...), a scalar.
+    """Return ``factor`` times the loss, a scalar, for hidden states (..., D) and targets (...).
 
-    The loss, in nats, is the sum of -log softmax(multiplier x hidden . weight)[target] over the targets that are not
-    `IGNORED`.
+    The loss, in nats, is the sum of -log softmax(multiplier x hidden . weight)[target] over the targets that
+    are not `IGNORED`.
 
     Args:
         softcap: logits become softcap x tanh(logit / softcap).
         factor: may be a loss scale, because it is applied before gradients are rounded to ``compute``.
         compute: dtype of matrix products and logits, by default the dtype of ``hidden``. The softmax and the sum of
             losses are in fp32 or wider.
-        repeatable: whether the backward pass may run twice, which needs memory for a second gradient of the weight.
-        vocabulary: how processes share the tokens and the vocabulary; None: this process has all of both.
+        repeatable: whether the backward pass may run twice. This needs memory for a second weight gradient.
+        vocabulary: how processes share the tokens and the vocabulary. None: this process has all of them.
         z_loss: added to the gradients, not to the result.
     """
     if not torch.is_grad_enabled():

@@ -1,9 +1,9 @@
-"""The transformer that a model shape describes, and its stages for pipeline parallelism.
+"""The transformer that a model shape describes, and its pipeline stages.
 
 Parameters have the names and shapes of ``ModelShape.parameters()``.
 
-Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_rotary / 2
-for cosines and sines), V vocabulary.
+Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head,
+V vocabulary. For cosines and sines, E is d_rotary / 2.
 """
 
 import math
@@ -233,8 +233,8 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the input of the unembedding, (B, T, D). ``documents_BT`` has the index of each token's document,
-        which must not decrease along T. With it, every document begins at position 0, and tokens attend only to their
-        own document. Raise ValueError if T exceeds the learned positions."""
+        never decreasing along T. If given, positions begin at 0 in every document, and tokens attend only to
+        their own document. Raise ValueError if T exceeds the learned positions."""
         x_BTD = self.through_layers(self.embed(tokens_BT, documents_BT), tokens_BT.shape[1], documents_BT)
         hidden_BTD: Tensor = self.norm["final"](x_BTD)
         return hidden_BTD

@@ -46,7 +46,7 @@ _Count = Annotated[int, Field(gt=0)]
 
 
 class _Group(Part):
-    """A group of numbers in a TOML file, such as ``memory``, with their source."""
+    """A group such as ``memory`` in a TOML file: numbers, and their source."""
 
     source: str = ""
     confidence: Confidence = "yours"
@@ -102,7 +102,7 @@ class Accelerator:
 
     @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the fastest measured matmul in the dtype ``self.dtype``; if not measured, 80% of the peak."""
+        """FLOP/s of the fastest measured matmul in ``self.dtype``. If none was measured, 80% of the peak."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * USUAL_MATMUL_SHARE) * 1e12
 
     @cached_property
@@ -230,7 +230,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: Path | None) -> Accelerator:
-    """Return the accelerator of a TOML table. ``sources`` maps short names of sources to full names."""
+    """Return the accelerator that a TOML table describes. ``sources`` has full names by short name."""
     try:
         entry = validated(_Entry, values, f"{file}: {name}")
     except InputError as error:

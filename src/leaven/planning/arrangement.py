@@ -64,7 +64,7 @@ class Arrangement:
 
 
 def scheduled(layout: Layout, micro_batches: int) -> int:
-    """Return the micro-batches in a step, padded to a multiple of pp for interleaved and zero-bubble schedules."""
+    """Round the micro-batches of a step up to a multiple of pp for interleaved and zero-bubble schedules."""
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
     return -(-micro_batches // layout.pp) * layout.pp
@@ -94,10 +94,11 @@ def parse_keys(text: str) -> dict[str, Any]:
 
 
 def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Return the layout and the micro-batch size (None without ``mbs``) of text such as ``tp=8,pp=12,zero=1,mbs=2``.
+    """Return (layout, micro-batch size or None) for text such as ``tp=8,pp=12,zero=1,mbs=2``.
 
-    By default, dp is ``gpus`` / (tp x pp x cp) if this is a whole number, otherwise 1. ``compile`` is the default of
-    the key ``compile``. Raise InputError if a key or a value is wrong, or two values cannot be combined.
+    By default, dp is ``gpus`` / (tp x pp x cp) if this is a whole number, otherwise 1. ``compile`` is the
+    default of the key ``compile``. Raise InputError if a key or a value is wrong, or two values cannot be
+    combined.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
@@ -181,7 +182,7 @@ def grad_accumulation(layout: Layout, seq_len: int, batch_tokens: int, micro_bat
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Return what to change if a run's smallest batch gives a rank fewer than pp micro-batches, otherwise None."""
+    """If the smallest batch gives a rank fewer than pp micro-batches, return what to change, else None."""
     count = grad_accumulation(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None

@@ -114,12 +114,12 @@ class BlockTable:
 
     @cached_property
     def whole(self) -> int:
-        """The number of parameters outside routed experts that every tensor-parallel rank stores in full."""
+        """The number of parameters stored in full on every tensor-parallel rank, without routed experts."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property
     def cut(self) -> int:
-        """The number of parameters outside routed experts that are split over tensor-parallel ranks."""
+        """The number of parameters split over tensor-parallel ranks, without routed experts."""
         return self.params - self.experts - self.whole
 
 
@@ -212,10 +212,10 @@ def mlp_rows(
 
 
 def expert_rows(d: int, width: int, experts: tuple[int, int], shared: int, *, gated: bool) -> list[Matmul]:
-    """Return the matrix products of a mixture of experts. ``width`` is the width of one expert.
+    """Return the matrix products of a mixture of experts. Each expert has the width ``width``.
 
-    ``experts`` has the number of routed experts in a layer and the number that a token uses. ``shared`` is the number
-    of shared experts, which are one MLP of width ``shared`` x ``width``.
+    ``experts`` is (routed experts in a layer, routed experts that a token uses). ``shared`` counts the
+    shared experts. They are one MLP of width ``shared`` x ``width``.
     """
     stored, passed = experts
     return [

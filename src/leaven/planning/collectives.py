@@ -32,7 +32,7 @@ def _in_a_node(ranks: int, stride: int, accelerator: Accelerator) -> int:
 
 
 def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes in total, in ``messages`` messages."""
+    """Return the seconds of a reduce-scatter or all-gather: ``size`` bytes in all, in ``messages`` messages."""
     if ranks == 1:
         return 0.0
     nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))
@@ -71,10 +71,10 @@ def send_once(
     experts: tuple[int, int],
     network_share: float = LINK_SHARE,
 ) -> float:
-    """Return the seconds in which a rank sends its tokens, ``size`` bytes, to the ranks with their experts.
+    """Return the seconds in which a rank sends ``size`` bytes of tokens to the ranks of their experts.
 
-    A token is sent to a rank only once, even if several of its experts are there. It crosses the network once for
-    each other node with any of its experts. ``experts`` has the number of experts and how many of them a token uses.
+    A token is sent to a rank only once, even if several of its experts are there. It crosses the network
+    once for each other node with any of its experts. ``experts`` is (experts in total, experts per token).
     """
     if ranks == 1:
         return 0.0

@@ -40,8 +40,8 @@ def part_name(part: str, ep: int = 1) -> str:
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
-    If no such layout fits into memory, the one that needs the least memory is compared. If none exists, ``line`` of
-    the result says why. Raise InputError if ``asked`` is empty, or a key or a value in it is wrong.
+    If no such layout fits into memory, the layout that needs the least memory is compared. If no layout has
+    these values, ``line`` says why. Raise InputError if ``asked`` is empty, or has a wrong key or value.
     """
     fixed = parse_keys(asked)
     if not fixed:
@@ -164,7 +164,7 @@ def _against_chosen(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return why a layout is slower than the chosen one: the part of a step whose time grows the most."""
+    """Return which part of a step makes a layout slower than the chosen layout."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
@@ -222,7 +222,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 
 
 def any_fits(job: Job) -> bool:
-    """Return whether any layout that the job allows, with one stage per pipeline rank, fits into memory."""
+    """Return whether any allowed layout with one stage per pipeline rank fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job, fixed)]):  # the last layouts need the least memory
         try:
@@ -244,7 +244,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _fewer_gpus(job: Job) -> int | None:
-    """Return the largest number of GPUs below the job's on which a layout fits, or None. At most 64 are tried."""
+    """Try up to 64 smaller numbers of GPUs. Return the largest on which a layout fits, or None."""
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {

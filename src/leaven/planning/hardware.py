@@ -92,10 +92,10 @@ def _even_nodes(gpus: int, node: int) -> int:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
+    """Return an accelerator by name. Vendor, memory and form factor are optional: ``H100``, ``h200-sxm``.
 
-    Of several, the first in the table is returned: SXM before PCIe, larger memory first. Raise InputError if there is
-    none.
+    If several match, return the first in the table: SXM before PCIe, larger memory first. Raise InputError
+    if none matches.
     """
     by_upper = {known.upper(): found for known, found in accelerators().items()}
     if name.upper().strip() in by_upper:

@@ -151,7 +151,7 @@ class Exploration:
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """The candidate in ``choices`` with the best micro-batch size for each layout, the best layout first."""
+        """For each layout, the best candidate in ``choices``. The best layout is first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -159,7 +159,7 @@ class Exploration:
 
     @cached_property
     def pareto(self) -> tuple[LayoutCandidate, ...]:
-        """The candidates in ``choices`` that no other candidate beats in both time and memory, the fastest first."""
+        """The candidates in ``choices`` on the Pareto front of time and memory, the fastest first."""
         front: list[LayoutCandidate] = []
         for candidate in sorted(self.choices, key=lambda each: (each.time.step, each.memory.total)):
             if not front or candidate.memory.total < front[-1].memory.total:

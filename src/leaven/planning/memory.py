@@ -177,7 +177,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -> tuple[float, float]:
-    """Return how many parameters of a rank are in its largest FSDP unit, and in its two largest adjacent units."""
+    """Count a rank's parameters in its largest FSDP unit, and in its largest pair of adjacent units."""
     t, ep = layout.tp, layout.ep
     whole = max(block.whole + (block.cut + block.experts / ep) / t for block in blocks)
     if code.units != 2:
@@ -229,7 +229,7 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 
 @cache
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the pipeline ranks that may need the most memory: first, last, and one for each set of blocks."""
+    """Return pipeline ranks that may need the most memory: first, last, and a rank for each set of blocks."""
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
 

@@ -131,7 +131,8 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products with the same input. Up to ``code.experts_at_once`` share a launch."""
+    """Return the operator for matrix products of one input. A launch runs up to ``code.experts_at_once``
+    experts."""
     first, dtype = rows[0], code.products
     whole = first.routed and code.whole_experts
     tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)
@@ -196,7 +197,7 @@ def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: T
 def _sorting(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> list[Operator]:
     """Return one operator that copies tokens to and from their experts, or [] in a block without experts.
 
-    With expert parallelism, the ranks of the experts sort the copies once more, before and after the experts.
+    With expert parallelism, a rank also sorts received copies by expert, and later restores their order.
     """
     copies = max((row.passed for row in block.matmuls if row.routed), default=0)
     if not copies:

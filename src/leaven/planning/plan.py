@@ -41,9 +41,9 @@ ACCURACY_OF_EXPERTS = (
 
 @cache
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
-    """Return the step times of published runs on an accelerator such as H100-SXM-80GB, on any board (SXM, PCIe).
+    """Return published runs' step times on accelerators of one name, such as H100 for H100-SXM-80GB.
 
-    With ``experts``, only mixtures of experts are returned, otherwise only other models.
+    ``experts`` selects mixtures of experts, or if false, all other models.
     """
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]
@@ -59,7 +59,7 @@ class ClusterPlan:
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan with times corrected by runs on the same accelerator in the dtype ``compute``."""
+        """Return the plan with times corrected by ``records`` for its accelerator and ``compute`` dtype."""
         found = calibration(
             records,
             self.job.cluster.accelerator.name,
@@ -140,7 +140,7 @@ class ClusterPlan:
         return tuple(found)
 
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
-        """Return the document of ``leaven plan``, without commands to run next. ``asked``: text of ``--explain``."""
+        """Return the document of ``leaven plan`` without suggested commands. ``asked``: text of ``--explain``."""
         model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
         how = chosen.arrangement
         stages = [stage_memory(model, how, rank, code) for rank in range(how.layout.pp)]
@@ -191,9 +191,10 @@ def plan_recipe(
 ) -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``.
 
-    ``layout`` is text such as ``tp=8,pp=12``, by default the fastest that fits. ``moments`` is the optimizer whose
-    states are counted, by default the recipe's. ``code`` is the name of a training code, by default leaven's. Raise
-    InputError if a name is unknown, the recipe's dtype cannot be planned, or :func:`plan` raises it.
+    ``layout`` is text such as ``tp=8,pp=12``. Its default is the fastest that fits. ``moments`` is the
+    optimizer whose states are counted, by default the recipe's. ``code`` names a training code, by default
+    leaven's. Raise InputError as :func:`plan` does, or if a name is unknown or the recipe's dtype cannot be
+    planned.
     """
     return plan(_job(recipe, gpus, moments, code), recipe.data.tokens, layout)
 
@@ -213,10 +214,10 @@ def _job(recipe: Recipe, gpus: str, moments: Moments | None = None, other: str |
 
 
 def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
-    """Return a cluster of GPUs of the kind ``gpu`` for a recipe, as ``COUNTxNAME``.
+    """Return a cluster of ``gpu`` devices for a recipe, as ``COUNTxNAME``.
 
-    If the recipe's layout has several ranks, their number is the count. Otherwise the count is the first of n, 2n,
-    4n, ..., 128n on which the recipe fits, or n. Here n is from :func:`estimated_gpus`.
+    If the recipe's layout has several ranks, the count is their number. Otherwise it is the first of n, 2n,
+    4n, ..., 128n on which the recipe fits, or else n, with n from :func:`estimated_gpus`.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{gpu.name}"

@@ -1,4 +1,4 @@
-"""Plan published runs, also of architectures that leaven cannot build, for example with latent attention."""
+"""Plan published runs, even if leaven cannot build the model, for example with latent attention."""
 
 import re
 from contextlib import suppress

@@ -39,7 +39,7 @@ SETTLING, FEWEST = 10, 10
 
 
 class RampThroughput:
-    """The step times of one layout by batch size, computed once for each batch size."""
+    """The step times of a layout. Each batch size is computed once."""
 
     def __init__(self, job: Job, full: Arrangement) -> None:
         self.job, self.full = job, full
@@ -140,9 +140,10 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment, a multiple of dp, that splits ``sequences`` into at most 64 equal parts.
+    """Return the smallest multiple of dp that splits ``sequences`` into at most 64 equal parts.
 
-    It is also a multiple of dp x ``micro_batch``, if this product splits ``sequences`` into 8 or more equal parts.
+    If dp x ``micro_batch`` splits ``sequences`` into 8 or more equal parts, use multiples of this product
+    instead.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -150,7 +151,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start`` and the smallest points at or above the full batch / 1, 2, 4, ..., by size."""
+    """Return ``start`` and the smallest points with at least 1, 1/2, 1/4, ... of the full batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
@@ -182,9 +183,9 @@ class NoiseFit(NoiseFitRow):
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """Fit a power law to pairs of (tokens, noise scale), without the first 10 pairs.
+    """Fit a power law to the pairs (tokens, noise scale) after the first 10.
 
-    A falling noise scale gives a constant. Raise InputError if there are fewer than 20 pairs.
+    The fit of a falling noise scale is a constant. Raise InputError if there are fewer than 20 pairs.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:

@@ -1,4 +1,4 @@
-"""Assign blocks to pipeline ranks, and count the parameters and the micro-batches in flight of each rank."""
+"""Assign blocks to pipeline ranks, and count each rank's parameters and micro-batches in flight."""
 
 from collections import Counter
 from functools import cache
@@ -64,7 +64,7 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """Return (block, count) for the distinct blocks on a rank, which has the stages rank, rank + pp, ..."""
+    """Return (block, count) for the distinct blocks on a rank. Its stages are rank, rank + pp, ..."""
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)
@@ -104,7 +104,7 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 
 
 def sharers(layout: Layout) -> tuple[int, int]:
-    """Return over how many ranks ZeRO shards a parameter outside routed experts, and a parameter of an expert."""
+    """Return the number of ranks over which ZeRO shards a parameter: (outside routed experts, in an expert)."""
     ranks = layout.dp * layout.cp // layout.dp_replicate
     return ranks, max(1, ranks // layout.ep)
 
@@ -112,7 +112,7 @@ def sharers(layout: Layout) -> tuple[int, int]:
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    With v stages per rank, a pass goes through one of them and counts as 1/v micro-batch (interleaved 1F1B, Narayanan
+    With v stages per rank, a pass through one stage counts as 1/v micro-batch (interleaved 1F1B, Narayanan
     et al. 2021, arXiv 2104.04473, section 2.2).
     """
     p, v = layout.pp, layout.stages_per_rank

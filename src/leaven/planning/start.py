@@ -105,7 +105,7 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
 
 
 def _proxy(started: StarterRecipes) -> Recipe | None:
-    """Return the recipe of the proxy (the target scaled down, for one process), or None if there is no proxy."""
+    """Return the proxy's recipe for one process, or None. The proxy is the target, scaled down."""
     proxy, target = started.tuning.proxy, started.target
     if proxy is None:
         return None
@@ -134,7 +134,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the planned GPU-hours of all tuning trials to the reasons for the proxy, if planned and at least 1."""
+    """Add the GPU-hours of all tuning trials to the reasons for the proxy, if known and at least 1."""
     tuning = started.tuning
     assert tuning.proxy
     try:

@@ -1,4 +1,4 @@
-"""Check, before a run starts, whether leaven can train a recipe in its layout on a number of processes."""
+"""Check before a run whether leaven can train a recipe on a number of processes."""
 
 from contextlib import suppress
 from importlib.metadata import version
@@ -32,7 +32,7 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with dp, dp_replicate and ep changed to fit ``processes``, or unchanged if no dp fits."""
+    """Fit dp, dp_replicate and ep of a recipe to ``processes``. If no dp fits, return the recipe unchanged."""
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:
@@ -111,7 +111,7 @@ def _zero_bubble_refusal(recipe: Recipe) -> str | None:
 
 
 def layout_cautions(recipe: Recipe) -> list[str]:
-    """Return warnings about a layout that leaven can train but that is probably a mistake."""
+    """Return warnings about a layout that can be trained but is probably a mistake."""
     layout, found = recipe.layout, []
     if layout.zero and layout.dp == 1:
         found.append(

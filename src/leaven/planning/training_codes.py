@@ -119,7 +119,7 @@ class TrainingCode:
         )
 
     def with_muon(self, ns_steps: int) -> "TrainingCode":
-        """Return the training code with leaven's Muon; with ``ns_steps`` 0, unchanged."""
+        """Return the code with leaven's Muon, or unchanged if ``ns_steps`` is 0."""
         return replace(self.with_moments("muon"), ns_steps=ns_steps) if ns_steps else self
 
 
@@ -165,9 +165,9 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return a row for each state (weights, gradients, moments, ...) that the training code stores, unsharded.
+    """Return a row for each state that the training code stores, before sharding: weights, moments and so on.
 
-    ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
+    ``matrices`` of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

@@ -39,7 +39,7 @@ _Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1, m
 
 
 class Data(Part):
-    """The sources of the text or of token ids, the tokenizer, and the number of tokens to train on."""
+    """The sources of training data, the tokenizer, and the number of tokens to train on."""
 
     # python-stdlib, tiny-shakespeare, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
     source: Annotated[

@@ -238,7 +238,7 @@ def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder: ``$LEAVEN_CACHE``, or ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return ``$LEAVEN_CACHE``, or the folder ``leaven`` in ``$XDG_CACHE_HOME`` (by default ~/.cache)."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return storage.expanded(folder)
     return storage.expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "leaven"

@@ -70,7 +70,7 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Return a limit as a table with mode ``global``, and any other value unchanged."""
+        """Turn a bare limit into a table with mode ``global``. Keep any other value."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:

@@ -52,7 +52,7 @@ class Base(Part):
 
 
 class Scaling(Part):
-    """How hyperparameters change from the base to this recipe. Without a base, they are used as written."""
+    """How hyperparameters change from the base to this recipe. Without a base, they do not change."""
 
     rule: RuleName = "complete-d-p"
     # completep and complete-d-p multiply each residual branch by r^-alpha, and the lr inside the blocks by
@@ -114,7 +114,8 @@ class EvaluationSettings(Part):
 class Average(Part):
     """An average of the weights over steps, which a run computes, validates and saves beside the weights.
 
-    Without a half-life, the average is uniform. With one, it is an exponential moving average, uniform at first.
+    Without a half-life, the average is uniform. Otherwise it is an exponential moving average, uniform at
+    first.
     """
 
     # Half-life of an exponential moving average in tokens; None: a uniform average.
@@ -131,9 +132,9 @@ class Average(Part):
         return self
 
     def share(self, before: int, tokens: int, horizon: int) -> float:
-        """Return the share of the current weights in the average after a step; 0 until the average begins.
+        """Return the share of the current weights in the average after a step; 0 before the average begins.
 
-        The step goes from ``before`` to ``tokens`` trained tokens of a run of ``horizon`` tokens.
+        The step goes from ``before`` to ``tokens`` trained tokens. The run ends at ``horizon``.
         """
         start = (1 - self.last) * horizon
         if tokens <= start:
@@ -268,7 +269,7 @@ class Recipe(Part):
 
     @property
     def base(self) -> Base:
-        """The scale for which the hyperparameters are written: ``scaling.base``, or else the recipe's own."""
+        """The scale at which the hyperparameters hold: ``scaling.base``, or else this recipe's scale."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -349,7 +350,7 @@ def differences(a: Recipe, b: Recipe) -> list[Difference]:
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences in layout and micro-batch, which change only the last bits of the loss."""
+    """Return the differences in layout and micro-batch. They change only the last bits of the loss."""
     return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

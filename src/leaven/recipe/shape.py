@@ -351,8 +351,8 @@ class ModelShape(Part):
     ) -> "ModelShape":
         """Return this shape at another width (d_model) and depth (n_layers), or raise ValueError.
 
-        By default, d_ff / d_model, d_head and n_heads / n_kv_heads stay. d_attention / d_model, d_expert / d_ff and
-        the number of experts always stay.
+        Kept by default: d_ff / d_model, d_head, n_heads / n_kv_heads. Always kept: d_attention / d_model,
+        d_expert / d_ff and the number of experts.
         """
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads

@@ -59,10 +59,9 @@ def tensor_ratios(
 ) -> TensorRatios:
     """Return the ratios (target scale / base scale) of one tensor.
 
-    A matrix has the shape (fan out, fan in), as in ``nn.Linear``; matrices of experts have (experts, fan out, fan
-    in); embeddings and unembedding have (rows, width). ``at`` has the ratios of the run, and ``head`` is the ratio of
-    the head dimensions. Raise ValueError if a matrix has the wrong number of dimensions, or the number of experts
-    changes.
+    Shapes are (fan out, fan in), as in ``nn.Linear``, (experts, fan out, fan in), or (rows, width) in
+    embeddings. ``at`` has the ratios of the run, and ``head`` is the ratio of head dimensions. Raise
+    ValueError if a matrix has the wrong number of dimensions, or the number of experts changes.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     sides = 3 if role is Role.EXPERT_WEIGHT else 2

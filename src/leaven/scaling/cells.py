@@ -32,7 +32,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """The size of a run divided by the size of its base. ``width`` is 4 if d_model is 1024 and 256 at the base."""
+    """A run's sizes divided by those of its base. With d_model 1024 and 256 at the base, ``width`` is 4."""
 
     width: float = 1.0  # d_model
     depth: float = 1.0  # number of layers

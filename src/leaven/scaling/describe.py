@@ -19,7 +19,7 @@ from leaven.scaling.table import ParameterTable, parameter_table, ramp_factors
 
 @dataclass(frozen=True)
 class ModuleStart:
-    """The initial standard deviation of a module's matrices, in all blocks or in one block."""
+    """The initial standard deviation of a module's matrices in some blocks."""
 
     module: str
     layers: str  # indices of the blocks, such as "0-11" or "3"; "" for a module outside the blocks

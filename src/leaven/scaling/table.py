@@ -109,16 +109,16 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the parameter rows of the recipe without Muon, followed by its rows of matrices that Muon updates."""
+    """Return the parameter rows of the recipe without Muon, then the rows of matrices that Muon updates."""
     by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
     return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return how a batch ramp or batch stages change the hyperparameters at step ``step`` (counted from 0).
+    """Return (factors, ratio of half-lives) at ``step``, counted from 0. The batch may grow.
 
-    The result has the scaling rule's factors for (batch of this step) / (full batch), all 1 with ``batch.rule``
-    "fixed". It also has the half-life of Adam's moments in steps / the half-life at the previous step.
+    The factors are the scaling rule's for this step's batch / full batch. With ``batch.rule`` "fixed" they
+    are 1. The ratio is the half-life of Adam's moments in steps / that of the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -213,7 +213,7 @@ def optimizer_groups(
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return factors on weights and biases that replace the forward pass's multipliers, by parameter name.
+    """Return factors for parameters, by name. They replace the multipliers of the forward pass.
 
     Factors of 1 are left out. Each multiplier moves to these weights:
 

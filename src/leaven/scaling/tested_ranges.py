@@ -77,7 +77,7 @@ def unlike(source: Mapping[str, Any], recipe: Recipe) -> list[CautionRow]:
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return the warning that ``value`` is beyond ``limit``. ``message`` is its key in messages.toml."""
+    """Return a warning that ``value`` is beyond ``limit``. ``message`` is a key in messages.toml."""
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
@@ -149,10 +149,10 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if Adam's eps is too large compared with sqrt(v) of a block's matrix, where v is the second moment.
+    """Warn if Adam's eps is large compared with sqrt(v) of a block's matrix. v is the second moment.
 
-    sqrt(v) is estimated as the clipping limit (default 1) / sqrt(number of parameters). Real gradients in blocks are
-    smaller.
+    sqrt(v) is estimated as clipping limit (default 1) / sqrt(number of parameters). Real gradients in blocks
+    are smaller.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0

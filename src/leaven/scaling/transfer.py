@@ -1,8 +1,8 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as written for the base. The warm-up, a batch ramp, batch stages and intervals such as
-``evaluation.every_tokens`` keep their share of the run. Each transfer rounds to whole sequences, so transfer from the
-base, not from a transferred recipe.
+The hyperparameters do not change: they apply to the base. The warm-up, a batch ramp, batch stages and
+intervals such as ``evaluation.every_tokens`` keep their share of the run. Each transfer rounds to whole
+sequences, so do not transfer a transferred recipe.
 """
 
 import re

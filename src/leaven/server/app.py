@@ -1,7 +1,7 @@
 """The web server of ``leaven serve``: pages of folders, a planner and a page of published runs.
 
-It answers only GET requests that are addressed to this machine and contain the token of the printed address. It shows
-only folders that :func:`leaven.server.folders.find` finds, whatever path a request contains.
+It answers only GET requests. They must be addressed to this machine and contain the printed token. It
+shows only folders that :func:`leaven.server.folders.find` finds, whatever path a request contains.
 """
 
 import secrets
@@ -93,8 +93,8 @@ class TokenRequired(BaseHTTPMiddleware):
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return the HTML page that ``make`` returns, or a page with the error that it raises. If ``found`` (the shown
-    folders) has not changed since the browser's last request, return an empty response with status 304."""
+    """Return the HTML page that ``make`` returns, or a page with the error that it raises. If the shown folders
+    ``found`` have not changed since the browser's last request, return an empty response with status 304."""
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
         return Response(status_code=304, headers=HEADERS | {"ETag": mark})

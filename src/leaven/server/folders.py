@@ -55,7 +55,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run or study, or None. For a study, it is the best recipe or, without one, the start."""
+        """The recipe of a run or study, or None. A study gives its best recipe, or the start until then."""
         files = [self.folder / name for name in ("recipe.toml", "best.toml", "centre.toml")]
         file = next(filter(Path.is_file, files), None)
         return None if file is None or is_command_file(file) else read_recipe(file)

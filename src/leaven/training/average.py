@@ -34,7 +34,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Swap the average, which must have begun, into the model inside the ``with`` block."""
+        """Swap an average that has begun into the model inside the ``with`` block."""
         self._exchange()
         try:
             yield

@@ -26,7 +26,7 @@ STEPS = 3  # optimizer steps of a measurement; the first is a warm-up and is not
 
 
 def batches_of(recipe: Recipe) -> list[int]:
-    """Return the global batches to measure, in sequences: the recipe's batch and 1/2 to 1/64 of it, rounded up."""
+    """Return global batches to measure, in sequences: the recipe's batch / 1, 2, 4, ..., 64, rounded up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(7)})
 

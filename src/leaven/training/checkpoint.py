@@ -217,13 +217,13 @@ def read_checkpoint(
     group: ProcessGroup = SINGLE_PROCESS,
     recipe: Recipe | None = None,
 ) -> tuple[Checkpoint | None, list[Path]]:
-    """Return the newest undamaged checkpoint that no rewind has undone, or None, and the paths of newer damaged
-    checkpoints.
+    """Return (checkpoint, damaged). ``checkpoint`` is the newest undamaged checkpoint that no rewind has
+    undone, or None. ``damaged`` has the paths of newer damaged checkpoints.
 
     Each process of ``group`` verifies a share of the files. All processes get the same result.
 
     Args:
-        rewinds: the run's rewinds, the same on all processes. A checkpoint that one of them has undone is ignored.
+        rewinds: the run's rewinds, the same on all processes.
         tokens: if given, consider only the checkpoint at this token count.
         recipe: if given, a checkpoint must have exactly the parameters of this recipe, or it counts as damaged.
 
@@ -257,8 +257,8 @@ def read_checkpoint(
 
 
 def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait until ``differs`` returns False on every process, because a network disk may show new files late. After
-    `SEEN_AFTER` seconds, raise InputError on all processes. ``path`` is named in the message."""
+    """Wait until ``differs`` is False on every process. A network disk may show new files late. After
+    `SEEN_AFTER` seconds, raise InputError on all processes, with ``path`` in the message."""
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):
@@ -279,7 +279,7 @@ def _differs(checkpoint: Path, wanted: str) -> bool:
 
 
 def _seen(checkpoint: Path) -> str:
-    """Return a text about the files of a checkpoint and their sizes, to compare what two processes see."""
+    """Return the files and sizes of a checkpoint as text, to compare what two processes see."""
     try:
         files = storage.read(checkpoint / "state.json")
         names = sorted((storage.json_object(files) or {})["files"])
@@ -381,12 +381,13 @@ class Saved:
 
 
 class CheckpointManager:
-    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
+    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer
+    needed.
 
-    The first checkpoint in each interval of ``every_tokens`` is scheduled; :func:`checkpoints_to_keep` chooses those
-    to keep. Any other checkpoint, such as one at a stop, is kept only while it is the newest. So stops do not push
-    out checkpoints to which a run may roll back. Every process of a run calls the same methods at the same steps,
-    from its main thread.
+    The first checkpoint in each interval of ``every_tokens`` is scheduled. :func:`checkpoints_to_keep`
+    chooses which of these stay. Any other checkpoint, such as at a stop, stays only while it is the newest.
+    So stops push out no checkpoint that a rollback may need. Every process of a run calls the same methods
+    at the same steps, from its main thread.
     """
 
     def __init__(
@@ -413,8 +414,8 @@ class CheckpointManager:
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, but only once. Without ``wait``, return None if the save is unfinished.
-        With ``wait``, all processes get the result in the same call. Raise ProcessLost if rank 0 does not answer."""
+        """Return the result of the last save once, then None. Without ``wait``, return None for an unfinished save.
+        With ``wait``, all processes get the result together. Raise ProcessLost if rank 0 does not answer."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None
@@ -426,9 +427,9 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder to continue from ``after_tokens``: rename the ``damaged`` checkpoints, and remove
-        unfinished ones and those that ``rewinds`` have undone. Raise InputError on all processes if a checkpoint
-        after ``after_tokens`` is neither damaged nor undone. Call :meth:`outcome` first."""
+        """Prepare the folder to continue from ``after_tokens``. The ``damaged`` checkpoints are renamed. Unfinished
+        checkpoints and those undone by ``rewinds`` are removed. Raise InputError on all processes if any other
+        checkpoint is after ``after_tokens``. Call :meth:`outcome` first."""
         self._group.barrier()
         new: Path | None = None
         if self._group.is_first:
@@ -473,12 +474,13 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the token counts of the checkpoints to keep, in ascending order. ``due`` has the token counts of all
-    scheduled checkpoints, in ascending order. These are kept:
+    """Return the checkpoints to keep. ``due`` has all scheduled checkpoints. Both are token counts in ascending
+    order. These are kept:
 
     - the newest ``keep``;
-    - the last one at or before ``good_tokens``;
-    - if ``keep_every_tokens`` is given, the first one in each interval of so many tokens, except the first interval.
+    - the last checkpoint at or before ``good_tokens``;
+    - with ``keep_every_tokens``, the first checkpoint in each interval of this length, except the first
+      interval.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     return sorted(stay.union(kept_for_good(due, keep_every_tokens)))
@@ -493,8 +495,8 @@ def kept_for_good(tokens: Sequence[int], every_tokens: int | None) -> list[int]:
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:
-    """Return the lowest of the ascending token counts ``there`` in each interval of ``every_tokens`` tokens. With
-    intervals of 2 tokens, 0, 2, 3 and 5 become 0, 2 and 5."""
+    """For each interval of ``every_tokens`` tokens, return the lowest token count in ``there`` (ascending).
+    With intervals of 2 tokens, 0, 2, 3 and 5 become 0, 2 and 5."""
     return sorted({tokens // every_tokens: tokens for tokens in reversed(there)}.values())
 
 

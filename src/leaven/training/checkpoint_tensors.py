@@ -110,8 +110,8 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Raise ValueError if a block is in none of ``files``, or if the blocks of a tensor do not form the whole
-        tensor. Also compare the dtype and shape of each block with those in the files ``headers``."""
+        """Raise ValueError unless every block is in one of ``files`` and the blocks of each tensor form the whole
+        tensor. For the files ``headers``, also compare each block's dtype and shape with the file."""
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]

@@ -124,7 +124,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device from its data sheet, or as measured in the faster of ``compute`` and fp32."""
+    """Return the peak speed of a device by its data sheet. Else measure the faster of ``compute`` and fp32."""
     known = known_peak(device, compute)
     if known is not None:
         return known
@@ -215,7 +215,7 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use of the accelerator or this process since :func:`reset_peak_memory`, in bytes."""
+    """Return the peak memory in bytes since :func:`reset_peak_memory`. On a CPU, it is this process's peak."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes
@@ -229,7 +229,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Return the memory in use now, in bytes: of the accelerator, or of the whole process if ``device`` is a CPU."""
+    """Return the bytes of memory in use now: on the accelerator, or by the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if device.type == "mps":
@@ -288,8 +288,8 @@ def machine() -> dict[str, Any]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step. By default, glibc returns large blocks to the system, which must
-    clear their pages again. On a CPU, this takes 5 to 37% of a step (docs/log.md). Blocks above 128 MiB are
+    """Let glibc keep freed memory for the next step. By default, glibc returns large blocks, and the system
+    clears their pages again. On a CPU, this takes 5 to 37% of a step (docs/log.md). Blocks above 128 MiB are
     not kept, because that would fragment memory."""
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h

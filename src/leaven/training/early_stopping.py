@@ -1,10 +1,11 @@
-"""Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import torch.
+"""Ends trials early if they diverge, or if they cannot reach the best trial (pruning). Does not import
+torch.
 
-A trial is compared with the baseline, the best trial so far, at equal token counts and only with the same schedule. A
-trial with a high learning rate starts behind and may still win. So its loss may be above the baseline's by one of two
-amounts, whichever is larger: how far the baseline's loss still falls, or :data:`LEAST` standard deviations of the
-loss between seeds. The constants were chosen on one set of trials and tested on another
-(benchmarks/early_stopping.py).
+The best trial so far is the baseline. Other trials are compared with it at equal token counts and only
+with the same schedule. A trial with a high learning rate starts behind and may still win. So its loss
+may exceed the baseline's by the larger of two amounts: the remaining fall of the baseline's loss, or
+:data:`LEAST` standard deviations of the loss between seeds. The constants were chosen on one set of
+trials and tested on another (benchmarks/early_stopping.py).
 """
 
 import math
@@ -109,8 +110,8 @@ baseline's loss."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial with this curve so far is too far behind the baseline (see the module's docstring).
-    Return False before :data:`FIRST` of the run and at its end."""
+    """Return whether a trial's curve is too far behind the baseline (see the module's docstring). Before the
+    share :data:`FIRST` of the run, and at its end, return False."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
@@ -125,7 +126,7 @@ def expected(curve: Curve, baseline: Baseline) -> float:
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return how far the last :data:`SMOOTH` points of ``curve`` are above the baseline on average, in nats."""
+    """Return the mean of (``curve`` - baseline) over the last :data:`SMOOTH` points, in nats."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 

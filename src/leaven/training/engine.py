@@ -68,7 +68,7 @@ class Training:
         *,
         resumes: bool = False,
     ) -> None:
-        """With ``resumes``, the weights of [start] are not read, because a checkpoint replaces them."""
+        """With ``resumes``, do not read the weights of [start]; a checkpoint will replace them."""
         start = None if resumes else recipe.start.folder
         check_trainable(recipe, tokens, group, resumes)
         self.recipe, self.resumes = recipe, resumes
@@ -211,7 +211,7 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Return the mean loss of a batch, a scalar. Add ``scale`` times its gradient to the gradients."""
+        """Return the mean loss of a batch, a scalar. Accumulate the gradient of ``scale`` x loss."""
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
@@ -251,7 +251,7 @@ class Training:
         return float(loss) / batch.targets
 
     def validation_targets(self) -> NDArray[np.int64]:
-        """Return the target tokens that count in the validation loss, (targets,)."""
+        """Return the target tokens that count in the validation loss."""
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
@@ -299,8 +299,8 @@ class Training:
         return self._on_device(inputs), self._on_device(targets), documents
 
     def split(self, sequences: int) -> tuple[int, int]:
-        """Return (sequences in a micro-batch, micro-batches in each process) for a batch of ``sequences`` sequences.
-        A compiled model keeps its micro-batch if possible: compiling for another size costs more than padding."""
+        """Return (sequences per micro-batch, micro-batches per process) for a batch of ``sequences`` sequences. A
+        compiled model keeps its micro-batch if possible: padding costs less than compiling for another size."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))

@@ -44,7 +44,7 @@ _FIRST_LINE = 2**20  # bytes; the first line of the metrics is shorter
 
 
 def require_run_of(run: RunFolder, recipe: Recipe) -> None:
-    """Raise InputError unless a run folder is new or empty, or has all files of a run of this recipe. Layout and
+    """Raise InputError unless a run folder is new, empty, or has all files of a run of this recipe. Layout and
     micro-batch may differ."""
     storage.require_folder_name(run.path)
     if run.path.exists() and not run.path.is_dir():
@@ -91,7 +91,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 
 def faults(run: RunFolder) -> Iterator[str]:
-    """Yield a sentence about each file of a run that was changed, is missing, is unreadable, or is of another run."""
+    """Yield a sentence about each file of a run that is changed, missing, unreadable, or of another run."""
     finish = finish_of(run.read_events())
     for file, why in changed_since(run, finish).items() if finish is not None else ():
         yield f"{run.path / file} is not as it was when the run finished: {why}"
@@ -151,8 +151,8 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence about values in recipe.toml that were changed after a checkpoint and do not affect the
-    weights, or None. ``state`` comes from the checkpoint."""
+    """Return a sentence about changes of recipe.toml since a checkpoint, or None if there are none. Changes
+    of values that affect the weights do not count."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -247,7 +247,7 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values that must stay the same when a run resumes. The path of a single source may change."""
+    """Return the values that a resumed run must keep. The path of a single source may change."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -257,8 +257,8 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was started on a text with another ``fingerprint``. ``saved`` is the fingerprint in
-    a checkpoint, which counts if no event has one."""
+    """Raise InputError if the run was started on a text with another ``fingerprint``. If no event has a
+    fingerprint, the checkpoint's fingerprint ``saved`` counts."""
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
@@ -308,8 +308,8 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return plan.json or a TensorBoard file if it shows that the run has trained. If the run has ``begun`` (has
-    events), plan.json must have measured steps, because the first plan is written before the first step."""
+    """Return a file that shows that the run has trained: plan.json or a TensorBoard file. If the run has events
+    (``begun``), plan.json must have measured steps: the first plan is written before the first step."""
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -330,7 +330,7 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the checkpoint that the run has last saved, resumed from or returned to, or None."""
+    """Return the token count of the last checkpoint that the run saved or loaded, or None."""
     saved = (_saved_tokens(event) for event in reversed(run.events()))
     return next((tokens for tokens in saved if tokens is not None), None)
 
@@ -390,7 +390,7 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
 
 
 def events_before_torchrun(run: RunFolder) -> int:
-    """Return the number of events of a run at the first call since torchrun was started, or -1 without torchrun."""
+    """Return a run's event count at the first call after torchrun's start; -1 without torchrun."""
     mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
     if mark is None:
         return -1
@@ -440,7 +440,7 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
-    """Return what has changed in events.jsonl since ``since`` was written, or None. ``since`` is the ``finish``
+    """Return how the events before the record ``since`` have changed, or None. The record is the ``finish``
     event, or the state of the callbacks in a checkpoint."""
     if not is_sealed(since):
         return "its finish event has been changed"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run, with the weights of one of its checkpoints and its tokenizer."""
+    """A run with its tokenizer and the weights of one checkpoint."""
 
     folder: RunFolder
     recipe: Recipe
@@ -84,11 +84,11 @@ class LoadedRun:
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Return a run's model and tokenizer from its newest undamaged checkpoint, or from the checkpoint at ``tokens``
-    trained tokens. Warnings tell of newer checkpoints that cannot be used, and of changed files.
+    """Return a run's model and tokenizer from the checkpoint at ``tokens`` trained tokens, by default from the
+    newest undamaged checkpoint. Warnings report changed files and unusable newer checkpoints.
 
-    The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
-    time, vocabulary).
+    The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to
+    logits (batch, time, vocabulary).
 
     Raises:
         InputError: if the folder has no run, tokenizer or undamaged checkpoint, has files of another run, or has a
@@ -119,7 +119,7 @@ class _Averages(Mapping[str, Tensor]):
 
 
 def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = False) -> LoadedRun:
-    """Return a run with the weights that :func:`load` would use or, if ``averaged``, with their averages.
+    """Return a run with the weights that :func:`load` would use. With ``averaged``, use their averages.
 
     Raises:
         InputError: as in :func:`load`, or if the checkpoint has no averaged weights.
@@ -197,8 +197,8 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> SampleRow:
-    """Generate a text that continues ``prompt``, which begins a document. ``seed`` and ``number`` determine the
-    random numbers. ``on_text`` is called with each new piece of text."""
+    """Generate a text that continues ``prompt``, the start of a document. ``seed`` and ``number`` determine
+    the random numbers. ``on_text`` receives each new piece of text."""
     tokenizer = run.tokenizer
     tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text
     given = tokenizer.encode(prompt, add_special_tokens=False).ids

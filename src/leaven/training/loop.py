@@ -1,4 +1,4 @@
-"""Runs optimizer steps with callbacks around them: the loop of runs, trials of a study (except stacks) and checks."""
+"""Runs optimizer steps with callbacks around them. Runs, checks and trials outside stacks use this loop."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,7 @@ class Callback:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Prepare to continue from a checkpoint with the ``state`` of all callbacks, or to start a run with {}."""
+        """Prepare to resume. ``state`` has the state of all callbacks, and is empty at the start of a run."""
 
     def close(self) -> None:
         """Release resources. Called when training ends or stops, also after an error."""
@@ -96,7 +96,7 @@ class Loop:
                 callback.on_due()
 
     def read(self) -> bool:
-        """Wait for the unread step, if any, and pass it to the callbacks. Return whether one has rewound the run."""
+        """Wait for an unread step and pass it to the callbacks. Return whether a callback has rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

@@ -72,8 +72,8 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Split a batch evenly into as few passes as possible, of at most ``micro_batch`` sequences each. Return the
-    number of sequences in a pass. The last pass may have fewer.
+    """Return the sequences per pass when a batch is split evenly into the fewest passes. A pass has at most
+    ``micro_batch`` sequences. The last pass may have fewer.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -101,7 +101,7 @@ def _largest_micro_batch(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe with the micro-batch of the started run, if any, in place of "auto". Another micro-batch
+    """Return the recipe with "auto" replaced by the started run's micro-batch, if any. Another micro-batch
     would change the last bits of the loss."""
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
@@ -123,7 +123,7 @@ def with_micro_batch(recipe: Recipe, size: int, why: str) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Estimate the bytes that training on one device needs in addition to the weights, with the planner's formula."""
+    """Estimate the bytes for training on one device, without the weights, by the planner's formula."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16.with_muon(recipe.hyperparameters.ns_steps),
@@ -147,7 +147,7 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
 
 
 def require_memory(recipe: Recipe) -> None:
-    """Raise InputError if by the planner's formula not even one sequence fits into memory."""
+    """Raise InputError if the planner expects that not even one sequence fits into memory."""
     fitting(recipe, default_device(), [1], weights=LEAVEN_BF16.weights * recipe.model.params)
 
 
@@ -204,7 +204,7 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
 
 
 def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return the smallest candidate that is about as fast as the fastest (:data:`WORTH`), or None if none fits."""
+    """Return the smallest candidate that is about as fast as the fastest, or None if no candidate fits."""
     began, recipe = time.perf_counter(), training.recipe
     sequences = recipe.batch.tokens // recipe.model.seq_len
     timings: list[Timing] = []

@@ -20,8 +20,10 @@ applies the function to the whole matrices, and yields this process's block of e
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V^T, where U S V^T is the singular value decomposition of ``matrix``, (out, in) or
-    (experts, out, in). Computes in the dtype of ``matrix``."""
+    """Return approximately U V^T from the singular value decomposition U S V^T of ``matrix``.
+
+    ``matrix`` is (out, in) or (experts, out, in). Its dtype is used.
+    """
     a, b, c = COEFFICIENTS
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if tall else matrix
@@ -45,9 +47,9 @@ def _where(marks: Sequence[bool]) -> str:
 
 
 class MuonWithAdamW(torch.optim.AdamW):
-    """AdamW, with Muon for the parameters of groups that have the keys ``momentum`` and ``match`` (a factor on Muon's
-    update: :meth:`leaven.recipe.hyperparameters.Muon.matching`). Muon's state is ``momentum_buffer``, in the shape of
-    the parameter. A step with ``found_inf`` = 1 changes neither parameters nor state."""
+    """AdamW, with Muon for groups that have the keys ``momentum`` and ``match``. ``match`` is a factor on
+    Muon's update (:meth:`leaven.recipe.hyperparameters.Muon.matching`). Muon's state is ``momentum_buffer``,
+    in the shape of the parameter. A step with ``found_inf`` = 1 changes neither parameters nor state."""
 
     def __init__(
         self,
@@ -59,8 +61,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         on_whole: OnWhole = on_one_process,
         **how: Any,
     ) -> None:
-        """Matrices are orthogonalised in ``dtype``, or in the dtype of the parameters if it is None. The keys
-        ``nesterov`` and ``ns_steps`` of a group replace the arguments of these names."""
+        """Matrices are orthogonalised in ``dtype``; None is the dtype of the parameters. A group's keys
+        ``nesterov`` and ``ns_steps`` replace the arguments."""
         self.dtype, self.on_whole = dtype, on_whole
         super().__init__(groups, **how)
         for group in self._of_muon:  # torch has added the defaults of AdamW
@@ -68,12 +70,12 @@ class MuonWithAdamW(torch.optim.AdamW):
         self.nesterov, self.ns_steps = nesterov, ns_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or a pickle, with the attributes that this class adds."""
+        """Return the state for copying or pickling, including the attributes of this class."""
         added = ("dtype", "on_whole", "nesterov", "ns_steps")
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state from a checkpoint, a pickle or a copy. AdamW's method must not see the groups of Muon."""
+        """Set the state from a checkpoint, a pickle or a copy. AdamW's method gets only the groups of AdamW."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]

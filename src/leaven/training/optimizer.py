@@ -31,19 +31,20 @@ Moments = Mapping[tuple[str, str], Tensor]
 class Optimizer:
     """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table.
 
-    If a batch ramp scales the betas, step i uses beta ** (1 / h_i), where h_i is the half-life of the moment divided
-    by its half-life at the full batch. Adam's bias correction must then divide by 1 minus the product of the betas of
-    all steps. But torch divides by 1 - beta_now ** n, where n is its step count. The two divisors are equal if n is
-    h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
+    If a batch ramp scales the betas, step i uses beta ** (1 / h_i). Here h_i is the half-life of the moment
+    divided by its half-life at the full batch. Adam's bias correction must divide by 1 minus the product of
+    all steps' betas. torch divides by 1 - beta_now ** n instead, with n its step count and now the current
+    step. Both agree if n is h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step
+    count to this n.
     """
 
     adam: torch.optim.Adam
 
     @classmethod
     def build(cls, groups: list[dict[str, Any]], tuned: Hyperparameters, **of_muon: Any) -> "Optimizer":
-        """Return the optimizer that ``tuned.optimizer`` names, for groups of
-        :func:`leaven.scaling.table.optimizer_groups`. ``adam`` adds weight decay to the gradient (L2). ``of_muon``
-        has further arguments of :class:`MuonWithAdamW`."""
+        """Return the optimizer that ``tuned`` selects. ``groups`` are from
+        :func:`leaven.scaling.table.optimizer_groups`. ``adam`` adds weight decay to the gradient (L2).
+        ``of_muon`` are further arguments of :class:`MuonWithAdamW`."""
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
             return cls(MuonWithAdamW(groups, fused=True, **how))
@@ -51,9 +52,9 @@ class Optimizer:
         return cls(algorithm(groups, fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
-        """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If
-        ``skip``, a boolean scalar on the device, is true, parameters and state do not change. ``ramp`` converts lr,
-        betas, eps and weight decay from the full batch to the current batch."""
+        """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If the
+        boolean scalar ``skip`` is true, parameters and state do not change. ``ramp`` converts lr, betas, eps and
+        weight decay from the full batch to the current batch."""
         for group in self.adam.param_groups:
             keys = ("weight_decay",) if "match" in group else ("betas", "eps", "weight_decay")
             full = group.setdefault("full", {key: group[key] for key in keys})
@@ -119,8 +120,8 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running, table.beta2)
 
     def unscale_and_clip(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, a scalar. As in
-        torch, gradients above the limit are multiplied by limit / (norm + 1e-6)."""
+        """Divide the gradients by ``scale`` and clip them. Return the global norm before clipping. As in torch,
+        gradients above the limit are multiplied by limit / (norm + 1e-6)."""
         parameters = self.model.local_parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         assert len(gradients) == len(parameters)
@@ -208,8 +209,9 @@ error of a single one is as large as its value."""
 @dataclass
 class NoiseScale:
     """Measures the gradient noise scale tr(Sigma) / |G|^2 every ``every`` tokens
-    (:mod:`leaven.catalogue.noise_scale`). Both terms are estimated from two gradients of a step: after the first
-    micro-batch, and after all micro-batches. The estimates are averaged over measurements, and then divided."""
+    (:mod:`leaven.catalogue.noise_scale`). Both terms are estimated from two gradients of a step: after the
+    first micro-batch, and after all micro-batches. Each term is averaged over measurements before the
+    division."""
 
     every: int  # tokens between measurements
     model: ShardedModel
@@ -228,8 +230,8 @@ class NoiseScale:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step, and return the noise scale as :meth:`add` does. ``grad_norm`` is the norm of
-        the mean gradient over ``targets``, the number of targets of the batch that count in the loss."""
+        """Add the measurement of a step, and return the noise scale as :meth:`add` does. ``grad_norm`` is the norm
+        of the mean gradient. ``targets`` is the number of the batch's targets that count in the loss."""
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
         return self.add(first, self.first_norm / (share * first), targets, grad_norm)

@@ -12,7 +12,7 @@ Curve = tuple[tuple[int, float], ...]
 
 
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
-    """Return (tokens, loss) points, from JSON or from a user's objective, as a tuple of tuples."""
+    """Return (tokens, loss) points as a tuple of tuples."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 

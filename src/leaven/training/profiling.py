@@ -1,4 +1,4 @@
-"""Measures the time and memory of training steps: of a run (:class:`RunProfile`), and of a few steps on random tokens
+"""Measures the time and memory of training steps, in a run (:class:`RunProfile`) or on random tokens
 (:func:`measure`). The results are added to the calibration history (:mod:`leaven.planning.calibration`)."""
 
 import json
@@ -115,7 +115,7 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return a record of the predicted cost and the measured cost (a median over ``steps`` steps) of a step."""
+    """Return a record of a step: the predicted cost, and the measured cost (the median of ``steps`` steps)."""
     accelerator, shape, compute = accelerator_of(device), recipe.model, recipe.precision.compute
     ns_steps, averages = recipe.hyperparameters.ns_steps, recipe.average is not None
     planned = None
@@ -190,12 +190,12 @@ def measure(
     on_step: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Measurement | None:
-    """Measure a few steps of a recipe's model on random tokens, and add the result to the calibration history. Return
-    the result, or None if ``stop`` has returned True.
+    """Measure a few steps of a recipe's model on random tokens, and add the result to the calibration history.
+    Return the result, or None if ``stop`` has returned True.
 
-    A model that is too large or too slow is measured at two smaller depths, and extrapolated linearly. ``gpus`` is
-    the cluster of the plan, such as "8xH100". Raise InputError if this machine does not have such an accelerator, or
-    if not even two layers fit into memory.
+    A model that is too large or too slow is measured at two smaller depths, and extrapolated linearly.
+    ``gpus`` is the plan's cluster, such as "8xH100". Raise InputError if this machine lacks its accelerator,
+    or if not even two layers fit into memory.
     """
     device = default_device()
     _require_accelerator(device, gpus)
@@ -269,7 +269,7 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step probably fits into memory and, above two layers, takes at most :data:`SHORT_SECONDS`."""
+    """Return whether a step should fit into memory. Above two layers, it must also be fast (``SHORT_SECONDS``)."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
@@ -308,7 +308,7 @@ def _measure_steps(
 
 
 def random_tokens(recipe: Recipe) -> TokenSet:
-    """Return random tokens for one batch, to measure steps, whose time does not depend on the text."""
+    """Return one batch of random tokens. They suffice to time steps: the text does not matter."""
     model = recipe.model
     length = recipe.batch.tokens + 1
     ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=length, dtype=np.uint32)])

@@ -54,7 +54,7 @@ class Rewind:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Rewind":
-        """Return the rewind in an event or a checkpoint. Raise KeyError, TypeError or ValueError if it is damaged."""
+        """Return the rewind of an event or checkpoint. Damaged data raises KeyError, TypeError or ValueError."""
         counts = {field.name: document[field.name] for field in fields(cls) if field.name != "asked"}
         made = cls(**counts, asked=document.get("asked"))
         del counts["lr"]
@@ -93,8 +93,8 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream after ``tokens`` trained tokens. Skipped tokens count: if the ten
-    tokens from 50 on are skipped, the position after 80 trained tokens is 90."""
+    """Return the position in the token stream after ``tokens`` trained tokens. Skipped tokens count, too. If
+    tokens 50 to 59 were skipped, the position after 80 trained tokens is 90."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start

@@ -111,7 +111,7 @@ class LockedFolder:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the paths of all checkpoints in a folder, also of damaged ones, fewest tokens first."""
+    """Return the paths of all checkpoints in a folder, damaged or not. Fewest tokens come first."""
     return sorted((path for path in folder.glob("tokens-*") if _CHECKPOINT.fullmatch(path.name)), key=tokens_of)
 
 
@@ -170,8 +170,8 @@ class RunFolder:
         return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return (recipe, {path: value before}) of the last event that changed the recipe, or None if there is none
-        or it may be lost. Raise InputError if the recipe in the event is damaged."""
+        """Return (recipe, {path: value before}) of the last change to the recipe. Return None without a change, or
+        if events may be lost. Raise InputError if the event's recipe is damaged."""
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
         if not changes or self.rewinds_ahead(events) > 0:
@@ -183,8 +183,8 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of rewinds that the newest checkpoint knows, minus the number that ``events`` know. Above
-        0, events are lost. Below 0, no undamaged checkpoint is newer than the last rewind."""
+        """Return (rewinds recorded in the newest checkpoint) - (rewinds in ``events``). If positive, events are
+        lost. If negative, no undamaged checkpoint is newer than the last rewind."""
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
             return len(newest_document(self)["rewinds"]) - max(known, default=0)
@@ -257,7 +257,7 @@ class RunFolder:
         )
 
     def _is_owner(self, owner: Path, inode: int) -> bool:
-        """Return whether no other run uses these checkpoints. ``owner`` and ``inode`` are from the file ``OWNER``."""
+        """Return whether this run owns the checkpoints. ``owner`` and ``inode`` are from the file ``OWNER``."""
         linked, same = self.checkpoints.is_symlink(), _same(owner, self.path)
         if inode == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
             return not linked or same or not os.path.exists(owner) or _inode(owner) != inode
@@ -275,7 +275,7 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Call :meth:`LockedFolder.require` if the folder is locked. After an error, write nothing more into it."""
+        """Call :meth:`LockedFolder.require` if the folder is locked. If that fails, stop writing to the folder."""
         try:
             if self._locked is not None:
                 self._locked.require()
@@ -330,7 +330,7 @@ class RunFolder:
         return _named_events(read)
 
     def text(self) -> str | None:
-        """Return the fingerprint of the run's text, or None if no event has one."""
+        """Return the training text's fingerprint from the events, or None."""
         return next((event["text"] for event in self.read_events() if isinstance(event.get("text"), str)), None)
 
     def read_events(self) -> list[dict[str, Any]]:
@@ -348,12 +348,12 @@ class RunFolder:
         return bool(checkpoints(self.checkpoints)) or self.finish() is not None
 
     def finish(self) -> dict[str, Any] | None:
-        """Return the ``finish`` event of the run, or None if it has not finished or was rewound since."""
+        """Return the ``finish`` event of the run, or None before the finish or after a later rewind."""
         return finish_of(self.events())
 
 
 def _inode(folder: Path) -> int:
-    """Return the inode of a folder, which is the same after a move on its disk, but not in a copy."""
+    """Return the inode of a folder. A move on the same disk keeps the inode, a copy does not."""
     return folder.stat().st_ino
 
 
@@ -388,8 +388,8 @@ def _content(path: Path) -> bytes:
 
 
 def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
-    """Return the lines of metrics.jsonl in order of steps, and the numbers of damaged lines. Only the last line of a
-    repeated step counts. A line is damaged if its step does not fit between its neighbours."""
+    """Return (lines of metrics.jsonl in order of steps, line numbers of damaged lines). Only the last line of a
+    repeated step counts. The step of a damaged line is not between those of its neighbours."""
     with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
     steps = [line["step"] for _, line in with_step]
     found, damaged = list[NumberedLine](), list[int]()
@@ -450,7 +450,7 @@ def describe_changes(changes: list[Difference]) -> str:
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values with which an event records the changes of a run's recipe. ``recipe`` is the new recipe."""
+    """Return values for an event that records changes of a run's recipe. ``recipe`` is the new recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 

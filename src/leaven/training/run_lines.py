@@ -112,7 +112,7 @@ class RunLines:
         return difference
 
     def metrics_digest(self) -> LinesDigest:
-        """Return the number and the digest of the lines of metrics.jsonl, also of those still in memory."""
+        """Return number and digest of all lines of metrics.jsonl, including lines still in memory."""
         return LinesDigest(self._lines, self._digest.hexdigest())
 
     def events_digest(self) -> LinesDigest:
@@ -152,7 +152,7 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
 
 
 def _in_words(ranges: Sequence[tuple[int, int]]) -> str:
-    """Return ascending ranges of steps, each (first, last), in words, such as "steps 3 to 5 and 9 are"."""
+    """Return ascending (first, last) ranges of steps in words, such as "steps 3 to 5 and 9 are"."""
     sizes = [last - first + 1 for first, last in ranges]
     parts = [f"{first:,} to {last:,}" if first < last else f"{first:,}" for first, last in ranges[:MOST_RANGES]]
     if len(ranges) > MOST_RANGES:

@@ -1,7 +1,8 @@
-"""Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights & Biases).
+"""Readers of the logs of other programs: TensorBoard event files, and offline runs of W&B (Weights &
+Biases).
 
-Readers raise :class:`LogDamaged` if the file is damaged. They leave out an incomplete last record, because another
-program may be writing it, and call their argument ``cut`` with a message.
+Readers raise :class:`LogDamaged` if the file is damaged. Another program may be writing the last record.
+If this record is incomplete, readers leave it out and pass a message to ``cut``.
 """
 
 import json
@@ -33,8 +34,8 @@ class LogDamaged(InputError):
 def tensorboard_rows(
     file: Path, tag: str, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file. Only values with the name
-    ``tag`` are read; other values are None. A tensor that is no scalar gives a text with its shape."""
+    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file. A value is None unless
+    its name is ``tag``. A tensor that is not a scalar gives a text with its shape."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 

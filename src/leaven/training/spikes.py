@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """An anomaly in a run, with the steps at which it began and was detected."""
+    """An anomaly in a run, with the steps of its start and its detection."""
 
     onset: int  # the first suspicious step
     step: int  # the step at which it was detected
@@ -69,7 +69,7 @@ class Anomaly:
 
 @dataclass
 class QuantityMonitor:
-    """Tracks the usual level of one quantity, and its cumulative sum of deviations."""
+    """Tracks a quantity's usual level, and the sum of deviations from this level."""
 
     floor: float  # lower limit of the standard deviation
     values: list[float] = field(default_factory=list)  # the last :data:`LEVEL` values that were not suspicious
@@ -103,9 +103,9 @@ class QuantityMonitor:
 
 
 class SpikeDetector:
-    """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order. With
-    ``skipping`` (``on_spike = "skip"``), the trainer skips steps above :meth:`limits`. Then only :data:`PATIENCE`
-    skipped steps in a row, or an update norm that is not finite, are an anomaly."""
+    """Detects anomalies. Pass the metrics of every step to :meth:`observe`, in order. With ``skipping``
+    (``on_spike = "skip"``), the trainer skips steps above :meth:`limits`. Then only two things are
+    anomalies: :data:`PATIENCE` skipped steps in a row, and an update norm that is not finite."""
 
     def __init__(self, skipping: bool = False) -> None:
         self.skipping = skipping
@@ -171,7 +171,7 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits for step number ``step``, which do not depend on the metrics of the step before it."""
+        """Return the limits for a step. They do not depend on the metrics of the step before."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found. It is
-    computed, because the disk may have damaged and unscheduled checkpoints."""
+    """Return the token count of the oldest scheduled checkpoint that exists when an anomaly is found. The disk
+    is not read, because it may have damaged and unscheduled checkpoints."""
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
         """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read."""

@@ -159,7 +159,7 @@ def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
 
 
 class TrialStack:
-    """The buffers and the training step for ``size`` recipes with the shape, batch and dtype of ``like``."""
+    """Trains up to ``size`` recipes at once. All have the shape, batch and dtype of ``like``."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)
@@ -332,7 +332,7 @@ class TrialStack:
         self.flat.copy_(kept - each(rate / correction1) * self.first / root)
 
     def _losses(self, p: Mapping[str, Tensor], windows: Tensor) -> Tensor:
-        """Return the mean loss of each recipe, (K,), for parameters ``p`` by name and ``windows`` (K, B, T + 1)."""
+        """Return each recipe's mean loss. ``p`` has parameters by name; ``windows`` is (K, B, T + 1)."""
         shape, inputs, targets = self.shape, windows[..., :-1], windows[..., 1:]
         k, b, t = inputs.shape
 
@@ -373,8 +373,8 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return the validation losses (K,) in nats per token, over ``recipe.evaluation.tokens`` tokens. Batches and
-        gradients are as in training, so that the compiled pass fits."""
+        """Return each trial's validation loss in nats per token, over ``recipe.evaluation.tokens`` tokens. Batch
+        size and gradients are as in training, for the compiled pass."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

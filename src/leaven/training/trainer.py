@@ -166,8 +166,8 @@ def train(
 
 @contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. The KeyboardInterrupt of the
-    first Ctrl-C is raised after the block, that of a later one at once."""
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. The first Ctrl-C raises
+    KeyboardInterrupt after the block, a later Ctrl-C raises it at once."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield stop
@@ -282,7 +282,7 @@ def _require_one_recipe(
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool], resumes: bool
 ) -> tuple[Training, Choice | None]:
-    """Return the initial state of a run, and the choice of its micro-batch (None if no pass was timed)."""
+    """Return a run's initial state and micro-batch choice. The choice is None if nothing was measured."""
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
         if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
@@ -297,7 +297,7 @@ def _built(
 
 
 class RunTrainer:
-    """Trains a run in its folder, from one start of the process to its stop."""
+    """Trains a run in its folder until the process stops."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -458,7 +458,7 @@ class RunTrainer:
         return {"step": self.training.progress.step, "tokens": self.training.tokens}
 
     def _tell_if(self, why: str | None, event: str) -> None:
-        """Unless ``why`` is None, pass an event with this reason to ``on_event``, but not to the run folder."""
+        """If ``why`` is not None, pass an event with this reason to ``on_event``, not to the run folder."""
         if why is not None:
             self._on_event(event, self._at | {"why": why})
 
@@ -488,7 +488,7 @@ class RunTrainer:
 
 @contextmanager
 def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Close the callbacks at the end of the block. If the block raises an error, errors of closing are ignored."""
+    """Close the callbacks at the end of the block. If the block raises an error, ignore errors of ``close``."""
     try:
         yield
     except BaseException:

@@ -106,7 +106,7 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe's text. Raise InputError if their fingerprint is not ``inputs`` (None: any)."""
+    """Return the tokens of a recipe's text. If ``inputs`` is given, raise InputError for another fingerprint."""
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -280,8 +280,8 @@ def initialise_worker(device: str | None = None) -> None:
 
 
 class WorkerPool:
-    """A pool of worker processes, which ends with its ``with`` block. ``device`` is the ``CUDA_VISIBLE_DEVICES`` of
-    the workers. If a worker dies, the next :meth:`submit` starts new workers."""
+    """A context manager with a pool of worker processes. ``device`` is their ``CUDA_VISIBLE_DEVICES``. After a
+    worker dies, the next :meth:`submit` starts new workers."""
 
     def __init__(self, workers: int, device: str | None = None) -> None:
         self._workers, self._device = workers, device

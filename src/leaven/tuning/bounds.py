@@ -62,7 +62,7 @@ BOUNDS = {
 
 
 def why_fixed(recipe: Recipe, path: str) -> str | None:
-    """Return why the value at a path cannot move within its bounds, or None if it can. A choice always can."""
+    """Return why the value at a path is fixed within its bounds, or None if the value can move."""
     if path in CHOICES or any(reach(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"{point.value_at(recipe, path):g} cannot move within its bounds: {bounds_of(path).why}"
@@ -121,7 +121,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return why a recipe is invalid with its value at ``path`` moved by ``octaves``, or None if it is valid."""
+    """Return why moving the value at ``path`` by ``octaves`` makes a recipe invalid, or None if it does not."""
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

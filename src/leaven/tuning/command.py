@@ -140,7 +140,7 @@ class LossSource(Part):
 
     @property
     def progress(self) -> str:
-        """The x-axis of the loss curves: tokens, steps, or losses (the number of losses so far)."""
+        """What the x-axis of loss curves counts: tokens, steps or reported losses."""
         if self.tokens_per_step is not None:
             return "tokens"
         stepped = self.step or "{step}" in (self.pattern or "") or self.tensorboard or self.wandb
@@ -188,7 +188,7 @@ class Command(Part):
 
     @property
     def _required(self) -> set[str]:
-        """The names of the placeholders outside of ``config``, which must all have a value."""
+        """The names of placeholders outside ``config``. Each of them must have a value."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property
@@ -285,7 +285,7 @@ class SearchedValue(Part):
         return self
 
     def moved(self, octaves: float) -> Value:
-        """Return the value at a distance (in ``unit``) from the start, rounded and within the limits. For a choice,
+        """Return the value at a distance ``octaves`` from the start, rounded and within its limits. For a choice,
         ``octaves`` is an index into ``choices``."""
         if self.choices is not None:
             return self.choices[round(octaves)]

@@ -80,7 +80,7 @@ def unlike_earlier(folder: Path, recipe: Recipe) -> list[str]:
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function that converts a trial to a point. Raise InputError if base or scaling rule differ."""
+    """Return a function from a trial to a point. Raise InputError if the recipes' bases or rules differ."""
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -112,7 +112,7 @@ def require_start(document: StudyDocument, start: Recipe | CommandFile, what: st
 
 
 def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
-    """Return the value at ``path`` in a recipe or command file, or None if it has none."""
+    """Return the value at ``path`` in a recipe or command file, or None if missing."""
     try:
         return value_at(start, path) if isinstance(start, Recipe) else start.space[path].dimension(path).centre
     except (AttributeError, LookupError):
@@ -120,7 +120,7 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial, with the distance 0 for a value of ``space`` that the trial does not have."""
+    """Return the point of a trial. Values of ``space`` that the trial lacks get the distance 0."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]

@@ -55,8 +55,8 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of values that a search space may name: of the whole recipe, of modules, of depth profiles.
-    Values that are not set and multipliers without effect are left out."""
+    """Return the paths that a search space may name: of the whole recipe, modules and depth profiles. Values
+    that are not set and multipliers without effect are left out."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -93,7 +93,7 @@ def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the recipe's value at a searchable path, or else the default. Return None if there is neither."""
+    """Return the recipe's value at a searchable path, or the default, or None."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -118,8 +118,8 @@ def _unit(path: str) -> str:
 
 
 def moved(unit: str, value: float, x: float) -> float:
-    """Return the number at the distance ``x`` from ``value``, in ``unit``. For x = 1, an octave turns 0.5 into 1, a
-    tenth turns 0.5 into 0.6, and a beta turns 0.9 into 0.81."""
+    """Return ``value`` moved by ``x`` units. With x = 1, an octave turns 0.5 into 1, a tenth turns 0.5 into
+    0.6, and a beta turns 0.9 into 0.81."""
     match unit:
         case "tenth":
             return value + x / 10

@@ -1,11 +1,11 @@
 """Define search spaces: the searched values of a recipe and how far each may move.
 
-The user gives a space by the name of a set (``SETS``) or by the paths of values. docs/concepts/spaces.md lists the
-values of each set. ``per-module`` has those that mattered most to Mlodozeniec et al. 2025 (arXiv 2512.22382): lr,
-init_std and residual of each module.
+The user gives a space by the name of a set (``SETS``) or by the paths of values. docs/concepts/spaces.md
+lists the values of each set. ``per-module`` has lr, init_std and residual of each module, which mattered
+most to Mlodozeniec et al. 2025 (arXiv 2512.22382).
 
-Some values can replace each other: multiplying one by c and dividing another by c gives the same model. Then neither
-has an optimum of its own. So ``per-module`` leaves out:
+Some pairs of values are redundant: multiplying the first by c and dividing the second by c gives the
+same model. So neither has its own optimum, and ``per-module`` leaves out:
 
 - Global values whose multipliers are searched in all modules. Start such a search at the best global values.
 - The middle point of a depth profile, because the multipliers of modules already set the mean over depth.
@@ -64,11 +64,11 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return the value of each placeholder of a command at a point. Raise ValueError for an invalid point."""
+        """Return the values of a command's placeholders at a point. Raise ValueError for an invalid point."""
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-        """Return the text of a recipe or command file that starts at ``octaves``. ``reasons`` are for ``[why]``."""
+        """Return the text of a recipe or command file that starts at ``octaves``. ``[why]`` gets ``reasons``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
@@ -94,7 +94,7 @@ class SearchSpace(ABC):
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """The box in which a search begins, by path. It grows while the best points lie at its edge."""
+        """By path, the range where a search begins. It grows while the best points lie at its edge."""
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
@@ -137,7 +137,7 @@ class Space(SearchSpace):
         return point.recipe_at(self.recipe, octaves, seed)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return the values of placeholders at a point: the recipe's numbers and texts, by path and by short path."""
+        """Return the placeholders' values at a point: the recipe's numbers and texts, by full and short path."""
         recipe = self.recipe_at(octaves, seed)
         found = {
             path: value
@@ -198,14 +198,17 @@ class Space(SearchSpace):
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    The ranges in ``[tuning.octaves]`` apply to any space. Sets and patterns leave out values that cannot be searched.
+    The ranges in ``[tuning.octaves]`` apply to any space. Sets and patterns leave out values that cannot be
+    searched.
 
     Args:
-        which: the name of a set (``SETS``), or paths and patterns such as ``*.lr``, separated by commas. ``recipe``
-            stands for the recipe's ``[tuning]``. Default: ``recipe``, or ``global`` without a ``[tuning]``.
+        which: the name of a set (``SETS``), or paths and patterns such as ``*.lr``, separated by commas.
+            ``recipe`` is the recipe's ``[tuning]``. Default: ``recipe`` with a ``[tuning]``, otherwise
+            ``global``.
 
     Raises:
-        InputError: if a path or ``[tuning]`` is invalid, a pattern matches no path, or no value is left to search.
+        InputError: if a path or ``[tuning]`` is invalid, a pattern matches no path, or no value is left to
+            search.
     """
     tuning = recipe.tuning
     if which is None:

@@ -1,7 +1,7 @@
-"""The document of a study: the content of study.json, from which screens and reports are made.
+"""The document of a study, saved as study.json. Screens and reports are made from it.
 
-Losses and noise are in nats per token, or in the unit of the loss that a command reports. A point maps the path of
-each searched value to its distance from the start, in the unit of its dimension.
+Losses and noise are in nats per token, or in the unit of the loss that a command reports. A point maps
+the path of each searched value to its distance from the start, in the unit of its dimension.
 """
 
 import math
@@ -80,8 +80,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial at ``x`` uses. A number that must be whole is rounded, increased by
-        ``more`` and limited to its range."""
+        """Return the distance that a trial at ``x`` uses. Whole-number values are rounded, increased by ``more``
+        and limited to their range."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -93,7 +93,7 @@ class Dimension:
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text: ``x0.29`` (octave), ``+0.05`` (tenth), or a level."""
+        """Return the change from ``origin`` to ``to`` as text: ``x0.29`` or ``+0.05``. A choice gives its level."""
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":
@@ -286,8 +286,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Return the Pareto front of loss and FLOPs, the cheapest first. Each compared duration of a trial is a
-    candidate. Trials that differ only in their seed are averaged."""
+    """Return the Pareto front of loss and FLOPs, cheapest first. A trial with several durations gives a
+    candidate for each. Trials that differ only in seed are averaged."""
     of_point: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
         if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
@@ -314,7 +314,7 @@ def edited(answer: Path) -> bool:
 
 
 def _study_of(answer: Path) -> StudyDocument | None:
-    """Return the study in the folder of a file, or None if none can be read."""
+    """Return the study next to the file ``answer``, or None if unreadable."""
     try:
         return StudyDocument.model_validate_json(storage.read(answer.parent / "study.json"))
     except (OSError, ValueError):
@@ -322,8 +322,8 @@ def _study_of(answer: Path) -> StudyDocument | None:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return, for each share in ``SHARES``, a factor on the tokens of ``target`` that lowers its loss by this share
-    of a study's gain. (A larger model may keep only a share of the gain.)
+    """Return a row per share in ``SHARES``, with a factor on the tokens of ``target``. The factor lowers the
+    loss by this share of a study's gain. (A larger model may keep only a share.)
 
     ``answer`` is the best.toml of the study. The list is empty without a gain, or if the tokens are outside
     ``WORTH_TOKENS``.

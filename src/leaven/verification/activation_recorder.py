@@ -27,7 +27,7 @@ LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the first tensor among the output, its first item, its logits and its last_hidden_state; else None."""
+    """Try ``output``, its first item, ``logits`` and ``last_hidden_state``. Return the first tensor, or None."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -150,7 +150,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules in blocks that contain the last matrix of a residual branch, such as ``layers.3.mlp``."""
+    """Inside the blocks, return the modules that enclose a branch's last matrix, such as ``layers.3.mlp``."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

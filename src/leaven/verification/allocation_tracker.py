@@ -23,7 +23,7 @@ _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait
 
 @dataclass(eq=False)
 class Allocation:
-    """The memory of a torch storage, which one or more tensors use."""
+    """A torch storage, used by one or more tensors."""
 
     part: str  # what the memory is used for
     size: int = 0  # current number of bytes
@@ -81,7 +81,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moves = []
 
     def now(self) -> BytesByPart:
-        """Return the bytes that each part has now."""
+        """Return each part's allocated bytes now."""
         return _sum((entry, entry.size) for entry in self._allocations.values())
 
     def peak(self) -> BytesByPart:

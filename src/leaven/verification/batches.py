@@ -21,7 +21,7 @@ HELD_OUT = 1_000_000  # the seed of the batches for the validation loss; no mode
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return a function that makes batches of ``count`` text sequences. The seed `HELD_OUT` has validation text."""
+    """Return a function that makes batches of ``count`` text sequences. Seed `HELD_OUT` gives validation text."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -54,7 +54,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return ``count`` sequences of a seed's stream, from number ``first`` on. ``size``: sequences in a batch."""
+    """Return ``count`` sequences of a seed's stream, beginning at number ``first``. ``size``: batch size."""
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

@@ -179,7 +179,7 @@ def collapse_of_family(
 
 
 def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
-    """Return the sizes with batch and tokens in proportion to the number of parameters, in whole sequences.
+    """Return the sizes with batch and tokens in proportion to the parameters, rounded to whole sequences.
 
     The first size has the family's own batch and tokens.
     """
@@ -189,10 +189,10 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviations of the other sizes from the first size, as defined at the top of this file.
+    """Return the deviations from the first size, as defined at the top of this file.
 
-    ``curves`` has the shape (..., sizes, intervals), ``irreducible`` (L0) the shape (...), and the result the shape
-    (..., sizes - 1, intervals after :data:`FROM`).
+    Shapes: ``curves`` (..., sizes, intervals), ``irreducible`` (...), result (..., sizes - 1, intervals
+    after :data:`FROM`). ``irreducible`` is L0.
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -252,7 +252,7 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Return the mean deviation of BLOCKS blocks from a line through their interval: (count, BLOCKS), or None."""
+    """Fit a line to each interval, and return the mean deviation of each block: (count, BLOCKS), or None."""
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
     found = []
@@ -266,7 +266,7 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the row that judges one size. ``band`` is half the width of the confidence band around ``errors``."""
+    """Return the verdict on one size. The confidence band is ``errors`` plus or minus ``band``."""
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band

@@ -1,12 +1,13 @@
 """The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
-Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) train models of several widths for a few steps on
-one batch. The RMS of every module's output should not depend on the width. Dey et al. 2025 (CompleteP, arXiv
-2505.01618) do the same over depth. This check also judges the *change* of the output since the first step, in which a
-wrong lr shows first.
+Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) train models of several widths for a
+few steps on one batch. The RMS of every module's output should not depend on the width. Dey et al. 2025
+(CompleteP, arXiv 2505.01618) do the same over depth. This check also judges the *change* of the output
+since the first step. This shows a wrong lr first.
 
-Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
-each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with the size of the model:
+Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling
+rule multiplies each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with
+the size of the model:
 
 - Over width, outputs whose last dimension does not grow, such as the model's logits, and query . key divided by a
   growing d. Both are like a mean of N terms. At the start, the terms have independent signs, so the mean falls as
@@ -18,14 +19,15 @@ each residual branch by L^-alpha. Under a correct rule, only these outputs may f
   such outputs. The output of a norm before a branch must not fall, because this norm passes on what the stream has
   learnt.
 
-If d grows, the attention logits *must* fall with the width at the start. This detects a model that divides query .
-key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model have the same size at every d.
-Training aligns queries and keys, and the logits then grow as sqrt(d). This growth takes more steps than a check has
-(the slope was +0.1 after 40 steps), so the start is judged.
+If d grows, the attention logits *must* fall with the width at the start. This detects a model that
+divides query . key by sqrt(d), as is usual, instead of d. Before training, the logits of such a model
+have the same size at every d. Training aligns queries and keys, and the logits then grow as sqrt(d).
+This growth takes more steps than a check has (the slope was +0.1 after 40 steps), so the start is
+judged.
 
-Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
-over all blocks would raise every slope by 0.15: the first block, whose input is still the embedding, is half of the
-mean at depth 2, but one sixteenth at depth 16.
+Over depth, a module inside the blocks is measured in the middle block, and the stream after the last
+block. A mean over all blocks would raise every slope by 0.15: the first block, whose input is still the
+embedding, is half of the mean at depth 2, but one sixteenth at depth 16.
 """
 
 import math
@@ -191,7 +193,7 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails whatever its slopes are, or "" if the slopes can be judged."""
+    """Return why a module fails without a look at its slopes, or "" if they must be judged."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):

@@ -48,8 +48,8 @@ def duration(
 ) -> CheckDocument:
     """Run or resume the duration check.
 
-    ``ratios`` are run lengths as multiples of the family's own; 1 is always among them. ``lrs`` are the lrs to try,
-    by default a grid. Raise InputError if there is no ratio besides 1, and whatever :func:`sweep` raises.
+    ``ratios`` are multiples of the family's run length; 1 is always added. ``lrs`` are the lrs to try, by
+    default a grid. Raise InputError as :func:`sweep` does, or if the only ratio is 1.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -63,9 +63,9 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the token exponent that a check measured, its interval and its reason, by path in a recipe.
+    """Return a measured token exponent, its interval and its reason, by path in a recipe.
 
-    The best lr falls as tokens^-t, and the token exponent is t, clipped to 0 to 1. The result is None without an
+    The best lr falls as tokens^-t, where the token exponent t is clipped to 0 to 1. Return None without an
     interval, or if a best lr is at the edge of its grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
@@ -123,7 +123,7 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return the loss of each control run minus the loss under the rule, for each scale in ``longer``."""
+    """For each scale in ``longer``, return each control run's loss minus the loss under the rule."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

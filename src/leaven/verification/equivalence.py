@@ -43,7 +43,7 @@ def equivalence(
 ) -> CheckDocument:
     """Run or resume the equivalence check. ``ratios`` are multiples of the family's batch.
 
-    Raise InputError if there are too few ratios or steps, or a batch or the folder cannot be used. Raise
+    Raise InputError if ratios or steps are too few, or if a batch or the folder is unusable. Raise
     ChecksStopped if the runs were stopped.
     """
     kappas = sorted({1.0, *ratios})
@@ -83,7 +83,7 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """Return the allowed difference of the mean loss in nats per token, from the losses at the unchanged batch."""
+    """Return the allowed loss difference in nats per token. ``losses`` are those at the unchanged batch."""
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:
         return TOLERANCE * learnt

@@ -1,14 +1,14 @@
-"""Checks of a user's own torch model, made by a factory function, ``module:factory``::
+"""Checks of a user's own torch model. A factory function, ``module:factory``, makes the model::
 
     def factory(width: int, depth: int, seed: int = 0, ratios: leaven.Ratios = leaven.Ratios()):
         model = MyModel(width, depth)                 # nn.Module: token ids (sequences, positions) -> logits
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
-The parameters ``seed`` and ``ratios`` are optional. The factory may return a third value, the function ``batch(seed,
-step) -> (inputs, targets)``. docs/concepts/checks.md describes the factory, and how its models are trained. The
-result of a run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if the
-``DivergenceMonitor`` ended it, or if the result is at least 1 nat above the loss of a uniform guess.
+The parameters ``seed`` and ``ratios`` are optional. A function ``batch(seed, step) -> (inputs,
+targets)`` may be the third result. docs/concepts/checks.md describes the factory and the training of its
+models. The result of a run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if
+the ``DivergenceMonitor`` ended it, or if its result is at least 1 nat above the loss of a uniform guess.
 """
 
 import importlib
@@ -87,7 +87,7 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0: the factory itself scales its hyperparameters, with ``ratios``."""
+        """Return 0, because the factory scales its hyperparameters itself."""
         return 0.0
 
     def params(self, scale: RunScale) -> int:
@@ -99,7 +99,7 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, block_labels(model))
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. Raise InputError if its batch or model is impossible."""
+        """Return the training run of a setting. Raise InputError if the batch or model is impossible."""
         scale = setting.scale
         sequences = scale.batch * self.sequences
         if not math.isclose(sequences, round(sequences)):
@@ -220,12 +220,12 @@ def foreign(
     tokens: int | None = None,
     alpha: float | None = None,
 ) -> ForeignFamily:
-    """Return the family of models that a user's factory makes. ``entry`` is ``module:factory``.
+    """Return the model family that a user's factory makes. ``entry`` is ``module:factory``.
 
-    One model is built at ``scale`` to read the size of the vocabulary. ``source`` names the text, as ``data.source``
-    of a recipe. It can be :data:`MADE_UP`, and is :data:`SOURCE` by default. If the factory returns batches,
-    ``source`` and ``batch_tokens`` must be None. Raise InputError if the factory, its result or an argument cannot be
-    used, or the vocabulary is too small for text.
+    One model is built at ``scale`` to read the vocabulary size. ``source`` names the text, like
+    ``data.source`` in a recipe, or is :data:`MADE_UP`. The default is :data:`SOURCE`. If the factory returns
+    batches, ``source`` and ``batch_tokens`` must be None. Raise InputError if the factory, its result or an
+    argument cannot be used, or if the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

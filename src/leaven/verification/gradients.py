@@ -1,37 +1,40 @@
 """The gradient check: does eps scale with the gradients, and does weight decay keep its effect?
 
-The exponent of a quantity is the slope of its log2 over log2 of the width or depth. For example, a gradient that
-halves when the width doubles has the exponent -1 over width. Three properties of a scaling rule are judged:
+The exponent of a quantity is the slope of its log2 over log2 of the width or depth. For example, a
+gradient that halves when the width doubles has the exponent -1 over width. Three properties of a scaling
+rule are judged:
 
-- AdamW divides by ``sqrt(v) + eps``, so the exponent of each gradient's RMS must equal that of eps (Everett et al.
-  2024, arXiv 2407.05872).
-- AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x weight_decay must be 0.
-  If a rule lowers the lr with the width and keeps weight_decay, wide models have almost no decay. Activations show
-  this error only after many steps.
-- Every parameter with a gradient must change in training. Gains and biases must change by the same amount at every
-  scale, because Adam changes each entry by about the lr in a step.
+- AdamW divides by ``sqrt(v) + eps``, so the exponent of each gradient's RMS must equal that of eps
+  (Everett et al. 2024, arXiv 2407.05872).
+- AdamW shrinks a weight by the fraction lr x weight_decay in each step. The exponent of lr x
+  weight_decay must be 0. If a rule lowers the lr with the width and keeps weight_decay, wide models have
+  almost no decay. Activations show this error only after many steps.
+- Every parameter with a gradient must change in training. Gains and biases must change by the same
+  amount at every scale, because Adam changes each entry by about the lr in a step.
 
-:mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone. For matrices that Muon
-updates, the first property is not judged, because Muon has no eps.
+:mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone. For
+matrices that Muon updates, the first property is not judged, because Muon has no eps.
 
 Two kinds of parameters are exceptions over width:
 
-- Gains of query and key norms, which all heads share. The gradient is a sum over heads, whose terms have independent
-  signs at the start. After about 150 steps the signs agree, and the exponent of the gradient is 0, like that of eps.
-  So only the gradient at the end is judged, and only after 150 steps or more.
-- Routers: matrices inside blocks whose number of outputs does not grow with the width. The gradient of an output is a
-  sum over the width, whose terms have independent signs until the outputs of the experts align with the gradient. So
-  the exponent may be anywhere from -1/2 to 0, where eps has 0. docs/concepts/checks.md has measurements.
+- Gains of query and key norms, which all heads share. The gradient is a sum over heads. At the start,
+  its terms have independent signs. After about 150 steps, the signs agree, and the exponents of gradient
+  and eps are both 0. So only the gradient at the end is judged, and only after 150 steps or more.
+- Routers: matrices in blocks with the same number of outputs at every width. The gradient of an output
+  is a sum over the width. Its terms have independent signs until the outputs of the experts align with
+  the gradient. So the exponent may be from -1/2 to 0. For eps, it is 0. docs/concepts/checks.md has
+  measurements.
 
-The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three quantities may
-fall with the depth, at most as L^(alpha-1):
+The rule multiplies residual branches by L^-alpha, where L is the depth. If alpha is below 1, three
+quantities may fall with the depth, at most as L^(alpha-1):
 
-- lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep weight_decay. (With
-  ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
+- lr x weight_decay, because the rule lowers the lr inside blocks, and the published rules keep
+  weight_decay. (With ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
 - Changes of gains and biases inside blocks, because the rule lowers the lr there.
-- Gradients inside blocks at the end of the training, relative to eps. The gradient of a gain is in part proportional
-  to what the block has learnt, which falls with the depth. For the gain before the MLP and alpha = 1/2, the exponent
-  was -0.59 on text and -0.90 on a Markov chain, which is learnt quickly. eps has -0.50.
+- Gradients inside blocks at the end of the training, relative to eps. Part of a gain's gradient is
+  proportional to what the block has learnt. This part falls with the depth. For the gain before the MLP
+  and alpha = 1/2, the exponent was -0.59 on text and -0.90 on a Markov chain, which is learnt quickly.
+  eps has -0.50.
 """
 
 import math
@@ -185,7 +188,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return, by label, the RMS of all tensors with this label. ``values`` has the tensors by parameter name."""
+    """Return the RMS of all tensors with the same label. ``values`` has the tensors by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -196,7 +199,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails whatever its exponents are, or "" if the exponents can be judged."""
+    """Return why a parameter fails before its exponents are judged, or "" if they can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

@@ -48,9 +48,9 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return the combinations for each parameter that AdamW or Muon trains.
+    """Return combinations of optimizer settings for each parameter that AdamW or Muon trains.
 
-    ``steps`` is the number of steps of the run / the number of steps at the smallest scale.
+    ``steps`` is (steps of the run) / (steps at the smallest scale).
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}
@@ -157,7 +157,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and the highest exponent of a combination along ``axis`` under a correct rule."""
+    """Return the lowest and highest correct exponent along ``axis`` for a product of hyperparameters."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

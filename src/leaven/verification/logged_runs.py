@@ -50,7 +50,7 @@ class LoggedRow:
         return self.values.get(column) not in (None, "")
 
     def number(self, column: str) -> float:
-        """Return the number in a column, which may be NaN or infinite. Raise InputError if there is none."""
+        """Return a column's number, also NaN or infinite. Raise InputError if the column has no number."""
         if not self.has(column):
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row or run")
         value = self.values[column]
@@ -74,7 +74,7 @@ class LoggedRow:
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
     def seed(self) -> float | str | None:
-        """Return the seed, or None if the row has no seed or the seed nan. 0 and 0.0 are the same seed."""
+        """Return the seed, or None if it is missing or nan. 0 and 0.0 are the same seed."""
         value = str(self.values["seed"]) if self.has("seed") else "nan"
         try:
             return None if math.isnan(float(value)) else float(value)
@@ -83,7 +83,8 @@ class LoggedRow:
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield ``path`` and each folder below it once, with its file names. Raise InputError if a run may be missing."""
+    """Yield ``path`` and each folder below it once, with the file names. Raise InputError if a run may be
+    missing."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
@@ -148,7 +149,7 @@ def _is_one_run(path: Path) -> bool:
 
 
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a TensorBoard or W&B run. Its path below ``root`` gives ``columns``, such as the width."""
+    """Return the points of a TensorBoard or W&B run. ``columns`` are read from the run's path below ``root``."""
     cut: list[str] = []
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
@@ -309,7 +310,7 @@ def _runs_by_size(
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run that has not diverged ends before another of its size. ``ends``: last points."""
+    """Raise InputError if a run without divergence is shorter than another of its size. ``ends``: last rows."""
     if value in AXES:  # with another batch, a run has another number of steps
         return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
@@ -323,10 +324,10 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
 
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
-    """Return the loss curves of all runs in a folder or file, by the name of their size, the smallest first.
+    """Return the loss curves of all runs in a folder or file. The keys name the sizes, the smallest first.
 
-    ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the files.
-    Raise InputError if the runs cannot be used, or if the size of a curve is not clear.
+    ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the
+    files. Raise InputError if the runs cannot be used, or if the size of a curve is unclear.
     """
     if folders := _own_runs(path, loss):
         return _curves_of_own_runs(folders)

@@ -116,7 +116,8 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    Rows of single parts are not judged: the planner gives their largest size, and the dry run their size at the peak.
+    Rows of single parts get no verdict. The plan has the largest size of a part, the dry run the size at the
+    peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

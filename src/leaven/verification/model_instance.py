@@ -41,7 +41,7 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale to which the rule adapts hyperparameters. If not ``ruled``, its batch and tokens are 1."""
+        """The scale to which the rule adapts hyperparameters. Without ``ruled``, batch and tokens are 1."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -76,11 +76,11 @@ class ModelInstance:
 
 
 def block_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that maps the name of a module or parameter to its label, which all blocks share.
+    """Return a function from the name of a module or parameter to its label. All blocks share labels.
 
-    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label ``output``.
-    Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of one type of modules with submodules.
-    Neither a list inside a block nor the model itself counts.
+    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label
+    ``output``. Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of modules of one type
+    with submodules. Neither lists inside blocks nor the model itself count.
     """
     lists: list[str] = []
     for path, module in model.named_modules():

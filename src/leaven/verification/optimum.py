@@ -34,7 +34,7 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Mapping[Hashable, float] | Sequence[float]]) -> "LossGrid":
-        """Return the grid of ``losses``, by value and then by seed. Diverged runs have NaN or infinite losses."""
+        """Return the grid of ``losses[value][seed]``. The loss of a diverged run is NaN or infinite."""
         runs: dict[float, Mapping[Hashable, float]] = {
             value: of if isinstance(of, Mapping) else {seed: loss for seed, loss in enumerate(of)}
             for value, of in sorted(losses.items())
@@ -51,7 +51,7 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds near the best value, or None with one run per value."""
+        """Standard deviation of the loss over seeds, near the best value. None if each value has one run."""
         near = [list(self.runs[place].values()) for place in self._points(self.means.argmin(-1))]
         freedom = [len(losses) - 1 for losses in near]
         if not any(freedom):
@@ -75,7 +75,7 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The predicted loss at the best value, of shape (...)."""
+        """The loss predicted at the best value. Shape: (...)."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
@@ -92,7 +92,7 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss at ``octave``, on a parabola around the nearest grid value. Both have the shape (...)."""
+        """Return the loss (...) at ``octave`` (...), from a parabola around the nearest grid value."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
@@ -208,7 +208,7 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
 
 
 def exponent(grids: Mapping[float, LossGrid]) -> Estimate:
-    """Return the exponent of the best value over the size: the least-squares slope of log2 value over log2 size."""
+    """Return the least-squares slope of log2 (best value) over log2 (size)."""
     ratios = np.log2(list(grids))
     ratios -= ratios.mean()
 

@@ -140,7 +140,7 @@ class RunStore:
             self._note(f"no result in {file} fits this model and its settings; every run is trained")
 
     def _save(self) -> bool:
-        """Write the lines of finished runs. Return False if a line cannot be written; it stays for the next call."""
+        """Write the lines of finished runs. Return False on failure. The next call writes the remaining lines."""
         while self._unsaved:
             self._locked.require()
             try:
@@ -169,7 +169,7 @@ class RunStore:
         return {key: [outcome(trial).loss for trial in several] for key, several in trials.items()}
 
     def keep(self, document: CheckDocument) -> CheckDocument:
-        """Write a check's document into the folder. Return it with the number of runs in the folder."""
+        """Add the folder's number of runs to a check's document. Write and return the document."""
         if self._pool is not None:  # the folder is locked
             self._locked.require()
         document = document.model_copy(update={"runs": len(self._ended)})
@@ -220,7 +220,7 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return the number of results that the folder should have at least, by ``finished`` and by its document."""
+        """Return how many results the folder should have: ``finished``, or its document's number if larger."""
         document = {}
         with suppress(OSError):
             document = storage.json_object(storage.read(self.folder / RESULT)) or {}

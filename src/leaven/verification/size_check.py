@@ -134,7 +134,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train a model and return its measurements. Raise InputError if it lacks a label in ``labels``.
+        """Train and measure a model. Raise InputError if the model lacks a label in ``labels``.
 
         An empty set ``labels`` gets the labels of this model.
         """

@@ -1,7 +1,8 @@
 """Make small models from a recipe of any size, with initial values for checks of a few steps.
 
-The exponents of a scaling rule are the same at all sizes, if the model keeps its proportions. So a check without
---widths trains models of widths 64 to 512. If the recipe does not fit these widths, its proportions are rounded.
+A scaling rule has the same exponents at all sizes if models keep their proportions. So a check without
+--widths trains models of widths 64 to 512. If the recipe does not fit these widths, proportions are
+rounded.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ LARGEST_GROUP = 8  # the most query heads per kv head if the recipe does not fit
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with a model of about width 64, and its changed proportions, such as "d_head 128 -> 64"."""
+    """Return the recipe with a model of width near 64, and the changed proportions, such as "d_head 128 -> 64"."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if shape.experts:
@@ -100,7 +101,7 @@ def _proportions(shape: ModelShape) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CheckStart:
-    """Values of the models of a short check."""
+    """Settings of a short check's models."""
 
     hidden: float  # standard deviation of hidden weights, times sqrt(width)
     residual: float  # multiplier of the residual branches

@@ -159,7 +159,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _wider(
     family: ModelFamily, quantity: Quantity, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid of a scale. If the best value is at an edge, the next value beyond is added, if it is valid."""
+    """Return the grid, extended by one value if its best value is at an edge. An invalid value is not added."""
     if not losses.has_optimum or not losses.edge:
         return grid
     value = losses.following
@@ -219,9 +219,9 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return a row with the measured exponent of the best value along each axis.
+    """Return rows with the measured exponent of the best value, one for each axis.
 
-    A grid has values at the base, so the exponent fitted to it is the error of the rule. The rule's exponent is
+    A grid has values at the base, so a fitted exponent is the error of the rule. The rule's exponent is
     added.
     """
     found = []
@@ -246,7 +246,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the swept value, its minimum at each scale, and the best value along each axis."""
+    """Yield curves of the loss over the swept value, of each scale's minimum, and of best values by axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

@@ -28,7 +28,7 @@ class Exponent:
 
     @property
     def beyond(self) -> float:
-        """The distance from the range minus the limit. The check fails if this is above 0."""
+        """Distance from the allowed range - limit. The check fails if this is above 0."""
         return self.outside - self.limit
 
 

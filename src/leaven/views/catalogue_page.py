@@ -49,7 +49,7 @@ class CatalogueChart:
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return what each law predicts, such as the ``lr``, for models of these sizes, by the law's name."""
+    """Return the values of ``predicted``, such as "lr", at these model sizes, by the law's name."""
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
         for result in evaluate(size, TOKENS_PER_PARAMETER * size):
@@ -140,7 +140,7 @@ def group_of(run: PublishedRun, hues: dict[str, str]) -> str:
 
 
 def symbol(run: PublishedRun) -> str:
-    """Return plotly's symbol of a run: diamond for muP, square without Adam(W), else circle; open for experts."""
+    """Return plotly's symbol: diamond for muP, circle for Adam(W) or unknown, square otherwise; open for MoE."""
     if run.schedule is not None and "muP" in (run.schedule.parametrisation or ""):
         shape = "diamond"
     elif run.optimizer in ("adam", "adamw", None):
@@ -157,9 +157,9 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over their active parameters, and the names of its lines (published laws).
+    """Return a chart of published runs over active parameters, and the names of the laws that it shows.
 
-    Line n has the label n on the chart. The recipe ``own`` is a star at ``own_value``.
+    Each law is a line, numbered in this order. The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]

@@ -106,7 +106,7 @@ def line(
     shape: str = "linear",
     **style: Any,
 ) -> Figure:
-    """Return a trace of a line through ``points``. With a ``size`` in pixels, each point is also a dot."""
+    """Return a line through ``points`` as a trace. A ``size`` above 0 adds dots of this size in pixels."""
     looks = {"color": colour, "width": width, "dash": dash, "shape": shape}
     if size:
         return _trace(points, "lines+markers", line=looks, **{"marker": {"color": colour, "size": size}} | style)
@@ -114,7 +114,7 @@ def line(
 
 
 def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None = None, **style: Any) -> Figure:
-    """Return a trace of dots. ``marker`` may have more keys of plotly's markers, for example ``symbol``."""
+    """Return a trace of dots. ``marker`` adds keys of plotly's markers, such as ``symbol``."""
     return _trace(points, "markers", marker={"color": colour, "size": size} | (marker or {}), **style)
 
 
@@ -132,7 +132,7 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis with up to ``most`` ticks, labelled by ``spell``. ``pad`` is a share of the axis."""
+    """Return a log axis with up to ``most`` ticks, labelled by ``spell``. ``pad`` is margin / axis length."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -140,7 +140,7 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def measured_axis(values: Iterable[float], spell: Spell) -> Figure:
-    """Return a logarithmic axis with ticks at ``values``. If there are more than 8, some get no tick."""
+    """Return a logarithmic axis with ticks at ``values``. At most 8 values get a tick."""
     places = sorted(set(values))
     shown = places[:: -(-len(places) // 8)]
     return log_axis(places[0], places[-1], spell, tickvals=shown, ticktext=list(map(spell, shown)))
@@ -154,7 +154,7 @@ def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: fl
 
 
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
-    """Return a line across the chart at the value ``at`` of ``axis`` (x or y), by default behind the traces."""
+    """Return a line across the chart where ``axis`` (x or y) is ``at``. By default, it is behind the traces."""
     looks = {"color": colour, "width": 1, "dash": dash}
     return {"type": "line", "line": looks, "layer": "below", **_across(axis, at, at), **more}
 
@@ -213,7 +213,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` points, evenly spaced on a log or linear axis, with the first and the last."""
+    """Return at most ``most`` points, with both ends, evenly spaced on a log or linear axis."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])

@@ -66,7 +66,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve, divided by ``eps`` at the same size (if given), and then by the first value.
+    """Divide a curve by ``eps`` at each size, if ``eps`` is given. Return the results / the first result.
 
     Return [] if a value of the curve is 0 or missing, because a logarithmic axis cannot show it.
     """
@@ -103,7 +103,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of ``check collapse``, and the template variables of their section.
+    """Return the charts and the template variables of the section for ``check collapse``.
 
     The charts show the normalised loss curves, and their deviations from the curve of the first size.
     """

@@ -91,7 +91,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return the header of each column of numbers, by the name of the number, such as ``regret``."""
+    """Return the headers of the numeric columns, by name such as ``regret``."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in PAIRS:

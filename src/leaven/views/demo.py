@@ -26,7 +26,7 @@ COMMANDS = (  # for a model of the user's own, after the demo
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the losses by lr for each (rule, width): at the base the mean over seeds, else of the first seed."""
+    """Return losses by lr for each (rule, width). The base has means over seeds, other widths the first seed."""
     base = demo.models[0].width
     return {
         (rule, width): {
@@ -151,7 +151,7 @@ def demo_plan(
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield the tables of losses of a finished demo, its result, its time and the file of its page."""
+    """Yield a finished demo's tables of losses, its result, its time and the file of its page."""
     yield "loss, nats per token (*: the lowest loss of a row)"
     yield loss_table(demo)
     yield ""

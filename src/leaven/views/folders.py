@@ -119,7 +119,7 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder has no run, study, check or demo, or no results yet, or a damaged file.
+        InputError: if no run, study, check or demo with results is there, or if a file is damaged.
     """
     if not folder.exists():
         store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"

@@ -53,9 +53,9 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return lines about how far the planned time of a step may be off, judged by published runs.
+    """Return lines about the error of the planned step time, estimated from published runs.
 
-    The last line says how to measure the time. Calibrated plans and CPUs have no such lines.
+    The last line says how to measure the time. Calibrated plans and plans for CPUs have no lines.
     """
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]

@@ -25,7 +25,7 @@ HUES = {
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colour of each part of memory that is drawn. ``stages`` has the GiB of each part, by rank."""
+    """Return the colour of each drawn part of memory. ``stages`` maps part to GiB, for each rank."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= numbers.LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
@@ -39,7 +39,7 @@ def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, st
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw the memory of each pipeline rank as a bar of parts. ``stages`` has the GiB of the parts, by rank."""
+    """Draw the memory of each pipeline rank as a stacked bar. ``stages`` maps part to GiB, for each rank."""
     p, totals = len(stages), [sum(parts.values()) for parts in stages]
     traces = [
         {
@@ -84,7 +84,7 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def drawn_ranks(p: int) -> list[int]:
-    """Return which of the ``p`` pipeline ranks are drawn: all, or ``RANKS`` evenly spaced ones."""
+    """Return the pipeline ranks to draw: all ``p`` ranks, or ``RANKS`` evenly spaced ranks."""
     return list(range(p)) if p <= RANKS else [round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS)]
 
 

@@ -1,4 +1,5 @@
-"""Prepare a recipe for a page: a coloured map of the learning rates, the parameter table, and reasons of values."""
+"""Prepare a recipe for a page: a map of learning rates in colour, the parameter table, and reasons for
+values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return a table with a coloured band for each parameter: the lr of each layer, divided by ``lr``."""
+    """Return a table of coloured bands: for each parameter, the lr of every layer divided by ``lr``."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -76,7 +77,7 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the largest distance of ``factors`` from 1 in whole octaves (factors of 2), at least 1."""
+    """Return how far ``factors`` reach from 1, in whole octaves (factors of 2), but at least 1."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
@@ -140,17 +141,17 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return the module's multiplier times the depth multiplier of each layer. Outside layers, it is one number."""
+    """Return module multiplier x depth multiplier for each layer, or one number for a module outside layers."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the table of the multipliers in a study's best recipe, or None if it has none.
+    """Return the table of the multipliers in a study's best recipe, or None without multipliers.
 
-    It has a row for each module and a column for each of `multiplier_kinds`. A cell is a band. The first row has the
-    depth multipliers, if any.
+    Rows are modules, columns are `multiplier_kinds`. Each cell has a colour per layer. Depth multipliers are
+    in the first row.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

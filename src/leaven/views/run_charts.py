@@ -97,7 +97,7 @@ def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _logarithmic(title: str, lines: Sequence[Figure], x: Figure, spell: charts.Spell) -> Figure | None:
-    """Draw lines over a logarithmic y axis that fits them. Return None if they have no points."""
+    """Draw lines with a fitting logarithmic y axis. Return None if the lines have no points."""
     seen = [value for line in lines for value in line["y"]]
     if not seen:
         return None
@@ -132,7 +132,7 @@ def _line(
 
 
 def _validations(run: RunView, colour: str, start: float = 0) -> list[Figure]:
-    """Return dots at the validation losses from ``start`` tokens on, and open dots for averaged weights, if any."""
+    """Return dots for validation losses from ``start`` tokens on. Open dots are losses of averaged weights."""
     drawn = []
     for points, what, symbol in (
         (run.validation, "", "circle"),

@@ -96,9 +96,10 @@ class Table:
 
 
 class RowByRow:
-    """A table that is printed row by row, in columns of fixed width. Optional columns that do not fit are left out.
+    """A table that is printed row by row, in columns of fixed width. Optional columns that do not fit are left
+    out.
 
-    ``widths`` has the width of each printed column, by its index in ``columns``.
+    ``widths`` has the printed columns: index in ``columns`` -> width.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -117,7 +118,7 @@ class RowByRow:
         return self.line([column.header for column in self._columns])
 
     def line(self, cells: Sequence[Cell]) -> Text:
-        """Return a row as text. ``cells`` has a cell for every column, also for those that are left out."""
+        """Return a row as text. ``cells`` has a cell for every column, even for columns left out."""
         aligned = []
         for i, width in self.widths.items():
             room = width if self._columns[i].free else max(width, len(cells[i]))

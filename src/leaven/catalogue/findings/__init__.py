@@ -33,8 +33,8 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. It is kept if the finding disappears and at most notes (the mildest
-    findings) are added. The changes that add the fewest notes come first.
+    Each suggested change is tried on the recipe. It is kept if it removes the finding and adds at most
+    notes (the mildest findings). The changes that add the fewest notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -176,6 +176,6 @@ def _distance(check: Check, value: float) -> float:
 
 
 def _within(check: Check, value: float, bounds: Sequence[float]) -> bool:
-    """Return whether a value is within bounds, with a tolerance of 2%, because published values are rounded."""
+    """Return whether a value is within bounds, give or take 2%. Published values are rounded."""
     least, most = (_distance(check, bound) for bound in bounds)
     return (least if least <= 0 else least / _ROUNDING) <= _distance(check, value) <= most * _ROUNDING

@@ -1,6 +1,6 @@
 """The data of the checks: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-Checks compare the hyperparameters of the hidden weights (the matrices in blocks) after the scaling rule.
+The compared values are those of the hidden weights (matrices in blocks) after the scaling rule.
 """
 
 import math
@@ -114,7 +114,7 @@ class Case:
         return [row for row in self.table if not row.match]
 
     def muon(self, quantity: str) -> float | None:
-        """Return a quantity's median over the matrices of Muon, converted to AdamW's (arXiv 2502.16982)."""
+        """Return the median of a quantity over Muon's matrices, converted for AdamW (arXiv 2502.16982)."""
         power = {"lr": 1, "weight_decay": -1}.get(quantity, 0)
         of_adamw = Muon(match="adamw_rms")
         rows = [row for row in self.table if row.match]
@@ -189,7 +189,7 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return init std x multiplier of each branch's last matrix, by module: the root mean square over layers."""
+        """Return the RMS over layers of (init std x multiplier), by module, for the last matrix of each branch."""
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:
@@ -198,7 +198,7 @@ class Case:
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return the hyperparameters of the hidden weights, by path of the recipe."""
+        """Return the hyperparameters of hidden weights, by path in the recipe."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}
@@ -207,7 +207,7 @@ class Case:
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest value of ``of_run`` over :attr:`runs`."""
+        """Return the smallest and the largest result of ``of_run`` for :attr:`runs`."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
@@ -242,6 +242,6 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return the changes to a run of ``tokens`` tokens. A longer warm-up is shortened to 1% of the run."""
+        """Return changes that set the run length to ``tokens``. A longer warm-up becomes 1% of the run."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

@@ -151,7 +151,7 @@ def balance(check: Check, case: Case) -> Check | None:
 
 
 def balance_loss(check: Check, case: Case) -> Check | None:
-    """Compare the coefficient of the balance loss, before scaling, if the model has this loss."""
+    """Compare the recipe's coefficient of the balance loss, if the model has this loss."""
     experts = case.recipe.model.experts
     if not experts or not experts.balanced_by_loss:
         return None

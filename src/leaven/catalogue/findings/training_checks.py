@@ -1,5 +1,6 @@
-"""Functions for checks of optimizer, schedule, batch and text, each named as its check in ``checks.toml``. A function
-returns the check with its value and suggested changes, or None if the check does not apply."""
+"""Functions for checks of optimizer, schedule, batch and text. Each has the name of its check in
+``checks.toml``. It returns the check with value and suggested changes, or None if the check does not
+apply."""
 
 import math
 from dataclasses import replace
@@ -94,7 +95,7 @@ def z_loss(check: Check, case: Case) -> Check | None:
 
 
 def z_loss_weight(check: Check, case: Case) -> Check | None:
-    """Compare the coefficient of the z-loss with the published ones, unless it is 0."""
+    """Compare a z-loss coefficient above 0 with the published values."""
     return replace(check, of_run=lambda run: term(run, check.path)) if check.value else None
 
 
@@ -139,7 +140,7 @@ def muon_lr(check: Check, case: Case) -> Check | None:
 
 
 def muon_decay(check: Check, case: Case) -> Check | None:
-    """Compare the decay of Muon, converted to AdamW's."""
+    """Convert Muon's decay to AdamW's, and check it."""
     value = case.muon("weight_decay")
     if value is None:
         return None
@@ -157,7 +158,7 @@ def _with_muon() -> list[PublishedRun]:
 
 
 def timescale(check: Check, case: Case) -> Check | None:
-    """Compare the timescale of weight decay with the best one by the Power Lines law.
+    """Compare the timescale of weight decay with the optimum of the Power Lines law.
 
     The timescale is batch / (lr x decay x tokens), a share of the run. Timescale / best timescale is 33 for
     GPT-NeoX-20B, and 0.34 to 10.9 for all other compared runs.
@@ -323,7 +324,7 @@ def ramp_start(check: Check, case: Case) -> Check | None:
 
 
 def ramp_length(check: Check, case: Case) -> Check | None:
-    """Compare the length of a batch ramp with that of published ramps in small increments."""
+    """Compare the length of a batch ramp with published ramps that have small increments."""
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return None
@@ -365,7 +366,7 @@ def final_lr(check: Check, case: Case) -> Check:
 
 
 def precision(check: Check, case: Case) -> Check | None:
-    """Report fp16, which overflows where bf16 does not, even with leaven's loss scale."""
+    """Report fp16. Even with leaven's loss scale, it can overflow where bf16 does not."""
     if case.recipe.precision.compute != "fp16":
         return None
     unstable = _unstable("fp16")

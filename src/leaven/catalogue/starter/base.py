@@ -1,7 +1,8 @@
-"""Choose the base: the model and run length for which the hyperparameters of a starter recipe are written.
+"""Choose the base of a starter recipe: the model and run length for which its hyperparameters are written.
 
-The base is the target (the model that the user requests), a proxy (a smaller model to tune first), or a tuned base (a
-small recipe in ``catalogue/bases`` that leaven tuned). The scaling rule converts hyperparameters to the target.
+The base is the target (the model that the user requests), a proxy (a smaller model to tune first), or a
+tuned base (a small recipe in ``catalogue/bases`` that leaven tuned). The scaling rule converts
+hyperparameters to the target.
 """
 
 from dataclasses import dataclass
@@ -72,9 +73,9 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return the largest tuned base for a model, and the model's shape at the base's width and depth, or None.
+    """Return (the largest tuned base for a model, the model's shape at the base's width and depth), or None.
 
-    The base has 1/32 to 1/2 of the model's parameters, and about as many tokens per parameter (`SAME_DURATION`).
+    The base has 1/32 to 1/2 of the model's parameters, and a similar number of tokens per parameter.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):

@@ -30,10 +30,10 @@ increment has the size of the first batch."""
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the starts and the lengths of published batch ramps without stages, each by run id.
+    """Return the starts and the lengths of published batch ramps without stages, by run id.
 
-    A start is (first batch) / (last batch), a length is the ramp's share of the run. Only the largest of ``runs`` (by
-    default the dense ones) in each model family counts.
+    A start is (first batch) / (last batch). A length is the ramp's share of the run. Each model family gives
+    only its largest run. By default, ``runs`` are the dense runs.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -52,12 +52,13 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return the growth of a published run's batch, at the same shares of the run, as ``ramp`` or ``stages`` of a
-    recipe. Return None if the batch did not grow, if details are unknown, or if ``batch`` is too small.
+    """Return a published run's batch growth as a recipe's ``ramp`` or ``stages``, or None without usable data.
+
+    Both batches grow after equal shares of their runs.
 
     Args:
         tokens, batch: length and full batch of the new run, in tokens.
-        unit: batch sizes are multiples of this number of tokens, which divides ``batch``.
+        unit: number of tokens that divides all batch sizes, including ``batch``.
     """
     ramp, length = run.ramp, run.tokens
     if not (run.batch_grew and ramp and length):
@@ -84,7 +85,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: RunSize) -> Evidence:
-    """Return the batches in tokens by laws and published runs, converted to this run length."""
+    """Return the batches in tokens that laws and published runs suggest for this run length."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (
@@ -97,7 +98,8 @@ def batch_evidence(at: RunSize) -> Evidence:
 
 
 def choose_batch(draft: StarterDraft, at: RunSize) -> int:
-    """Choose and return the batch in tokens: the reference run's (``--from``), or one from laws and published runs.
+    """Choose and return the batch in tokens, from the reference run (``--from``) or from laws and published
+    runs.
 
     A batch from laws and runs is at most the critical batch, and leaves at least `LEAST_STEPS` steps. Raise
     InputError if the run is too short for the reference run's batch.

@@ -72,10 +72,10 @@ class StarterRequest:
 
 
 def used_params(params: int, experts: tuple[int, int] | None) -> int:
-    """Return about how many of ``params`` parameters a token uses.
+    """Estimate how many of ``params`` parameters a token uses.
 
-    ``experts`` are the number of experts in a layer, and how many of them a token uses. A block is assumed to have 4
-    d_model^2 parameters in attention. The experts that a token uses, together w wide, have 3 w d_model parameters.
+    ``experts`` is (experts of a layer, experts that a token uses). The attention of a block is assumed to
+    have 4 d_model^2 parameters. A token's experts have a total width w and 3 w d_model parameters.
     """
     if experts is None:
         return params
@@ -163,7 +163,7 @@ class RunSize:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The values of one quantity by laws and published runs."""
+    """A quantity's values from laws and published runs."""
 
     laws: Votes
     inside: int  # number of laws within their fitted range
@@ -192,7 +192,7 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return a step in the derivation of a recipe: its ``values`` by path, and the reasons in ``lines``."""
+    """Return a step in the derivation of a recipe. ``values`` are by path; ``lines`` are the reasons."""
     once = list(dict.fromkeys(sources))
     return DerivationRow(
         step=number, title=title, values=dict(values or {}), lines=list(lines), reason="; ".join(lines), sources=once
@@ -223,15 +223,15 @@ class StarterDraft:
         self.why[path] = sentence("reasons", message or path, self._open[path])
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
-        """Set a value with the evidence of laws and published runs, and finish the step ``title``."""
+        """Set a value that laws and published runs support, and finish the step ``title``."""
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Finish the step ``title``, which contains the values that were decided since the previous step.
+        """Finish a step named ``title`` with all values that were decided since the previous step.
 
-        Its text is the message ``message`` (default: ``title``), filled in with ``facts`` and the recipe so far.
+        The step's text is the message ``message`` or ``title``, filled in with ``facts`` and the recipe so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

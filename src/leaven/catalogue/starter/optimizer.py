@@ -37,7 +37,7 @@ ADAM = {
 
 
 def batch_factor(batch: int, published: int | None) -> float:
-    """Return the factor on an lr for the batch ``published``: sqrt(batch / published), limited by `MOST_BY_BATCH`."""
+    """Return sqrt(batch / published), a factor on the published lr, limited by `MOST_BY_BATCH`."""
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
@@ -164,7 +164,7 @@ def choose_adam(draft: StarterDraft, at: RunSize, batch: int, lr: float) -> None
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return the std of hidden weights at this width by each of the common formulas."""
+    """Return the std of hidden weights at ``width`` by each common formula."""
     return {
         "mt-nlg sqrt(1/(3d))": usual_std(width),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),

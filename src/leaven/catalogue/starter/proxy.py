@@ -124,7 +124,7 @@ def trials_worth(each: float) -> int:
 
 
 def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> ModelShape:
-    """Return the shape of ``shapes`` nearest to ``params`` parameters and to the proportions of ``model``."""
+    """Return the shape in ``shapes`` nearest to ``model`` in proportions and to ``params`` in size."""
 
     def off(shape: _Size) -> float:
         # Too narrow counts twice as much as too shallow: scaling over width is exact only for large widths, but
@@ -155,7 +155,7 @@ def _smaller(model: ModelShape, count: Callable[[ModelShape], int]) -> Iterator[
 
 
 def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
-    """Return the model at another width and depth; d_ff / d_model changes only by rounding."""
+    """Return the model at another width and depth. d_ff / d_model is kept, up to rounding."""
     # d_expert / d_ff is kept, so d_ff must be a multiple of this number.
     unit = model.d_ff // math.gcd(model.d_ff, model.experts.d_expert) if model.experts else 1
     exact = model.d_ff * width % (model.d_model * unit) == 0

@@ -67,7 +67,7 @@ class Proportions(NamedTuple):
     attention: Fraction = Fraction(1)  # (width of all heads together) / d
 
     def heads(self, d: int) -> dict[str, int | None]:
-        """Return d_model = ``d``, a multiple of :attr:`unit`, and the numbers and sizes of heads at this width."""
+        """Return d_model = ``d`` and the numbers and sizes of heads. ``d`` must be a multiple of :attr:`unit`."""
         together = int(d * self.attention)
         n_heads = together // self.d_head
         return {
@@ -188,7 +188,7 @@ def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
 
 
 def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape of a starter recipe. Raise InputError if none is near the requested size (`FARTHEST`)."""
+    """Return the shape of a starter recipe. Raise InputError if no shape is near the requested size."""
     model = _nearest(request, near)
     off = model.params / request.params - 1
     if abs(off) <= FARTHEST:
@@ -243,7 +243,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 def _proportions(
     near: Neighbours, aspect: float, width: float, activation: str, experts: Mapping[str, Any] | None
 ) -> Proportions:
-    """Return the reference run's proportions, or the usual ones for ``width`` where it publishes none."""
+    """Return the reference run's proportions. Unknown proportions have usual values for ``width``."""
     run = near.reference
     arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
     heads: dict[str, Any]
@@ -276,7 +276,7 @@ def _usual_aspect(near: Neighbours) -> float:
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the d at which 12 d^2 L is the number of parameters that a token uses, with the usual d / L."""
+    """Return the d with 12 d^2 L = ``request.params_active``, where L follows from the usual d / L."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 
@@ -308,7 +308,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near this size since `RECENT`, or the neighbours if there is none."""
+    """Return each lineage's newest run near this size since `RECENT`, or the neighbours if there is none."""
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -346,7 +346,7 @@ def _predicted_batch(request: StarterRequest) -> float:
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """Add the values of ``model``, a shape from :func:`choose_shape`, to the draft, with reasons."""
+    """Add the values of ``model``, from :func:`choose_shape`, and their reasons to the draft."""
     run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
     aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
     experts, alike = (mixtures(request.params_active, like, run) for like in (None, request.experts))

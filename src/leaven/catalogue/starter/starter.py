@@ -58,7 +58,7 @@ _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 def starter(request: StarterRequest) -> StarterRecipes:
     """Return the requested recipe (the target) with the steps that derived it, or raise InputError.
 
-    Its layout is for one process. :func:`leaven.planning.start.start` adds the layout for a cluster and the proxy.
+    The layout is for one process. :func:`leaven.planning.start.start` adds a cluster layout and the proxy.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None

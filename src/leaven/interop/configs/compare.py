@@ -76,7 +76,7 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings by parameter of a model without multipliers that, without clipping, trains in the same way."""
+        """The settings by parameter of an equivalent model without multipliers. Clipping is ignored."""
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -120,7 +120,7 @@ class ResolvedRecipe:
 
     @property
     def accumulate(self) -> int:
-        """The number of micro-batches in one step of a rank, with the full batch."""
+        """The number of micro-batches per step and rank at the full batch."""
         return self.sequences // self.recipe.layout.dp // self.micro_batch
 
 
@@ -177,7 +177,7 @@ def compare(
 
 
 def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
-    """Return two lists of numbers as texts, such as "0.01" or "0.01 .. 0.02" (lowest and highest).
+    """Write each list as text: "0.01", or "0.01 .. 0.02" for its lowest and highest number.
 
     Numbers have four digits, or more if the two texts would be equal.
     """
@@ -196,11 +196,11 @@ def as_written(value: Any) -> Any:
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
-    """Return a model shape that a target supports, and a row for each value that had to be replaced.
+    """Return a model shape that the target supports, and a row for each replaced value.
 
-    ``holds`` lists the supported values by key of ``[model]``. The first of them replaces any other value.
-    ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. Other keys keep their values.
-    But if ``holds`` is not empty, those in ``ModelShape.added`` get their defaults.
+    ``holds`` lists the supported values of each key of ``[model]``. The first of them replaces an
+    unsupported value. ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. Other keys
+    keep their values, but if ``holds`` is not empty, those in ``ModelShape.added`` get their defaults.
     """
     changes = {
         key: default

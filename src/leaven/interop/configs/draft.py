@@ -68,9 +68,9 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the value above 0 that most matrices in the blocks have. A module with another value in
+        A hyperparameter gets the most common value above 0 of the matrices in blocks. A module with another value in
         block 0 gets a multiplier. If all initial stds are those of a published init, such as ``depth-scaled``,
-        ``init`` is set. ``init_why`` is the reason for initial values, and ``why`` the reason for the rest.
+        ``init`` is set. ``init_why`` is the reason for initial values, and ``why`` for all other values.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -181,7 +181,7 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return a setting's value or default. If it has neither: False, "" or {}, or InputError for a number."""
+        """Return the value or default. If a number has neither, raise InputError. Other kinds are then empty."""
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
         if kind == "switch":
@@ -212,7 +212,7 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str) -> Any:
-        """Return the recipe's value for a setting that has ``values``, or raise InputError for an unknown word."""
+        """Return the recipe's value for a setting with ``values``. Raise InputError for an unknown word."""
         known = self.table[name]["values"]
         if isinstance(known, Mapping) and self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")
@@ -277,7 +277,7 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the value of ``key`` in the nearest published run that has one, and a text that names this run."""
+    """Return ``key`` of the nearest run that publishes this value, and a text that names the run."""
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):

@@ -75,10 +75,10 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Return the files for a target, the values of the recipe that the target cannot represent, and notes.
+    """Return the files for a target, the recipe's values that the target cannot represent, and notes.
 
     Raises:
-        InputError: if the target is unknown, or cannot have the recipe's layout, batch or model at all.
+        InputError: if the target is unknown, or cannot use the recipe's layout, batch or model at all.
     """
     to, run = target(name), ResolvedRecipe(recipe.without_muon)
     if to.architecture:
@@ -181,7 +181,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``[[lost]]`` or ``[[notes]]`` whose condition ``when`` is true, with evaluated templates."""
+    """Yield ``[[lost]]`` or ``[[notes]]`` rows with evaluated templates, except rows with a false ``when``."""
 
     def evaluated(expression: str) -> Any:
         return environment("").compile_expression(expression)(**known)
@@ -200,7 +200,7 @@ def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Itera
 
 @cache
 def environment(kind: str) -> Environment:
-    """Return a Jinja environment that prints expressions as literals of a format such as ".yaml", or else as text."""
+    """Return a Jinja environment. It prints expressions as literals of ``kind``, such as ".yaml", or as text."""
     scalars = {".json": _json, ".yaml": _yaml, ".py": _literal(str), ".sh": _literal(shlex.quote)}
     scalar: Callable[[Any], str] = scalars.get(kind, str)
     made = Environment(

@@ -160,7 +160,7 @@ def _kind(given: Settings) -> None:
 
 
 def _window(given: Settings) -> None:
-    """Set the sliding window, and which layers have none."""
+    """Set the sliding window and the layers without it."""
     written = given["window-size"]
     sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
     if not sides:
@@ -182,7 +182,7 @@ def _window(given: Settings) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Write out a text such as ``([0]*1+[1]*2)*2`` for ``layers`` layers: "011011". Return "" if it does not fit."""
+    """Expand a text such as ``([0]*1+[1]*2)*2`` to "011011". Return "" unless this gives ``layers`` digits."""
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
     if not found:
@@ -336,7 +336,7 @@ def _schedule(given: Settings, length: int) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Return --PREFIX-samples or --PREFIX-iters in tokens, or None if it is not given or the batch is unknown."""
+        """Return --PREFIX-samples or --PREFIX-iters in tokens. Return None if neither can be converted."""
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None
@@ -454,7 +454,7 @@ def _kind_of(flag: str) -> str | None:
 
 
 def _words(text: str) -> deque[str]:
-    """Split a script into words. Semicolons and ends of lines are words of their own."""
+    """Split a script into words. Each semicolon or line end is a word, too."""
     # Remove comments here, where # begins a word. shlex would also cut a#b.
     lexer = shlex.shlex(re.sub(r"(?m)(^|\s)#.*$", r"\1", text), posix=True, punctuation_chars="\n;")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
@@ -475,8 +475,8 @@ def _without_commands(text: str) -> str:
 class _Script:
     """The flags and variables of a shell script.
 
-    ``flags[flag][n]`` has the words after a flag in command n. ``values`` has the values of each variable, except
-    flags. ``loose`` has the variables that stand where a flag may be.
+    ``flags[flag][n]`` has the words after a flag in command n. ``values`` has each variable's values that
+    are not flags. ``loose`` has the variables that stand where a flag may be.
     """
 
     def __init__(self, text: str, origin: str) -> None:

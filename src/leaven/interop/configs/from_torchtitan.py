@@ -1,7 +1,7 @@
 """Imports a recipe from a configuration of torchtitan.
 
-Up to 0.2.2, torchtitan has TOML files, which name a model by its flavor. From 0.3.0 on, it saves a JSON file with
-``--debug.save_config_file``, which describes every module and every parameter group.
+Up to 0.2.2, torchtitan has TOML files that name a model by its flavor. From 0.3.0 on, its option
+``--debug.save_config_file`` saves a JSON file. The file describes every module and parameter group.
 """
 
 import json
@@ -269,7 +269,7 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
 
 
 def _schedule(given: Settings) -> None:
-    """Set the warm-up and the decay: ``wsd`` for the type sqrt, or if the lr stays at the peak for a while."""
+    """Set warm-up and decay: ``wsd`` if the type is sqrt, or if the lr stays at the peak for some time."""
     draft = given.draft
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)

@@ -122,7 +122,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
 
 
 def _arguments(draft: Draft, shape: ModelShape, document: dict[str, Any], ranks: int) -> None:
-    """Set recipe values from TrainingArguments and their defaults, except those that trainer_state.json has set."""
+    """Set recipe values from TrainingArguments or their defaults, unless trainer_state.json has set them."""
     document = {key: value for key, value in document.items() if value is not None}
     if isinstance(path := document.get("accelerator_config"), str):  # of a JSON file, which may be elsewhere
         draft.unread.append(f"accelerator_config {path}, with which the batch may be another one")

@@ -37,7 +37,7 @@ _NORMS = {
 
 
 def install(path: str | Path = TABLE) -> None:
-    """Change Megatron's training so that it uses the table at ``path`` when it builds its optimizer."""
+    """Patch Megatron so that its optimizer is built with the table at ``path``."""
     from megatron.training import training
 
     make = training.get_megatron_optimizer
@@ -68,8 +68,8 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
     ``config.min_lr / config.lr``.
 
     Raises:
-        ValueError: if the table belongs to another model, a parameter is not a whole tensor, or ``config.lr`` is not
-            set.
+        ValueError: if the table belongs to another model, a parameter is not a plain tensor, or
+            ``config.lr`` is not set.
     """
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 
@@ -110,7 +110,7 @@ def prepare(config: Any, model_chunks: Iterable[nn.Module], path: str | Path = T
 
 
 def named_parameters(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trainable parameters, with their names in a model that is not split over pipeline stages."""
+    """Yield the trainable parameters, named as in a model that is not split over pipeline stages."""
     for chunk in model_chunks:
         layers = {
             path: module.layer_number - 1  # counts the layers of all stages, from 1

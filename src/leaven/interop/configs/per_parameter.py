@@ -25,9 +25,9 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield two candidates for Megatron: one with --lr and --decoupled-lr, and one with --use-mup.
+    """Yield candidates for Megatron: with --lr and --decoupled-lr, and if possible with --use-mup.
 
-    --use-mup is the rule in Table 8 of Yang et al. 2022. It is only for dense models that are wider than their base.
+    --use-mup follows Table 8 of Yang et al. 2022. It needs a dense model that is wider than its base.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -144,7 +144,7 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for litgpt, which has one lr and weight decay, and fixed formulas of initial stds."""
+    """Yield litgpt's only candidate. litgpt has one lr, one weight decay, and fixed formulas for initial stds."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
@@ -214,7 +214,8 @@ def _by_pattern(
 ) -> list[tuple[str, tuple[float, ...]]]:
     """Return (regular expression, values) for each group. The first expression that matches a name counts.
 
-    ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. ``end`` completes the expressions.
+    ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. Each expression ends with
+    ``end``.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -265,7 +266,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 
 
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for NeMo Automodel, which has factors on lr and weight decay for patterns of names.
+    """Yield the only candidate for NeMo Automodel. There, patterns of names have factors on lr and decay.
 
     All parameters get the betas and eps that most matrices in the blocks have.
     """
@@ -297,7 +298,7 @@ def _require_dense(shape: ModelShape, target: str) -> None:
 def _by_tensor(
     run: ResolvedRecipe, tensors: Iterable[Stored], shape: ModelShape, architecture: Architecture
 ) -> tuple[dict[str, ParameterSettings], dict[str, dict[str, Any]]]:
-    """Return the settings by leaven's name of the parameter, and the entries of parameters.json by tensor name."""
+    """Return settings by leaven's parameter name, and entries of parameters.json by tensor name."""
     factors, offsets = architecture.factors(shape, architecture.config(shape)), architecture.offsets(shape)
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)

@@ -169,8 +169,8 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
-        If the noise is unknown, the noise fitted to the losses is the ``floor``, below which differences do not
-        count. If few degrees of freedom measured the noise, the fitted noise may raise the ``floor``.
+        Differences below ``floor`` do not count. ``floor`` is the noise; if unknown, the noise fitted to the
+        losses. If few degrees of freedom measured the noise, the fitted noise may raise ``floor``.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -219,10 +219,10 @@ class FittedTrials:
         return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
-        """Return the candidates for final trials, the best first; none if no trial has a finite loss.
+        """Return the candidates for final trials, the best first. Without a finite loss, the list is empty.
 
-        A trust-region search ranks its points by predicted loss, and adds the surrogate's minimum and the same
-        minimum with as few changes as possible. Other searches rank their points by measured loss.
+        ``by_surrogate`` ranks points by predicted loss. It adds the surrogate's minimum, and this minimum with
+        as few changes as possible. Otherwise, points are ranked by measured loss.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -349,7 +349,7 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is a single finalist that probably gains more than ``least`` nats."""
+        """Return whether ``point`` is the only finalist, with a predicted gain over ``least`` nats."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
@@ -363,7 +363,7 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate, or the start if none gains more than ``noise``, or None if there is neither."""
+        """Return the best candidate if it gains over ``noise``, else the start, or None if neither has losses."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))

@@ -35,12 +35,11 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise, pooled over repeated points, and its degrees of freedom; (None, 0) if no point is repeated.
 
-    A trial is (point, seed, loss). Trials with equal seeds share init and data order, and this part of their noise.
-    So with several seeds, the degrees of freedom are at most the number of seeds minus 1.
+    A trial is (point, seed, loss). Trials with equal seeds share init, data order and a part of the noise. So with
+    several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
-    With three or more repeated points, a point whose standard deviation is above ``WILD`` times the median is left
-    out, because it is close to the divergence boundary. The points with the most trials (at least three) always
-    count.
+    With three or more repeated points, a point near the divergence boundary is left out: its standard deviation is
+    above ``WILD`` times the median. The points with the most trials always count, if they have at least three.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -58,10 +57,10 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
 def noise_between_seeds(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """Return the noise between seeds (``given``, or else pooled over the trials) and its degrees of freedom.
+    """Return the noise between seeds and its degrees of freedom. The noise is ``given`` or else measured.
 
-    Of the trials with the purpose "search", only those of the start count. Any other point runs again because its
-    loss in the search was low, so this loss is biased.
+    Trials with the purpose "search" count only at the start point. At other points, their losses are biased:
+    a point runs again only if its loss was low.
     """
     if given is not None:
         return given, GIVEN

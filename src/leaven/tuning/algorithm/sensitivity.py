@@ -36,7 +36,7 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 
 
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
-    """Return the point ``best`` with as many values as possible reset to the start, the cheapest first. All resets
+    """Return ``best`` with as many values as possible reset to the start. Cheap resets come first. All resets
     together probably cost at most ``floor`` nats, and make no divergence likely."""
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -60,9 +60,9 @@ def coordinates(
 ) -> tuple[Coordinate, ...]:
     """Return one :class:`Coordinate` for each searched value, the most important first.
 
-    For the importance of a value, the value is set to that of each trial, and all others stay at ``best`` (D,). The
-    importance is the standard deviation of these predicted losses. All importances are scaled to the sum 1. The
-    trials are at ``points`` (n, D) with ``losses`` (n,); ``optunas`` has Optuna's importances (D,).
+    The importance of a value is the standard deviation of the predicted loss when only this value varies
+    over the trials. All others stay at ``best`` (D,). Importances are scaled to the sum 1. Trials are at
+    ``points`` (n, D) with ``losses`` (n,). ``optunas`` has Optuna's importances (D,).
     """
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)
@@ -113,10 +113,10 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats expected from doubling the number of trials (top of this file), None if it is unknown.
+    """Return the expected gain in nats from doubling the number of trials, or None if it is unknown.
 
-    ``now`` is the trust region after trials at ``points`` (n, D) with ``losses`` (n,). ``searched`` (n,) is false for
-    trials that repeat a point. ``best`` is the best point (D,).
+    ``now`` is the trust region after trials at ``points`` (n, D) with ``losses`` (n,). ``searched`` (n,) is
+    false for trials that repeat a point. ``best`` is the best point (D,).
     """
     first = np.flatnonzero(searched)
     first = first[: len(first) // 2]
@@ -137,10 +137,10 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the indices of the two values that alone bring the largest share of the predicted gain.
+    """Return (i, j, share): the pair of values that alone brings the largest share of the predicted gain.
 
-    Only numbers count, not choices, within the range of their settings in ``points`` (n, D). Return None if there are
-    too few numbers or trials, or if the point ``best`` (D,) gains at most ``noise``.
+    Choices do not count. Numbers stay within their range in ``points`` (n, D). Return None if there are too
+    few numbers or trials, or if the point ``best`` (D,) gains at most ``noise``.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

@@ -91,7 +91,7 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return how the function changes when one column goes from 0 to 1 and the others stay at ``x``, (D,)."""
+        """Return, for each column, the effect of raising it from 0 to 1 while the others stay at ``x``."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
@@ -112,10 +112,10 @@ class Prior:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The posterior of a quadratic that predicts the loss, given the finished trials.
+    """The posterior of a quadratic loss model, given the finished trials.
 
-    Its P coefficients (:func:`_features`) have the mean ``_mean`` and the covariance h^2 R (1 - V diag(1 - s^2) V^T)
-    R^T. R is ``_root``, V is ``_directions`` and s is ``_left``.
+    Its P coefficients (:func:`_features`) have mean ``_mean`` and covariance h^2 R (1 - V diag(1 - s^2) V^T)
+    R^T. h is ``curvature``, R is ``_root``, V is ``_directions`` and s is ``_left``.
     """
 
     curvature: float  # the typical curvature h, loss per step squared
@@ -181,8 +181,8 @@ def _features(x: Array) -> Array:
 
 
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
-    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,). Its prior is the one of
-    ``knowledge``, or the plain one, that has the highest evidence. An unknown ``noise`` is 0."""
+    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,). It uses the prior
+    with the highest evidence, either plain or from ``knowledge``. An unknown ``noise`` is 0."""
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
     noise = max(noise, LEAST_NOISE * spread)
@@ -251,7 +251,7 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior with the optimum at ``centre`` +- ``width``, both (D,), in steps from the start point."""
+    """Return the prior with the optimum at ``centre`` +- ``width``. Both are (D,): steps from the start."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre
@@ -313,7 +313,7 @@ class DivergenceModel:
 
 
 def fit_divergence(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Return the divergence model of trials at ``points`` (n, D). ``diverged`` (n,) marks the diverged ones."""
+    """Fit the divergence model to trials at ``points`` (n, D). ``diverged`` (n,) marks diverged trials."""
     features = _squares(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

@@ -101,7 +101,7 @@ class Axes:
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension], earlier: EarlierTrials | None = None) -> "Axes":
-        """Return the axes of the searched values ``dimensions``. The start is at 0 on every axis."""
+        """Return the axes of ``dimensions``. On every axis, the start of the search is at 0."""
         return cls(
             {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
             {d.path: d.scale for d in dimensions},
@@ -126,7 +126,7 @@ class Axes:
 
     @property
     def box(self) -> tuple[Array, Array]:
-        """The box of the first proposals: (lowest, highest), each (D,), octaves from the start."""
+        """The box of the first proposals: (lowest, highest) octaves from the start, each (D,)."""
         low, high = self.ends
         given = [self.near.get(name, ends) for name, *ends in zip(self.start, low, high, strict=True)]
         near_low, near_high = np.array(given, float).reshape(-1, 2).T
@@ -200,8 +200,8 @@ class Axes:
 class Features:
     """Convert points to the F input columns of the surrogate and of the divergence model.
 
-    A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has a column for
-    each level but the start's: 1 for points with this level, 0 for others.
+    A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has a
+    column for each level except the start's: 1 for points with this level, else 0.
     """
 
     origin: Array  # (D,), octaves
@@ -210,7 +210,7 @@ class Features:
 
     @cached_property
     def owner(self) -> NDArray[np.int_]:
-        """The index of the hyperparameter to which each column belongs, (F,)."""
+        """For each of the F columns, the index of its hyperparameter."""
         return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
 
     @cached_property
@@ -219,7 +219,7 @@ class Features:
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
-        """Return the columns (..., F) of points (..., D)."""
+        """Convert points (..., D) to columns (..., F)."""
         owner, level = self.owner, self.level
         steps = (x[..., owner] - self.origin[owner]) / self.scale[owner]
         return np.where(level > 0, x[..., owner] == level, steps)
@@ -251,7 +251,7 @@ class Region:
 
     @property
     def predicted(self) -> Array:
-        """The surrogate's minimum in the trust region, moved away from likely divergences, (D,)."""
+        """The surrogate's minimum (D,) in the trust region, moved away from likely divergences."""
         mean = self.surrogate.mean
         return self._within(self.lowest(mean, self._levels(mean), self.incumbent))
 
@@ -283,7 +283,7 @@ class Region:
         return self.surrogate.value(self.features.of(x))
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the standard deviation (m,) of the predicted change in loss from ``base`` (D,) to points (m, D)."""
+        """Return the standard deviation of the predicted change in loss from ``base`` to each point in ``x``."""
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
@@ -326,7 +326,7 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) of the columns ``wanted`` (F,), moved into the box and away from risky values."""
+        """Return the point of the columns ``wanted``, moved into the box and away from risky values."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)
@@ -339,7 +339,7 @@ class Region:
 
 
 def _replaced(base: Array, x: Array) -> Array:
-    """Return points (D, m, D): point [i, j] is ``base`` (D,) with ``x[i, j]`` as its value i; ``x`` is (D, m)."""
+    """Return copies (D, m, D) of ``base`` (D,). In copy [i, j], value i is ``x[i, j]``; ``x`` is (D, m)."""
     own = np.eye(len(base), dtype=bool)[:, None]
     return np.where(own, x[..., None], base)
 
@@ -351,12 +351,13 @@ def region(
     noise: float | None = None,
     seeds: NDArray[np.int64] | None = None,
 ) -> Region:
-    """Return the trust region after trials, in the order of their ends, at ``points`` (n, D) with ``losses`` (n,).
+    """Return the trust region after trials, given in the order in which they ended.
 
     Args:
-        losses: nats; infinite where a trial diverged.
-        noise: standard deviation of the loss between seeds; by default estimated from repeated points, 0 without any.
-        seeds: (n,), the seed of each trial, used to estimate the noise; by default all are equal.
+        points: (n, D).
+        losses: (n,), in nats; infinite where a trial diverged.
+        noise: standard deviation of the loss between seeds. Default: estimated from repeated points, or 0.
+        seeds: (n,), one for each trial, to estimate the noise. Default: all are equal.
     """
     (low, high), (near_low, near_high), scale = axes.ends, axes.box, axes.scale
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
@@ -406,7 +407,7 @@ def radius_of(axes: Axes, losses: Array) -> float:
 
 
 def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]:
-    """Return the trials with a result, in the order in which they ended, with their points (n, D) and losses (n,)."""
+    """Return the trials with a result in the order of their end, and their points (n, D) and losses (n,)."""
     found = [trial for trial in trials if trial.state in RESULTS and trial.octaves is not None]
     found.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     points = [[(trial.octaves or {}).get(path, 0.0) for path in axes.limits] for trial in found]

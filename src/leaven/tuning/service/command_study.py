@@ -100,8 +100,8 @@ class CommandTrainer:
         """Run the command and return its outcome. Values that are invalid together get an infinite loss.
 
         Raises:
-            TrialReleased: if the search is stopped meanwhile, or if a disk is full, so that output may be lost.
-            WorkerDied: if the command failed although no disk is full, or if no process can be started.
+            TrialReleased: if the search is stopped meanwhile, or if a full disk may have lost output.
+            WorkerDied: if the command failed for another reason, or if no process can be started.
             StoreGone: if the command has ended, but its losses cannot be read for ``AWAY_SECONDS``.
             InputError: if the command failed at the start point before any trial had a result, if the folders of all
                 trials are gone, or if another file has replaced the output.
@@ -281,7 +281,7 @@ class CommandTrainer:
             return ran if curve else why_none(command.loss, where)
 
     def _reported(self, proposal: Proposal, output: Path, where: Path, *, complete: bool) -> tuple[Curve, str]:
-        """Return (the losses of a command, the end of its output). If ``complete``, wait until both can be read."""
+        """Return the losses and the last output of a command. If ``complete``, wait until both can be read."""
         command, began, warned = self.command, time.monotonic(), False
         while True:
             try:
@@ -303,8 +303,8 @@ class CommandTrainer:
                 raise TrialReleased
 
     def _failure(self, proposal: Proposal, output: Path, how: str) -> Exception:
-        """Return the exception for a failed command: InputError, which ends the search, if it failed at the start
-        point before any trial had a result, else WorkerDied."""
+        """Return the exception for a failed command: InputError if the start point failed before any trial had a
+        result, else WorkerDied. InputError ends the search."""
         lines = [line.strip() for line in _end_of(output, LAST_BYTES).splitlines() if line.strip()]
         last = " | ".join(lines[-LAST_LINES:])[-LAST_CHARACTERS:] or "none"
         message = f"{how}; the last lines of its output ({output}): {last}"

@@ -58,10 +58,11 @@ def gone(owner: str) -> bool:
 
 
 class Leases:
-    """A context manager that sends this command's heartbeats from a thread, and watches other commands' heartbeats.
+    """A context manager that sends this command's heartbeats from a thread, and watches other commands'
+    heartbeats.
 
-    ``clocks`` has the last heartbeat that `dead` has read from each other command, by the command's id. It is the
-    Unix time by the sender's clock, or 0 without a heartbeat.
+    ``clocks`` has the last heartbeats that `dead` has read, by the ids of other commands. A heartbeat is a
+    Unix time by the sender's clock. 0 means no heartbeat.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ def machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in 1/100 s since the boot (Linux) or 1970, or "" if it has ended."""
+    """Return the start time of a process in hundredths of a second, or "" if the process has ended."""
     try:
         # On Linux, psutil adds the boot time, which changes when the clock is set. Subtract it again.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

@@ -30,13 +30,13 @@ _OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
     """Return the (step, loss) pairs that a command has reported, in the order in which they were written.
 
-    Without logged steps, the step of the n-th loss is n. Steps are multiplied by ``source.tokens_per_step``, if
-    given. Of several losses of a step, the first NaN or infinite one counts, or else the last one.
+    Without logged steps, the step of the n-th loss is n. Steps are multiplied by ``source.tokens_per_step``,
+    if given. If a step has several losses, its first NaN or infinite loss counts, or else its last loss.
 
     Args:
         where: the file or folder with the losses.
-        complete: whether the command has ended. While it runs, a missing or damaged file gives ().
-        resumed: whether a folder may have files of several attempts. They are read in the order of their last steps.
+        complete: whether the command has ended. Until then, a missing or damaged file gives ().
+        resumed: whether a folder may have files of several attempts. Such files are sorted by their last steps.
 
     Raises:
         InputError: if a loss or step is not a number, or if ``complete`` and the file cannot be read.
@@ -101,7 +101,7 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
 
 
 def _before(found: re.Match[str]) -> str:
-    """Return the text before a match on its line, without numbers and spaces, which differ from line to line."""
+    """Return the line's text before a match, without numbers and spaces, as these differ between lines."""
     line = found.string[max(0, found.start() - MOST_BEFORE) : found.start()].rpartition("\n")[2]
     return re.sub(r"\d[\d.,_]*|\s", "", line)
 
@@ -181,8 +181,10 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each logged row. Files are in the order of the times in their names (for W&B,
-    in the names of its folders) or, with ``resumed``, of their last steps."""
+    """Yield (step, values by name) for each logged row. Files are sorted by the times in their paths.
+
+    With ``resumed``, files are sorted by their last steps.
+    """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)
     if source.tensorboard is not None:

@@ -49,9 +49,10 @@ class Commands:
         self._guard.communicate()
 
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
-        """Start a shell command in the current folder, with ``environment`` added to leaven's variables.
+        """Start a shell command in the current folder. ``environment`` is added to leaven's variables.
 
-        Its output goes to the file ``output``. If leaven has locked the file, it stays locked until the command ends.
+        The command writes to the file ``output``. If leaven has locked it, it stays locked until the command
+        ends.
         """
         process = subprocess.Popen(
             [*SHELL, command],
@@ -85,9 +86,9 @@ class Commands:
 def end(leaders: Iterable[int], token: str) -> list[int]:
     """End the commands with the process ids ``leaders``, and all processes that they have started.
 
-    Each process gets SIGTERM first, so that launchers such as torchrun can end their workers, and is killed after
-    ``GRACE_SECONDS``. Return the ids of processes that still run after twice this time, for example those of another
-    user. ``token`` is the random id of the `Commands` that started the commands.
+    Processes get SIGTERM first, so that launchers such as torchrun can end their workers. They are killed
+    after ``GRACE_SECONDS``. Return the ids of processes that run even after twice this time, such as those
+    of another user. ``token`` is the random id of the `Commands` that started the commands.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()

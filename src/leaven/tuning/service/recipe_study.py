@@ -66,7 +66,7 @@ def check_request(
 
 
 def _flops_of_trial(recipe: Recipe, durations: Sequence[int]) -> float:
-    """Return the FLOPs of one trial: those of the longest run, and of the cooldowns of the shorter ones."""
+    """Return the FLOPs of one trial: the longest run, plus the cooldowns of the shorter runs."""
     *shorter, longest = sorted(set(durations)) or [recipe.data.tokens]
     cooldowns = sum(tokens - cooldown_start(recipe.schedule, tokens) for tokens in shorter)
     return flops_per_token(recipe.model) * (longest + cooldowns)

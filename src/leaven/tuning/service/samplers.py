@@ -24,10 +24,10 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """Return (lower ends, upper ends), both (D,), of the box from which Optuna's sampler draws the next point.
+    """Return the box from which Optuna's sampler draws the next point: (lower ends, upper ends), each (D,).
 
-    The box is ``axes.box`` at first, and grows while the best points lie at its ends. ``points`` (n, D), octaves from
-    the start, and ``losses`` (n,) are in the order in which the trials ended.
+    At first the box is ``axes.box``. It grows while the best points lie at its ends. ``points`` (n, D), in
+    octaves, and ``losses`` (n,) are in the order in which trials ended.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -47,14 +47,15 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 class SeededSampler(BaseSampler):
     """The sampler of all search methods except ``trust-region``. It wraps a sampler of Optuna.
 
-    The distributions in the store span the whole space. Optuna's sampler gets only the current box (:func:`box`).
-    Each proposal has its own random seed, so commands that share a search draw different proposals, and a resumed
-    search does not repeat its proposals. Method ``grid`` draws random points after its grid.
+    The distributions in the store span the whole space. Optuna's sampler gets only the current box
+    (:func:`box`). Each proposal has its own random seed, so commands that share a search draw different
+    proposals, and a resumed search does not repeat its proposals. Method ``grid`` draws random points after
+    its grid.
 
-    Method ``cma`` (CMA-ES) stays near the start by itself, so its box is symmetric around the start and contains the
-    space. Proposals outside the space are clipped. Its covariance matrix is diagonal, because a few hundred trials do
-    not determine a full matrix. CMA-ES cannot sample a choice, so a choice gets the level of the best trial or, with
-    probability 1/2, a random level.
+    Method ``cma`` (CMA-ES) stays near the start by itself, so its box is symmetric around the start and
+    contains the space. Proposals outside the space are clipped. The covariance matrix is diagonal, because a
+    few hundred trials do not determine a full matrix. CMA-ES cannot sample a choice, so a choice gets the
+    level of the best trial or, with probability 1/2, a random level.
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:

@@ -29,7 +29,7 @@ MOST = 10**12  # the largest count of trials or workers
 
 
 class SearchObserver(Protocol):
-    """Callbacks of a search: ``started`` at the start of a trial, ``ended`` with the numbers of ended trials."""
+    """Callbacks of a search, called when a trial starts and when trials have ended."""
 
     def started(self, proposal: Proposal, /) -> None: ...
     def ended(self, numbers: Sequence[int], /) -> None: ...
@@ -99,7 +99,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             :class:`leaven.training.outcome.Outcome`. A log2 multiplier of 1 doubles a value. A loss that is infinite,
             nan or beyond +-1e50 is a divergence. The objective is called from ``workers`` threads.
         space: (lowest, highest) log2 multiplier by name, within -1000 and 1000; ``range(n)`` for a choice of n
-            levels, of which the objective gets the index. While every trial diverges, values named ``lr``,
+            levels: the objective gets a level's index. While every trial diverges, values named ``lr``,
             ``learning_rate``, ``max_lr`` or ``peak_lr`` are lowered; if there are none, those named ``*.lr``.
         start: log2 multipliers at which the search starts, by name; default 0.
         trials: number of trials, including those that repeat a point; None if the budget is ``flops`` or ``hours``.
@@ -120,10 +120,10 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             resumes a stored study, even while other processes work on it. Give another ``name`` if the objective has
             changed, because stored results still count.
         name: the name of the study in its storage.
-        stop: a function that is called repeatedly. Once it returns true, no further trial starts. Prefer it to an
-            interrupt in a notebook, after which running calls of ``objective`` continue in their threads.
+        stop: a function that is called repeatedly. Once it returns true, no further trial starts. In a notebook,
+            prefer this to an interrupt, which lets running calls of ``objective`` continue.
         watch: callbacks for the start and end of each trial of this call, called from the calling thread.
-        lease_seconds: how long a process on another machine may send no heartbeat before its trials are retried.
+        lease_seconds: time without a heartbeat after which the trials of another machine are retried.
 
     Raises:
         InputError: if an argument is invalid, if the stored study has other settings, if the objective does not

@@ -4,7 +4,7 @@ Several commands may run the same search at once. Each takes over the trials of 
 
 1. Whenever a command reads the trials, it closes the running attempts of dead commands. A command is dead if its
    process on this machine has ended, or if it has sent no heartbeat for a minute (``leases.py``).
-2. These trials now wait for a retry (:attr:`StoredTrial.retry`). The plan asks for retries before all other trials.
+2. The trials of these attempts then wait for a retry (:attr:`StoredTrial.retry`). The plan asks for retries first.
 3. A retry finds the checkpoints of the first attempt by ``Proposal.origin``.
 """
 
@@ -169,7 +169,7 @@ class SearchLoop:
             raise self._error
 
     def _read_trials(self) -> int:
-        """Read all trials, after closing the attempts of dead commands. Return how many have been started."""
+        """Close the attempts of dead commands, then read all trials. Return how many trials were started."""
         log = self.stored.read()
         attempts = log.attempts.items()
         running = {number: a.user_attrs.get(OWNER) for number, a in attempts if a.state is TrialState.RUNNING}
@@ -186,7 +186,7 @@ class SearchLoop:
         return log.started
 
     def _close_attempts_of_dead(self, running: Mapping[int, str | None]) -> bool:
-        """Mark those of the ``running`` attempts whose commands are dead as failed. Return whether there are any."""
+        """Mark attempts in ``running`` as failed if their command is dead. Return whether there were any."""
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         taken = {number: owner for number, owner in running.items() if owner in dead}
         for number, owner in taken.items():
@@ -270,7 +270,7 @@ def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return an objective's result as an Outcome for JSON. A loss of nan or beyond +-1e50 becomes infinite."""
+    """Convert an objective's result to an Outcome. A loss that is nan or beyond +-1e50 becomes infinite."""
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     about = {name: _converted(outcome, name, kind) for name, kind in KINDS.items()}
     return replace(outcome, **about | {"loss": about["loss"] if abs(about["loss"]) <= HUGE else math.inf})

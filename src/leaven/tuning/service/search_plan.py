@@ -60,7 +60,7 @@ REFITTED = 1 / 1000
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a search, for all commands of a study together. At a limit, no further trial starts."""
+    """The limits of a search, shared by all commands of a study. At a limit, no further trial starts."""
 
     trials: int | None = None  # number of trials, including final trials
     flops: float | None = None  # total FLOPs of all trials
@@ -81,7 +81,7 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as "100 trials". Each final trial stores this text, to show its budget."""
+        """The budget as text, such as "100 trials". Each final trial stores the text of its budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -183,8 +183,8 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
 
 
 def grid(axes: Axes, trials: int) -> list[Params]:
-    """Return the points of the finest grid with at most ``trials`` points, the nearest to the start first. Raise
-    InputError if the grid with two values of each number has more points."""
+    """Return the points of the finest grid with at most ``trials`` points. Points near the start come first.
+    Raise InputError if two values of each number give too many points."""
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
     if 2**numbers * chosen > trials:
@@ -203,7 +203,7 @@ def grid(axes: Axes, trials: int) -> list[Params]:
 
 @dataclass
 class SearchPlan:
-    """The plan of a search: decides the next trial from the trials so far."""
+    """Decides the next trial of a search from the trials so far."""
 
     axes: Axes
     method: str
@@ -253,7 +253,7 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, *, last: bool) -> Params | None:
-        """Return the point of the next trial of the search, None if all points of a finite space have been run."""
+        """Return the point of the next trial, or None if all points of a finite space have been run."""
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -268,7 +268,7 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region. It is fitted again whenever the share ``REFITTED`` of the trials is new."""
+        """Return the trust region, refitted when at least a share ``REFITTED`` of the trials is new."""
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
         if self._known is None or self._known[0] != count:
@@ -282,12 +282,12 @@ class SearchPlan:
         return FittedTrials.of(trials, self.axes, self.noise)
 
     def _room(self, trials: Sequence[StoredTrial], now: float) -> float:
-        """Return how many further trials the budget allows before the final trials, not rounded."""
+        """Return how many more trials the budget allows before the final trials, as a float."""
         reserved = self.budget.reserved(trials, now) if self._needs_final_trials(trials) else 0
         return self.budget.left(trials, now) - reserved
 
     def _needs_final_trials(self, trials: Sequence[StoredTrial]) -> bool:
-        """Return whether the search ends with final trials, of the best points with fresh seeds."""
+        """Return whether the search ends by running the best points with fresh seeds."""
         noise, _ = self.noise_of(trials)
         states = {trial.state for trial in trials}
         if noise == 0 or ("complete" not in states and states.intersection(RESULTS)):
@@ -355,7 +355,7 @@ class SearchPlan:
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers, by name, of the first trial with a result at ``point`` (octaves)."""
+        """Find the first trial with a result at ``point`` (octaves), and return its log2 multipliers."""
         return next(
             dict(trial.params)
             for trial in trials

@@ -171,9 +171,9 @@ class StoredStudy:
         return list(self.read().trials.values())
 
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
-        """Create the attempt of a request. Return (number, point); ``sampler`` draws a point if none is requested.
+        """Start the requested trial, and return (number, point). Without a requested point, ``sampler`` draws it.
 
-        Return None if another command has this job already, or has taken this command for dead.
+        Return None if another command has this job, or has declared this command dead.
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)
@@ -245,7 +245,7 @@ class StoredStudy:
         """Mark an attempt as failed, unless it has ended already.
 
         Args:
-            released: whether the attempt was given up. It then does not count as one whose process died.
+            released: whether the attempt was given up. If not, it counts as a death of the process.
             ended: the Unix time of the owner's last heartbeat; None if this command is the owner.
         """
         with suppress(UpdateFinishedTrialError):
@@ -275,7 +275,7 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
 class TrialLog:
     """The attempts that were read from a store, and the trials to which they belong.
 
-    ``trials`` has no trials of other programs, and none that ended before its point was drawn.
+    ``trials`` leaves out trials of other programs, and trials that ended without a point.
     """
 
     def __init__(self, axes: Axes) -> None:
@@ -331,7 +331,7 @@ def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
 
 
 def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
-    """Return the trial that has these ``attempts``, in this order. All but the last one have failed."""
+    """Return the trial with these ``attempts`` in order. All attempts before the last have failed."""
     first, last, deaths = attempts[0], attempts[-1], 0
     for attempt in attempts:
         deaths += RELEASED not in attempt.user_attrs

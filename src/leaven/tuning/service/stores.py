@@ -73,13 +73,13 @@ def open_store(
     waited: Callable[[float], None] = lambda seconds: None,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """Return the Optuna storage at ``where``. Its calls are retried while the server or file cannot be reached.
+    """Return the Optuna storage at ``where``, which retries calls while the server or file is unreachable.
 
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory.
-        waited: called about every second while a call is retried, with the seconds since the call began. An exception
-            that it raises ends the retries.
+        waited: called about every second while a call is retried, with the seconds since the call began. If
+            ``waited`` raises an exception, retries end.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
@@ -309,9 +309,9 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file. The file stays readable after an interrupted write.
 
-    Reading and writing raise InputError if the journal of another study has replaced the file. They raise OSError,
-    after which a retry may succeed, if the file is missing, lacks lines that were read before, or has a line that
-    cannot be read.
+    Reading and writing raise InputError if the journal of another study has replaced the file. They raise
+    OSError if the file is missing, lacks lines that were read before, or has a line that cannot be read. A
+    retry may then succeed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -319,7 +319,7 @@ class Journal(JournalFileBackend):
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise InputError for another journal, OSError for a missing file or one without lines that were read."""
+        """Raise InputError if the file is another journal, and OSError if the file or lines of it are missing."""
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
@@ -393,7 +393,7 @@ class Patient(BaseStorage):
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(again)``, retried with ``again`` True. Raise StoreGone if all retries fail."""
+        """Return the result of ``call(False)``, or of a retry ``call(True)``. Raise StoreGone if all fail."""
         since, pause, again = time.monotonic(), FIRST_PAUSE, False
         while True:
             try:

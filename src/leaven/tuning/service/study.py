@@ -293,7 +293,7 @@ class BaseStudy(ABC):
         return state
 
     def check_budget(self, trials: int | None, hours: float | None) -> None:
-        """Raise InputError if there is no budget, or if even the coarsest grid does not fit into the budget."""
+        """Raise InputError without a budget, or if not even the coarsest grid fits into the budget."""
         known_trials(self.space.axes, self.method, Budget(trials, None, hours, self._run_flops), self._noise)
 
     def _may_begin(self) -> bool:
@@ -319,8 +319,8 @@ class BaseStudy(ABC):
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document. Its ``best`` is None until a command has run the search to its end. From then
-        on it is set, even while the search continues with a larger budget."""
+        """Return the study's document. ``best`` is None until a command finishes the search. From then on, ``best``
+        is set, even while a larger budget continues the search."""
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
         over = bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(

@@ -44,8 +44,8 @@ LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return (number of the trial's first attempt, checkpoint folder) for each attempt with a checkpoint folder in
-    ``folder``, sorted by name. Folders that leaven did not make are left out."""
+    """Return the checkpoint folders of attempts in ``folder`` as (number of the trial's first attempt, path),
+    sorted by name. Other folders are left out."""
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [
         (int(name[1]), path)
@@ -55,7 +55,7 @@ def attempts(folder: Path) -> list[tuple[int, Path]]:
 
 
 def free_name(path: Path) -> Path:
-    """Return the first of ``path``.1, ``path``.2, ... at which there is no file, folder or link."""
+    """Return ``path`` with the first ending .1, .2, ... that is still free."""
     names = (path.with_name(f"{path.name}.{k}") for k in count(1))
     return next(name for name in names if not os.path.lexists(name))  # exists is false for a link to a missing disk
 
@@ -110,8 +110,8 @@ class StudyFolder:
             yield
 
     def saved_results(self) -> tuple[str, dict[int, tuple[str, float | None]]]:
-        """Return (id, {number: (state, loss)} of the ended trials) from study.json, empty if it is missing or
-        damaged. Raise InputError if it cannot be read."""
+        """Read id and ended trials {number: (state, loss)} from study.json. Both are empty if it is missing or
+        damaged. Raise InputError on read errors."""
         document = _saved(self.path)
         try:
             ended = [trial for trial in document["trials"] if trial["state"] not in UNDER_WAY]
@@ -122,10 +122,10 @@ class StudyFolder:
             return "", {}
 
     def require_same_results(self, saved: Mapping[int, tuple[str, float | None]], log: TrialLog) -> None:
-        """Raise InputError if the store, read into ``log``, lacks a trial in ``saved`` or has another loss for it.
+        """Raise InputError if the store, read into ``log``, lacks a trial of ``saved`` or has another loss for it.
 
-        ``saved`` has the (state, loss) of each ended trial in study.json, by number. To compare ids is not enough: a
-        copy of a study in which more trials were run has the same id, but other losses.
+        ``saved`` maps the number of each ended trial in study.json to (state, loss). Ids are not enough: if more
+        trials are run in a copy of a study, the copy keeps the id but gets other losses.
         """
         ended = [trial for trial in log.trials.values() if trial.has_result]
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
@@ -145,7 +145,7 @@ class StudyFolder:
                 self.require_same_study(found[1].decode(), stored_id)
 
     def require_same_study(self, saved_id: str, stored_id: str) -> None:
-        """Raise InputError if ``saved_id``, the id in study.json, is neither empty nor the id in the store."""
+        """Raise InputError unless the id in study.json is empty or equals the id in the store."""
         if saved_id and stored_id != saved_id:
             raise self._other_study(f"belongs to the study {saved_id}", f"contains the study {stored_id}")
 
@@ -156,7 +156,7 @@ class StudyFolder:
         )
 
     def store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store that lacks the trials ``lost``, or all of the ``ended`` ones in study.json."""
+        """Return the error for a store without the trials ``lost`` (default: all ``ended`` trials in study.json)."""
         results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.path / "study.json"
@@ -189,15 +189,15 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json, and return its document. If there is a best point, also write best.toml, and write or remove
-    fewest.toml (a point with fewer changes that is as good).
+    """Write study.json and return its document. If there is a best point, also write best.toml. If another
+    point is as good with fewer changes, also write fewest.toml. If not, remove fewest.toml.
 
-    A best.toml or fewest.toml that the user has edited is never overwritten or removed. While the answer of the
-    search is the same, the edited file stays. Before another answer is written, the edited file is renamed.
+    A file that the user has edited is never overwritten or removed. The edited file stays while the answer
+    of the search is the same. If the answer changes, the edited file is renamed.
 
     Args:
-        note: called with a line for the user if an edited file stays or is renamed.
-        inputs: further files for the best point, written like best.toml: texts by path in ``out``.
+        note: receives a line for the user if an edited file stays or is renamed.
+        inputs: texts of further files for the best point, by path in ``out``.
     """
     before, written = _saved(out), dict[str, str]()
     # Without known digests, for example if study.json is damaged, every file counts as edited.

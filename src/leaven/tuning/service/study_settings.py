@@ -126,7 +126,7 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its first columns moved from the order ``stored`` to the order ``names``."""
+    """Return ``earlier`` with its first columns reordered from ``stored`` to ``names``."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))

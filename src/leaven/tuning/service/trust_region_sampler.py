@@ -35,31 +35,35 @@ class TrustRegionSampler(BaseSampler):
         study = optuna.create_study(sampler=TrustRegionSampler(start={"lr": 1e-3}, seed=0))
         study.optimize(objective, n_trials=60)
 
-    The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one step
-    away from the start in each numeric parameter. A step is a sixth of the parameter's range, but at least the
-    ``step`` of its distribution. With ``log=True``, the range is measured in octaves (powers of two).
+    The first trial is the start. The algorithm (``algorithm/trust_region.py``) expects the optimum about one
+    step away from the start in each numeric parameter. A step is a sixth of the parameter's range, but at
+    least the ``step`` of its distribution. With ``log=True``, the range is measured in octaves (powers of
+    two).
 
-    - A trial has diverged if it fails, or if its value is infinite or beyond +-1e50. While all trials diverge,
-      learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or ``peak_lr``, or else
-      ``*.lr``.
-    - The value of a pruned trial is its last reported value, limited to the range between the median and the worst
-      value of the completed trials.
-    - A parameter that only some trials have, or whose range changes, is drawn at random after its first trial.
-    - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no trials to
-      measure the noise or to confirm the best point.
+    - A trial has diverged if it fails, or if its value is infinite or beyond +-1e50. While all trials
+      diverge, learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or
+      ``peak_lr``, or else ``*.lr``.
+    - The value of a pruned trial is its last reported value, limited to the range between the median and the
+      worst value of the completed trials.
+    - A parameter that only some trials have, or whose range changes, is drawn at random after its first
+      trial.
+    - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no
+      trials to measure the noise or to confirm the best point.
 
-    A proposal depends only on the seed, the number of its trial and the other trials of the study. So with the same
-    seed, a study can be resumed in another process.
+    A proposal depends only on the seed, the number of its trial and the other trials of the study. So with
+    the same seed, a study can be resumed in another process.
 
     Args:
-        start: values of the start, by name. Missing values are those of the study's first trial, for example from
-            ``study.enqueue_trial``. Without one, they are the middle of the range, or the first choice.
-        noise: standard deviation of the objective between runs of one point; by default, it is fitted to the trials.
-        seed: makes proposals reproducible; by default, it is random.
+        start: values of the start, by name. Missing values are those of the study's first trial, for example
+            from ``study.enqueue_trial``. Without this trial, they are the middle of the range, or the first
+            choice.
+        noise: standard deviation of the objective between runs of one point; by default fitted to the
+            trials.
+        seed: makes proposals reproducible; by default random.
 
     Raises:
-        InputError: if an argument is invalid, if a value of ``start`` is outside its range, if a range is infinitely
-            wide, or if the study has several objectives.
+        InputError: if an argument is invalid, if a value of ``start`` is outside its range, if a range is
+            infinitely wide, or if the study has several objectives.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Yield the values in which two runs or recipes differ. Values that only one of them can have are last."""
+    """Yield the values in which two runs or recipes differ. Values that only one side can have are last."""
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),
@@ -105,7 +105,7 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
 
 
 def run_screen(run: PublishedRun) -> Iterator[RenderableType]:
-    """Yield all values of a run in groups, with the sources of a group above its values."""
+    """Yield all values of a run in groups. Each group begins with its sources."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""

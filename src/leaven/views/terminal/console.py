@@ -1,6 +1,6 @@
 """Print results to standard output, and progress, warnings and errors to standard error.
 
-File names, recipes and messages of other programs may contain control characters, which are made visible.
+Control characters in file names, recipes and messages of other programs are made visible.
 """
 
 import errno

@@ -78,7 +78,7 @@ def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
 
 
 def comparison_tables(document: ComparisonDocument) -> tuple[Table, Table]:
-    """Return a table with a row for each run, and one of the values that differ, with a column for each run."""
+    """Return a table with a row for each run, and a table of differing values with a column for each run."""
     heads = [Column("value", align="left")]
     heads += [Column(run.path, align="left", free=True) for run in document.runs]
     rows = [[row.path, *(" | ".join(value_lines(value)) for value in row.values)] for row in document.different]

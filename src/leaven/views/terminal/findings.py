@@ -49,7 +49,7 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
 
 
 def written(value: Any) -> str:
-    """Return a value as it is typed after ``--set KEY=``. For None it is "", which removes the value."""
+    """Return a value as typed after ``--set KEY=``. For None, return "", which removes the value."""
     match value:
         case None:
             return ""

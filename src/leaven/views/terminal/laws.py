@@ -138,7 +138,7 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return lines about a batch size: its ratio to the batch size of each law, its cost, and rules for its lr."""
+    """Return lines about a batch size: ratios to the batch sizes of laws, the cost, and rules for the lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -166,7 +166,7 @@ def _spreads(
     *,
     experts: float,
 ) -> Facts:
-    """Return the median and range of each quantity that the laws predict, and the sizes N that the laws use."""
+    """Return the median and range of each predicted quantity, and how laws count the model size N."""
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
     best = best_tokens_per_param(6 * params * tokens)
@@ -206,7 +206,7 @@ def _losses(own: Sequence[LawRow], experts: float) -> list[Fact]:
 
 
 def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
-    """Return the median and range of the laws' predictions of ``key``, and the range without extrapolations."""
+    """Return the median and range of ``key`` over all laws, and the range without extrapolating laws."""
     found = [value for row in rows if (value := getattr(row, key))]
     inside = [value for row in rows if row.in_range and (value := getattr(row, key))]
     parts = [

@@ -48,7 +48,7 @@ class LiveScreen(Progress):
         self.line(self.table.line(cells))
 
     def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
-        """Set the progress bar ``name``, and return the text to its right: ``left``, or by default the time left."""
+        """Update the progress bar ``name``. Return the text beside it: ``left``, by default the remaining time."""
         if name not in self._bars:
             self._bars[name] = self.add_task(name, total=total, completed=int(done), left="")
         task = self._bars[name]
@@ -69,5 +69,5 @@ class LiveScreen(Progress):
         return update
 
     def text(self, stage: str, done: int, total: int) -> None:
-        """Show how many bytes of text or token ids have been read or tokenised."""
+        """Show how many bytes of the input have been read or tokenised."""
         self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")

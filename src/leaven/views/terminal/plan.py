@@ -97,7 +97,7 @@ def _start(choice: RampChoice) -> str:
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return a line about another layout: its memory, its time against the plan's, and the settings that differ."""
+    """Return a line about another layout: memory, time relative to the plan, and the settings that differ."""
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     own, chosen = _choices(other.layout), _choices(plan.layout)
@@ -120,7 +120,7 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why the layout of ``--explain`` was not chosen, and how it changes the times of the parts of a step."""
+    """Return why the layout of ``--explain`` was not chosen, and compare the times of the parts of a step."""
     ep = explained.layout["ep"] if explained.layout else 1
     return [
         f"{explained.asked}: {explained.line}",

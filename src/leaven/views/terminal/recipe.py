@@ -106,7 +106,7 @@ _LETTERS = (
 
 
 def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
-    """Yield a scaling rule: its factors for each role of a parameter, its other factors, and a legend."""
+    """Yield a table of a scaling rule's factors by parameter role, its other factors, and a legend."""
 
     def cell(quantity: str) -> Callable[[str], str]:
         return lambda role: shown.roles[role][quantity].text

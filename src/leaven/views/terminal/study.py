@@ -70,7 +70,7 @@ class TuneScreen(LiveScreen):
             self._running[number] = (self._name(worker), time.time())
 
     def ended(self, state: StudyDocument) -> None:
-        """Print a row for each trial of ``state`` that has ended since the last call."""
+        """Print a row for each trial that has ended since the last call."""
         with self._lock_rows:
             unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
@@ -147,7 +147,7 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Return the estimated time until the budget (trials, FLOPs or hours) is used up, as text, or ""."""
+        """Return the estimated time until the budget is used up, such as ``8.2 s left``, or ""."""
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
@@ -190,7 +190,7 @@ def _ended(state: StudyDocument) -> list[StudyTrial]:
 
 
 def expected_values(dimensions: Sequence[Dimension]) -> Iterator[str]:
-    """Yield a line for each searched value whose optimum scaling laws predict."""
+    """Yield a line for each searched value that scaling laws predict."""
     for each in dimensions:
         if each.expected and isinstance(each.centre, float):
             value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]
