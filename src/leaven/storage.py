@@ -227,7 +227,7 @@ def _content(path: Path) -> bytes:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write an HTML page with a digest at its end, or raise InputError (see :func:`require_page`)."""
+    """Write an HTML page that ends with a digest. Raise InputError as :func:`require_page` does."""
     require_page(path)
     content = html.encode(errors="backslashreplace")  # half a surrogate pair is not UTF-8
     seal = digest(content.replace(b"\r\n", b"\n"))
@@ -417,7 +417,7 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
 
 
 def append_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Append a JSON object as one line, which survives a power cut. The caller must hold a lock."""
+    """Append a JSON object as one line, and sync it to disk. The caller must hold a lock."""
     append(path, json.dumps(document).encode() + b"\n", sync=True)
 
 

@@ -137,7 +137,7 @@ class PublishedData(PublishedGroup):
 
 
 class BatchRamp(Part):
-    """How the batch of a run grew. If a run has no such table, it is not known whether its batch grew."""
+    """How a run's batch grew. Without this table, it is unknown whether the batch grew."""
 
     kind: Literal["none", "increments", "linear", "stages"]  # none: the batch did not grow
     start_samples: int | None = None

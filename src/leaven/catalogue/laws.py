@@ -33,7 +33,7 @@ ANY: Range = (0, math.inf)
 
 
 class Point(NamedTuple):
-    """The quantities of a run on which a law may depend."""
+    """The quantities of a run that a law may use."""
 
     params: float  # N
     tokens: float  # D
@@ -212,7 +212,7 @@ class Law(Sourced):
 class Frontier(Sourced):
     """A law about the best number of parameters for a budget of 6 N D training FLOPs (N parameters, D tokens).
 
-    Published laws disagree: for Gopher's budget, approach 1 of the Chinchilla paper predicts 67B, and approach 3 40B.
+    Published laws disagree: for Gopher's budget, two approaches of the Chinchilla paper predict 67B and 40B.
     """
 
     sizes: FrontierLine | LossLaw

@@ -29,7 +29,7 @@ from leaven.recipe.units import format_number, format_parameters, format_quantit
 
 
 class _LeftOut(Exception):
-    """Raised by a field that leaves its part out of the message."""
+    """Raised by a field to leave out its part of the message."""
 
 
 class _Formatter(string.Formatter):
@@ -93,7 +93,7 @@ def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]
 
 
 def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message, filled in with ``facts``, without parts that lack a value.
+    """Return a message's parts, filled with ``facts``. Parts that lack a value are left out.
 
     >>> filled(["{a} of {b}", "in {c}"], {"a": 1, "b": 2})
     ['1 of 2']

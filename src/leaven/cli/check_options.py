@@ -181,7 +181,7 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the recipe's model family (its model at any size), and the size: ``scale`` or the recipe's."""
+        """Return the recipe's model family, and a size: ``scale``, or by default the recipe's size."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 

@@ -51,11 +51,11 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a check that did not pass: one of three.
+    """Return the command to suggest after a check that did not pass.
 
-    - If no row failed, and the check advises options: the same check with these options.
-    - If a row failed with another rule than complete-d-p: the same check with complete-d-p.
-    - Otherwise: a command that writes a page about the check, or [] if there is a ``page`` already.
+    - If no row failed and the check advises options: the same check with these options.
+    - If a row failed and the rule is not complete-d-p: the same check with complete-d-p.
+    - Otherwise: a command that writes a page about the check, or [] if ``page`` is given.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -225,7 +225,7 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster on which to plan a recipe: its known cluster, or else enough GPUs of the target's kind."""
+    """Return the cluster to plan a recipe on: the recipe's known cluster, or enough GPUs of the target's kind."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None

@@ -162,7 +162,7 @@ def open_corpora(
     """Return the corpus of each source of text. Each part is read once, to count and hash its documents.
 
     Args:
-        corrupt_share: largest share of the documents, and of the files, of a source that may be unreadable.
+        corrupt_share: largest allowed share of unreadable documents, and of unreadable files, in a source.
         memory: folder that caches the counts and hashes of unchanged parts; by default, nothing is cached.
         parts: the parts of each source; by default those of :func:`source_parts`.
 

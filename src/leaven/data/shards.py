@@ -167,8 +167,8 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
-    """Write missing and damaged shards, or all if the others do not fit the text, and then the index. Return the
-    replaced files with their faults, such as "was missing". The caller must hold the lock of the folder."""
+    """Write missing and damaged shards, then the index. Write all shards if existing shards do not fit the
+    text. Return the faults of replaced files, such as "was missing". The caller must hold the folder's lock."""
     records: dict[int, ShardRecord] = {}
     known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
     texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard
@@ -274,7 +274,7 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the damaged files of a shard, with faults. Of files older than ``checked_ns``, compare only sizes."""
+    """Return the faults of a shard's damaged files. Check only the sizes of files older than ``checked_ns``."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

@@ -52,7 +52,7 @@ class SourceParts(NamedTuple):
 
 
 class _NotRead(NamedTuple):
-    """Paths that match the pattern of a source, but have nothing to read."""
+    """Paths that match a source's pattern, but contain nothing to read."""
 
     empty: dict[Path, None]  # empty folders: a disk may not be mounted there; a set that keeps the order
     other: dict[Path, None]  # folders and pipes that have the name of a file
@@ -84,7 +84,7 @@ def source_parts(source: DataSource) -> SourceParts:
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
-            token ids. Also if it has ``validation``, but one of the two is text.
+            token ids. With ``validation``, both must be token ids.
     """
     found = _parts(source)
     if source.validation is None:
@@ -171,7 +171,7 @@ def estimated_tokens(source: DataSource) -> int | None:
 
 
 def text_tokens(sources: Sequence[DataSource]) -> int | None:
-    """Return the total number of tokens of ``sources``, estimated for text. Return None if one of them is
+    """Return the total number of tokens of ``sources``, an estimate for text. Return None if a source is
     python-stdlib or an hf:// address."""
     if any(source.source == "python-stdlib" for source in sources):
         return None

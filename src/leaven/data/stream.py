@@ -85,12 +85,12 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of each sample in a period, its number in the source, and the samples per source.
+    """Return the source of each sample in a period, its index in this source, and the samples per source.
 
-    The order follows Tijdeman 1980, "The chairman assignment problem", for k sources. The candidates for each sample
-    are the sources that are at least 1/(2k - 2) samples behind their share. The candidate that would be the first to
-    fall 1 - 1/(2k - 2) samples behind is chosen. So no source is ever further than 1 - 1/(2k - 2) samples from its
-    share.
+    The order follows Tijdeman 1980, "The chairman assignment problem", for k sources. The candidates for
+    each sample are the sources that are at least 1/(2k - 2) samples behind their share. Of these, the source
+    that would first be 1 - 1/(2k - 2) samples behind is chosen. No source is ever further from its share
+    than 1 - 1/(2k - 2) samples.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -127,9 +127,9 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the shuffled position, in [0, ``size``), of each position ``places[i]`` in epoch ``epochs[i]``. The
-    permutation of an epoch is a Feistel network on Z_a x Z_b, with a x b >= ``size``. A result of ``size`` or more
-    passes through the network again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains")."""
+    """Return the shuffled position of each ``places[i]`` in epoch ``epochs[i]``. Positions are below ``size``.
+    An epoch's permutation is a Feistel network on Z_a x Z_b, with a x b >= ``size``. A result of ``size`` or
+    more passes through the network again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains")."""
     a = isqrt(size - 1) + 1
     b = -(-size // a)
     key = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)

@@ -1,8 +1,8 @@
 """Turn the `[data]` section of a recipe into token ids.
 
-Text is tokenised once, and its token ids are stored in a cache folder. The cache has the folders ``surveys`` (sizes
-and hashes of source files), ``tokenizers``, and ``tokens`` (one folder for each pair of text and tokenizer). Sources
-of token ids are read from their own files (:mod:`leaven.data.token_source`).
+Text is tokenised once, and its token ids are cached. The cache folder contains ``surveys`` (sizes and
+hashes of source files), ``tokenizers``, and ``tokens`` (one folder for each pair of text and tokenizer).
+Sources with token ids are read from their own files (:mod:`leaven.data.token_source`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -70,7 +70,7 @@ class MemoryCheckRow(Entry):
 
 
 class MemoryCheckDocument(Document, schema="check-memory/1"):
-    """The result of ``leaven check memory``: the planned memory compared with that of simulated training steps."""
+    """The result of ``leaven check memory``: planned memory compared with memory of simulated training steps."""
 
     passed: bool  # whether every judged row is within its limit
     check: str  # always memory

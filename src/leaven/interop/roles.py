@@ -374,7 +374,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether a parameter is the gain or bias of a norm, by the type and path of its module."""
+    """Return whether a parameter is a norm's gain or bias, based on its module's type and path."""
     if is_linear(site.owner):
         return False
     in_path = any("norm" in part.lower() or part.lower().startswith("ln") for part in site.path[-2:])

@@ -14,8 +14,8 @@ from leaven.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings for drawing the next token (Holtzman et al. 2020, arXiv 1904.09751), in the order of their use.
-    The most likely token always remains possible. A value out of range raises InputError."""
+    """The settings for drawing the next token, used in this order (Holtzman et al. 2020, arXiv 1904.09751). The
+    most likely token always remains possible. A value out of range raises InputError."""
 
     temperature: float = 1.0  # at 0, the most likely token is chosen
     top_k: int = 0  # keep only this number of most likely tokens; 0 keeps all

@@ -20,7 +20,7 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm that computes in the dtype of its gain (fp32), and returns the dtype of the next matrix product."""
+    """An RMSNorm that computes in fp32, the dtype of its gain. The output has the dtype of matrix products."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = _compute_dtype(x)
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits. :func:`leaven.model.initialisation.build_model` makes one.
 
     Args:
-        multipliers: factors on the outputs of parameters, by the name of the parameter; the default is 1.
+        multipliers: factors on the outputs of parameters, by parameter name; the default is 1.
         attention_scale: factor on query . key; the default is 1 / sqrt(d_head).
         router_losses: coefficients of the routers' balance loss and z-loss.
     """
@@ -228,7 +228,7 @@ class Transformer(nn.Module):
 
     @property
     def readout(self) -> Tensor:
-        """The unembedding matrix, (V, D), without ``logit_multiplier``."""
+        """The (V, D) unembedding matrix without ``logit_multiplier``."""
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:

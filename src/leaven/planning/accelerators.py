@@ -55,7 +55,7 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention counts as two matrix products forward and five backward, over all scores, masked ones included.
+    Attention counts as two matrix products forward and five backward, including masked scores.
     """
 
     matmul: _Positive

@@ -178,7 +178,7 @@ def calibration(
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
-    """Return the weighted median of (value, weight) pairs. If two neighbours are both medians, return their mean.
+    """Return the weighted median of (value, weight) pairs. If two values qualify, return their mean.
 
     >>> weighted_median([(1.0, 1.0), (9.0, 1.0)]), weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.5)])
     (5.0, 2.0)

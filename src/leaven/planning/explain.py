@@ -84,7 +84,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about values in ``fixed`` that the search leaves out or leaven cannot train with, or ""."""
+    """Return a note if the search leaves out a value in ``fixed``, or leaven cannot train with it, else ""."""
     zero, schedule = fixed.get("zero", 0), fixed.get("schedule")
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -111,8 +111,8 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour has the next lower or higher tp, pp or zero, or another recompute. ``pp 2 (with zero 1)`` says that
-    with pp 2, zero had to change, too. Neighbours that are at most 3% slower have no line.
+    A neighbour has the next lower or higher tp, pp or zero, or a different recompute. ``pp 2 (with zero 1)``
+    means that pp 2 required a change of zero to 1. Neighbours at most 3% slower have no line.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []

@@ -83,9 +83,9 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the largest divisor of ``gpus`` from node / 2 to node (6 for 12 GPUs, nodes of 8), or ``node``.
+    """Return the largest divisor of ``gpus`` from ``node / 2`` to ``node``.
 
-    GPUs that fit into one node also give ``node``.
+    Return ``node`` if there is none, or if the GPUs fit into one node.
     """
     divisors = (each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0)
     return node if gpus <= node else next(divisors, node)

@@ -68,9 +68,9 @@ class Job:
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return one arrangement of the layout for each possible micro-batch size, the smallest first.
 
-        A size divides a rank's share of the batch, and leaves each rank at least pp micro-batches of the run's
-        smallest batch. Sizes end at 64 sequences and 65,536 tokens. If the job requires a size, only this size is
-        tried. Raise InputError if the batch cannot be split evenly over the ranks, or no size is possible.
+        A size must divide a rank's share of the batch. The run's smallest batch must have pp micro-batches on
+        each rank. Sizes are at most 64 sequences and 65,536 tokens. If the job requires a size, only this size
+        is tried. Raise InputError if the batch cannot be split evenly over the ranks, or no size is possible.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences = self.batch.tokens // seq_len

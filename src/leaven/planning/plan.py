@@ -72,7 +72,7 @@ class ClusterPlan:
 
     @cached_property
     def exploration(self) -> Exploration:
-        """The result of the search over all layouts, also if the user gave a layout."""
+        """The result of the search over all layouts, even if the user gave a layout."""
         return explore(self.job)
 
     @cached_property

@@ -156,7 +156,7 @@ def _logits_seconds(table: Blueprint, m: int, tp: int, accelerator: Accelerator,
 
 
 def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds in which the activations of one micro-batch are sent to the next stage."""
+    """Return the seconds for sending the activations of one micro-batch to the next stage."""
     table, layout = blueprint(model), how.layout
     if layout.pp == 1:
         return 0.0

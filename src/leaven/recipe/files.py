@@ -176,7 +176,7 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML. Comments, order and spelling of ``template``, the text of a file, are kept.
+    """Return the recipe as TOML, with comments, order and spelling of ``template``, the text of a file.
 
     Defaults that the template leaves out stay out. Without a template, most defaults are written.
     """

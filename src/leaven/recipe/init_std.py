@@ -1,8 +1,9 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-A recipe that names an init has no ``init_std``. Multipliers of modules and depth still apply. ``mitchell``, and
-``depth-scaled`` for its unembedding, truncate the normal distribution at 3 sigma. leaven draws from the full
-distribution, whose std differs by at most 1.4%. :data:`COMPARED` has further inits, for comparison only.
+A recipe that names an init has no ``init_std``. Multipliers of modules and depth still apply.
+``mitchell`` and the unembedding of ``depth-scaled`` truncate the normal distribution at 3 sigma. leaven
+does not truncate, which changes the std by at most 1.4%. :data:`COMPARED` has further inits, for
+comparison only.
 """
 
 import math

@@ -204,7 +204,7 @@ class ModelShape(Part):
         return self.attention_bias == "all" or (self.attention_bias == "qkv" and module != "attention.out")
 
     def window_of(self, layer: int) -> int | None:
-        """Return the sliding window of a layer (counted from 0) in tokens, or None without one."""
+        """Return the sliding window of a layer in tokens, or None. Layers count from 0."""
         return None if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
     def has_experts(self, layer: int) -> bool:

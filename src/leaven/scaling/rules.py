@@ -111,7 +111,7 @@ class Rule:
     columns: Mapping[str, Cell] = field(default_factory=dict)
 
     def of(self, quantity: str, role: Role, muon: bool = False) -> tuple[Cell, ...]:
-        """Return the cells whose product is the factor on a hyperparameter. ``muon``: Muon updates the tensor."""
+        """Return the cells whose product scales a hyperparameter. ``muon``: whether Muon updates the tensor."""
         cell = self.muon[quantity] if muon and quantity in self.muon else self.cells[quantity][role]
         return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
 

@@ -137,8 +137,8 @@ def parameter_row(
 ) -> ParameterRow:
     """Return the row of one parameter of any model.
 
-    ``at`` has the parameter's ratios to the base, and ``base`` the hyperparameters there. ``n_layers`` is the model's
-    depth, and ``gated`` says whether its MLPs are gated.
+    ``at``: the parameter's ratios to the base. ``base``: the hyperparameters at the base. ``n_layers``: the
+    model's depth. ``gated``: whether the model's MLPs are gated.
     """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())

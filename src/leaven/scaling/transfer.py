@@ -229,7 +229,7 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the table ``[scaling.base]`` that gives ``target`` the base of ``recipe``."""
+    """Return the ``[scaling.base]`` with which ``target`` has the base of ``recipe``."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -275,7 +275,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return reasons by path, such as ``batch.tokens``: for the hyperparameters, the base, and each changed value."""
+    """Return the reasons for the hyperparameters, the base and each changed value, by path."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

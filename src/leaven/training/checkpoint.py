@@ -325,7 +325,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
 
 
 def _require_parameters(model: Tensors, optimizer: Tensors, recipe: Recipe) -> None:
-    """Raise ValueError unless the parameters, and their moments and averages if there are any, fit the recipe."""
+    """Raise ValueError if the parameters, or existing moments or averages, do not fit the recipe."""
     shapes = {parameter.name: parameter.shape for parameter in recipe.model.parameters()}
     model.require(shapes)
     if len(model) != len(shapes):
@@ -552,7 +552,7 @@ class Checkpoints(Callback):
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save once, and return its error or None. With ``wait``, wait for the result."""
+        """Log the last save if not yet logged. Return its error or None. With ``wait``, first wait for the save."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None

@@ -119,8 +119,8 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Estimate the validation loss that a pruned trial would have reached at its end. The larger its gap to the
-    baseline, the smaller is the share of the gap that it closes."""
+    """Estimate the final validation loss that a pruned trial would have reached. The larger the gap to the
+    baseline, the smaller the share of the gap that would close."""
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 

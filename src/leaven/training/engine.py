@@ -230,7 +230,7 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return the number of targets that count in the first micro-batches of all processes, a scalar."""
+        """Return a scalar: the number of counted targets in the first micro-batches of all processes."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -290,7 +290,7 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return windows, (sequences, seq_len + 1), as a micro-batch. Only the first ``count`` enter the loss."""
+        """Make a micro-batch of ``windows`` (sequences, seq_len + 1). Only the first ``count`` have a loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)

@@ -105,9 +105,9 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool 
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
-    """Yield sentences about files that belong to another run, were changed after the checkpoint, or are unreadable.
-    ``state`` comes from the checkpoint. With ``to_use``, values of the recipe that do not affect the weights may
-    differ, because the run is not trained further."""
+    """Yield sentences about files that belong to another run, changed after the checkpoint, or cannot be read.
+    ``state`` is the checkpoint's state. With ``to_use``, the run is not trained further, so values of the
+    recipe that do not affect the weights may differ."""
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:

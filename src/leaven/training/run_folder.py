@@ -267,7 +267,7 @@ class RunFolder:
         return same or not _same(owner / "checkpoints", self.checkpoints)
 
     def _write_recipe(self, recipe: Recipe, *, also_in_events: bool = False) -> None:
-        """Write the recipe file, and keep the user's comments in it. With ``also_in_events``, ignore a full disk."""
+        """Write the recipe file, keeping its comments. If the recipe is also in events, ignore a full disk."""
         try:
             write_recipe(recipe, self.recipe_file, read_text(self.recipe_file) if self.recipe_file.exists() else "")
         except InputError:
@@ -430,8 +430,8 @@ def _read(path: Path) -> storage.JsonLines:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences that keep a run of the recipe ``there`` from resuming with the recipe ``here``.
-    Differences in layout and micro-batch do not."""
+    """Return the differences that keep a run of the recipe ``there`` from resuming with ``here``. Layout and
+    micro-batch may differ."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 

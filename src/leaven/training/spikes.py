@@ -51,7 +51,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits for the loss and the gradient norm. A step is skipped unless both are below their limits."""
+    """Upper limits for the loss and the gradient norm. A step is skipped if either reaches its limit."""
 
     loss: float = math.inf  # nats per token
     grad_norm: float = math.inf  # before clipping
@@ -188,7 +188,7 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because of its loss or gradient, not only because of the fp16 loss scale."""
+    """Return whether a step was skipped. Skips that only the fp16 loss scale caused do not count."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
 
 

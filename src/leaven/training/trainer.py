@@ -1,6 +1,6 @@
 """Trains a recipe in a run folder.
 
-What ``leaven train recipe.toml`` does, in order. The ten files in bold are the whole way.
+The steps of ``leaven train recipe.toml``, in order. The ten files in bold are the whole way.
 
 1. **cli/train.py** (``train``) reads recipe and ``--set`` with ``read_recipe`` of **recipe/files.py**, and counts
    processes and devices.
@@ -13,13 +13,13 @@ What ``leaven train recipe.toml`` does, in order. The ten files in bold are the 
 4. **engine.py** has the state (``Training``). **scaling/table.py** computes the values of every parameter
    (``parameter_table``) and the groups of the optimizer (``optimizer_groups``). **distributed/sharded_model.py**
    builds the layers of this process (``build_stage``) with their initial values. A single process has all layers.
-5. ``Loop.run`` in **loop.py** starts a step, and reads its result only after it has started the next step, so that
-   the device does not wait between steps. Callbacks act around the steps, in this order: metrics, profile,
-   validation, checkpoints, spike guard.
+5. ``Loop.run`` in **loop.py** starts each step before it reads the result of the previous step, so that the device
+   does not wait. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
+   guard.
 6. ``Training.issue`` in engine.py takes the step: the next batch, ``ShardedModel.forward_backward`` (a micro-batch at
-   a time), clipping, and the update: the lr of each group times the schedule and the factors of rewinds and of a
-   batch ramp. The device skips the update if the loss or the gradient norm is not finite. With
-   ``on_spike = "skip"``, the device also skips it if one of them is above a limit that the spike guard has set.
+   a time), clipping and the update. The lr of each group is multiplied by the schedule and by the factors of rewinds
+   and of a batch ramp. The device skips the update if the loss or the gradient norm is not finite. With
+   ``on_spike = "skip"``, it also skips the update above the spike guard's limits.
 7. **metrics.py** measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
    (``StepLog``), and computes the validation loss (``Validation``).
 8. **checkpoint.py** copies the state to host memory (``Checkpoints.save``), and a thread writes it while training
@@ -28,7 +28,7 @@ What ``leaven train recipe.toml`` does, in order. The ten files in bold are the 
    :meth:`RunTrainer.roll_back` restores a checkpoint before it, and the run skips the data of the anomaly
    (``rewind.py``).
 10. :meth:`RunTrainer.train` computes the last validation loss and saves the last checkpoint. After Ctrl-C, a single
-    process drops the step that is under way, and saves the state before it; several processes finish the step.
+    process drops the current step and saves the state before this step. Several processes finish the step.
 
 You can skip ``cli/common.py`` (its ``load_recipe`` and ``prepare_text`` call the functions in 1 and 2),
 ``recipe/recipe.py`` (the keys of a recipe), ``model/transformer.py`` and ``model/loss.py`` (what they compute),
@@ -131,12 +131,12 @@ def train(
 ) -> TrainDocument:
     """Train a recipe in a run folder, and return the result.
 
-    A run in the folder resumes from its newest undamaged checkpoint, on a CPU bit for bit
-    (docs/concepts/promises.md). A finished run only returns its result. Train one run at a time in a process, because
-    dropout seeds torch's global random generator.
+    A run in the folder resumes from its newest undamaged checkpoint, bit for bit on a CPU
+    (docs/concepts/promises.md). A finished run only returns its result. Train one run at a time in a
+    process, because dropout seeds torch's global random generator.
 
-    Ctrl-C in the main thread saves the state and raises KeyboardInterrupt. A second Ctrl-C raises it at once. To save
-    the state in another thread, or at a SIGTERM, pass ``stop``.
+    Ctrl-C in the main thread saves the state, then raises KeyboardInterrupt. A second Ctrl-C does not wait.
+    To save the state in another thread, or at a SIGTERM, pass ``stop``.
 
     Args:
         on_step: called with the metrics of each step.
@@ -251,7 +251,7 @@ def _train(  # noqa: PLR0917
 def _require_one_recipe(
     recipe: Recipe, tokens: "TokenSet", folder: Path, rewind: ManualRewind | None, group: ProcessGroup
 ) -> None:
-    """Raise InputError on all processes unless arguments (except paths), versions of leaven and events are equal."""
+    """Raise InputError on all processes if their arguments (except paths), leaven versions or events differ."""
     if group is SINGLE_PROCESS:
         return
     run = RunFolder(folder)
@@ -551,7 +551,7 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run over all its starts. ``unsaved`` says why the last state could not be saved."""
+    """Return the result of all starts of a run. ``unsaved`` says why the last state could not be saved."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if _positive(event.get("peak_tflops"))]
     metrics = run.metrics()

@@ -1,8 +1,8 @@
-"""Trains one trial: a recipe until it is done, diverges or is pruned (cannot beat the best trial so far).
+"""Trains one trial until it is done, diverges or is pruned (cannot beat the best trial so far).
 
-A trial of several durations trains the run with the longest duration (the trunk), and for each shorter duration only
-the cooldown. With the wsd schedule (warm-up, stable lr, cooldown), runs of different durations are identical until
-the shortest starts its cooldown (Hägele et al. 2024, arXiv 2405.18392).
+A trial of several durations trains the longest run (the trunk). For each shorter duration, it trains
+only the cooldown. With the wsd schedule (warm-up, stable lr, cooldown), runs of different durations are
+identical until the shortest starts its cooldown (Hägele et al. 2024, arXiv 2405.18392).
 """
 
 import json

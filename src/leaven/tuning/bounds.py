@@ -73,7 +73,7 @@ def bounds_of(path: str) -> Bounds:
 
 
 def _multiplied(recipe: Recipe, path: str) -> str:
-    """Return the path of the global value (of Adam or Muon) that the multiplier at ``path`` multiplies."""
+    """Return the path of the Adam or Muon value that the multiplier at ``path`` multiplies."""
     (_, kind, *rest), quantity = split_path(path), quantity_of(path)
     if kind == "modules" and (muon := recipe.hyperparameters.muon_of(recipe.model.roles[rest[0]])):
         own = "momentum" if quantity == "beta1" else quantity

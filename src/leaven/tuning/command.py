@@ -178,7 +178,7 @@ class Command(Part):
 
     @cached_property
     def template(self) -> str:
-        """The text of the file ``config``; empty without one."""
+        """The text of the file ``config``, or "" without it."""
         return "" if self.config is None else read_text(self.config)
 
     @property

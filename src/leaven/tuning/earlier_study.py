@@ -74,7 +74,7 @@ def earlier_trials(folder: Path, space: SearchSpace) -> tuple[EarlierTrials, flo
 
 
 def unlike_earlier(folder: Path, recipe: Recipe) -> list[str]:
-    """Return a warning if the vocabulary, and one if the sequence length, differs from the study in ``folder``."""
+    """Return warnings if the vocabulary or the sequence length differs from the study in ``folder``."""
     model = read_recipe(folder / "centre.toml").model
     return [f"--from-study {folder}: {one.message}" for one in unlike(dict(model), recipe)]
 

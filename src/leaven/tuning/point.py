@@ -109,7 +109,7 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def distance(path: str, value: float, to: float) -> float:
-    """Return the distance from the recipe's ``value`` at ``path`` to the value ``to``."""
+    """Return the distance between the recipe's ``value`` at ``path`` and ``to``."""
     return distance_in(_unit(path), value, to)
 
 

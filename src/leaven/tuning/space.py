@@ -56,7 +56,7 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """The seed of the search. A trial with a fresh seed adds 1, 2, ... to it."""
+        """The seed of the search. Trials with fresh seeds add 1, 2, ... to it."""
 
     @abstractmethod
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:

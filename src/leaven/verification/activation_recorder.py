@@ -84,7 +84,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the recorded outputs by label, of shape (calls, rows, features), and forget them.
+        """Return and forget the recorded outputs by label, each of shape (calls, rows, features).
 
         Raise InputError if outputs with the same label have different shapes.
         """

@@ -34,7 +34,7 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of ``count`` sequences of made-up token ids.
 
-    70% of the ids follow from the id before them by a fixed permutation. All other ids are drawn by Zipf's law.
+    70% of the ids follow from the previous id by a fixed permutation. All other ids are drawn by Zipf's law.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)

@@ -296,7 +296,7 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
 
 
 def _curve(name: str, quantity: str, shares: Array, *values: Array) -> VerdictCurve:
-    """Return a curve over the ``shares`` of a run. ``values`` are the lower end, the middle and the upper end."""
+    """Return a curve with x = ``shares``. ``values`` are the lower ends, the middles and the upper ends."""
     low, high = ([] if np.isnan(each).any() else each.tolist() for each in values[::2])
     y = [each if math.isfinite(each) else None for each in values[1].tolist()]
     return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

@@ -81,7 +81,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1 for "lr": lrs are multiples of the factory's own. Raise InputError for other quantities."""
+        """For "lr", return 1, a factor on the factory's lr. Raise InputError for other quantities."""
         if quantity != "lr":
             raise InputError(f"{self.name}: of a factory, only the lr can be swept; give a recipe file")
         return 1.0

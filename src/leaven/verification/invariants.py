@@ -95,7 +95,7 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each module label, and one for batch or tokens if the rule could use them but does not."""
+    """Return a row for each module label. Batch or tokens also get a row if the rule ignores them."""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 

@@ -41,7 +41,7 @@ LARGEST_WIDTH = 10**15
 
 @dataclass(frozen=True)
 class LoggedRow:
-    """A row of a file, a point of a run that was logged by TensorBoard or W&B, or the result of a run of leaven."""
+    """A row of a file, a point of a run in TensorBoard or W&B, or the result of a run of leaven."""
 
     place: str  # for messages: the path and, for a row of a file, its number
     values: Mapping[str, Any]  # by column name
@@ -171,7 +171,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the rows of a file or logged run. Their column "loss" is a copy of the column that ``loss`` names."""
+    """Return the rows of a file or logged run. Copy the column that ``loss`` names to the column "loss"."""
     if _is_one_run(path):
         return _rows_of_curve(path, root, loss, columns)
     rows = read_rows(path)
@@ -418,7 +418,7 @@ def _by_numbers(name: str) -> list[str | float]:
 
 
 def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return the run folders of leaven at or below ``path``. Raise InputError if they have no loss named ``loss``."""
+    """Return leaven's runs at or below ``path``. Raise InputError if there are any and ``loss`` is not "loss"."""
     every = _folders(path) if path.is_dir() else ()
     folders = sorted(folder for folder, names in every if _is_own_run(folder, names))
     if folders and loss != "loss":

@@ -64,8 +64,7 @@ def arrangement(recipe: Recipe) -> Arrangement:
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
     """Return the given ``ranks``, sorted, without duplicates. Raise InputError for a rank outside the layout.
 
-    By default, return the first rank of the first, second and last pipeline stage; with ``all_stages``, of all
-    stages.
+    By default, return the first rank of three stages (first, second, last), or of ``all_stages``.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]

@@ -1,7 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats per token. Values of the hyperparameter are in octaves: their log2. "..." in the shape of an array
-is an optional dimension of bootstrap samples.
+Losses are in nats per token. Hyperparameter values are in octaves (log2). In array shapes, "..." is an
+optional dimension of bootstrap samples.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -46,7 +46,7 @@ class LossGrid:
 
     @property
     def has_optimum(self) -> bool:
-        """Whether the best value can be estimated, which needs `POINTS` values without a diverged run."""
+        """Whether the best value can be estimated: at least `POINTS` values have no diverged run."""
         return len(self.octaves) >= POINTS
 
     @property

@@ -23,7 +23,7 @@ from leaven.verification.model_instance import Quantity, RunScale, RunSetting, S
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """The training runs of a recipe at any scale. ``text`` is the fingerprint of its tokens, if known."""
+    """A recipe's training runs at any scale. ``text``: fingerprint of the recipe's tokens, or None."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)

@@ -114,8 +114,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     With these initial values, small models change with size as large models do:
 
     - The embedding and learned positions start at RMS 1. With a smaller RMS, the residual stream of two layers would
-      be mostly outputs of branches. Their sum changes with the depth L as L^(1/2 - alpha), if the rule multiplies
-      branches by L^-alpha. So the gradients inside blocks would have wrong exponents.
+      be mostly outputs of branches. If the rule multiplies branches by L^-alpha (L: depth), the sum of branches
+      changes as L^(1/2 - alpha). So gradients inside blocks would have wrong exponents.
     - The unembedding starts at RMS 1/width. With a larger RMS, the first gradient of the final norm's gain would fall
       as 1/width^2 instead of 1/width, and the logits would stay near their initial values for longer. For tied
       embeddings, see :meth:`SmallModels.table`.

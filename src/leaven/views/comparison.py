@@ -33,7 +33,7 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
     """Compare the runs in ``folders`` with the first run. Return an HTML page and a document.
 
-    Both name ``output``, the file for the page. The file is not written here.
+    Both contain ``output``, the path of the page. Nothing is written here.
 
     Raises:
         InputError: if a folder is given twice or has no run with steps, there are more than `MOST_RUNS`, or plotly is
@@ -71,7 +71,7 @@ def _run(folder: Path, folders: Sequence[Path]) -> RunView:
 
 
 def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
-    """Return the comparison of each run with the first run. The title of each run must be its folder."""
+    """Compare each run with the first run. Each run's title must be its folder."""
     first = runs[0]
     return ComparisonDocument(
         path=str(output),

@@ -61,7 +61,7 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-        """The faults in the files of the run as text, or "". Read on first use: a list of runs does not show them."""
+        """Faults in the run's files as text, or "". Files are read on first use, because lists do not show faults."""
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"

@@ -25,7 +25,7 @@ def change(dimension: Dimension, to: float) -> str:
 
 
 def counts(study: StudyDocument, states: Sequence[str] = EARLY_ENDS) -> dict[str, str]:
-    """Return a text for each of the ``states`` that has trials, such as {"diverged": "2 diverged"}."""
+    """Return texts by state, such as {"diverged": "2 diverged"}. States without trials are omitted."""
     return {state: f"{n} {state}" for state in states if (n := study.count(state))}
 
 
@@ -174,7 +174,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return, as part of a sentence, how to search beyond ``best``, a value at a limit of the search space."""
+    """Return a phrase that says how to search beyond ``best``, a value at a limit of the search space."""
     if "." not in dimension.path:  # the study is of a command file; paths in recipes have a section
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale

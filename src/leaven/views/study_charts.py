@@ -63,7 +63,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss that the chart of the search shows. Outliers are at its upper edge."""
+    """Return the lowest and the highest loss on the search chart's axis. Higher losses are at the upper edge."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0

@@ -78,7 +78,7 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report a missing z-loss if the lr is above 1.5 times the highest lr of near runs without a z-loss."""
+    """Report a missing z-loss if the lr is over 1.5 times the lr of every near run without a z-loss."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -338,7 +338,7 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 
 
 def warm_up(check: Check, case: Case) -> Check:
-    """Compare the warm-up: 0.1% to 10% of the run is usual. A shorter warm-up of 2,000 or more steps gives a note."""
+    """Compare the warm-up with 0.1% to 10% of the run. A shorter warm-up of 2,000 or more steps gives a note."""
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
     shortest = 0.0 if taken >= _STEPS_OF_WARMUP else 0.001

@@ -92,7 +92,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Copy the hyperparameters of a tuned base, and the share of its warm-up in the run, into the draft."""
+    """Copy a tuned base's hyperparameters into the draft. Keep the base's warm-up as a share of the run."""
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

@@ -90,7 +90,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size in `VOCABULARIES` nearest to ``usual``, or a smaller one if the embedding is too large."""
+    """Return the `VOCABULARIES` size nearest to ``usual``, or a smaller size if the embedding is too large."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -170,7 +170,7 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the round widths within a factor of 3 of ``usual`` that allow whole heads, or else other widths."""
+    """Return the round widths within a factor of 3 of ``usual`` for whole heads, or others if there are none."""
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -270,7 +270,7 @@ def _proportions(
 
 
 def _usual_aspect(near: Neighbours) -> float:
-    """Return the reference run's d / L, or else the median of the neighbours."""
+    """Return d / L of the reference run, or else the neighbours' median."""
     aspect = float(middle(near.values(lambda run: run.aspect)).value)
     return aspect if near.reference or near.close else min(aspect, SMALL_ASPECT)
 

@@ -185,7 +185,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
-    """Choose precision, scaling rule and ``scaling.base``, which has the shape of the reference run, if any."""
+    """Choose precision, scaling rule and ``scaling.base``. The base has the reference run's shape, if known."""
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")

@@ -134,8 +134,8 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return what an export does not preserve, as (rows, number of differences).
 
-    A row is one setting, such as lr, of all modules with the same values in recipe and target. Each module of a
-    row is one difference, and so is the attention scale.
+    A row is one setting, such as lr, its values in recipe and target, and their modules. Each module of a
+    row is one difference, as is the attention scale.
 
     Args:
         given: the target's settings by leaven's name of the parameter. Only these parameters are compared.

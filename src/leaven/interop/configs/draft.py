@@ -219,9 +219,10 @@ class Settings:
         return known[self[name]]
 
     def why(self, *names: str) -> str:
-        """Return the reason for a recipe value that follows from the settings ``names``: the given ones, as "--bf16".
+        """Return the reason for a recipe value that follows from the settings ``names``.
 
-        Without given settings, the reason is the default of the first one, or a shell variable that is not set.
+        The reason is a setting's unset shell variable, or else the given settings, such as "--bf16", or else the
+        first default.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:

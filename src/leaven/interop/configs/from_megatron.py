@@ -404,11 +404,11 @@ DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     """Return the flags in a shell script or a list of flags, each with the words after it.
 
-    All lines count, also those in branches and in unused variables. If a command repeats a flag, the last one counts.
-    If commands have different values of a flag that leaven reads, InputError is raised.
+    All lines count, even in branches and in unused variables. If a command repeats a flag, its last value
+    counts. Raise InputError if commands have different values of a flag that leaven reads.
 
-    Variables that the script sets are inserted. Others, and the output of commands, stay as $NAME or $(COMMAND). An
-    unset variable that may contain flags is a key of the result.
+    Variables that the script sets are inserted. Unset variables stay as $NAME, and the output of commands as
+    $(COMMAND). An unset variable that may contain flags is a key of the result.
     """
     if len(text) > LONGEST:
         raise InputError(
@@ -525,8 +525,7 @@ class _Script:
     def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
         """Return all texts that a word can be: one for each combination of values of its variables.
 
-        Unset variables stay. Values in ``inside`` contain the word. They are not inserted, because that would never
-        end.
+        Unset variables stay. Values in ``inside`` are left out, because inserting them again would never end.
         """
         found, end = [""], 0
         for match in _VARIABLE.finditer(word) if len(inside) < DEEPEST else ():

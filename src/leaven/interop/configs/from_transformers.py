@@ -34,8 +34,8 @@ GIVEN.remove("hyperparameters.lr")
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """Convert a folder with config.json, and usually training_args.json, to a recipe called ``name``.
 
-    ``path`` is the folder or one of these files. ``ranks`` is the number of processes, by default that of an export,
-    or 1.
+    ``path``: the folder or one of these files. ``ranks``: number of processes; by default the dp of leaven's
+    export, or 1.
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))
@@ -104,7 +104,7 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return the paths of config.json and of the training arguments, or None. The given file may have any name."""
+    """Return the paths of config.json and of the training arguments, if any. ``path`` may have any name."""
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS

@@ -134,7 +134,7 @@ def _settings(values: dict[str, Any]) -> tuple[float, float, tuple[float, float]
 
 @torch.no_grad()
 def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
-    """Draw initial values of a parameter, or of this rank's shard. Each matrix of a fused one has its own std."""
+    """Draw this rank's initial values of a parameter. Each of several fused matrices has its own std."""
     if getattr(parameter, "tensor_model_parallel", False):
         from megatron.core import parallel_state
 

@@ -70,7 +70,7 @@ def _factor(
     decay_ratio: float,
     batch_tokens: int,
 ) -> float:
-    """Return the factor on the peak lr after ``done`` of ``tokens`` tokens. The arguments are a recipe's schedule."""
+    """Return the factor on the peak lr after ``done`` tokens. The other arguments are a recipe's schedule."""
     if done < warmup_tokens:
         return done / warmup_tokens
     left = tokens - warmup_tokens

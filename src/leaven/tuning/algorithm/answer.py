@@ -73,8 +73,8 @@ def answer(
 
     Args:
         noise: standard deviation of the loss between seeds; by default measured from the trials.
-        over: whether the search has ended. If not, there is a best point only once a final trial has ended.
-        by_surrogate: whether points without fresh seeds are ranked by predicted loss. If not, by measured loss.
+        over: whether the search has ended. Until then, a best point requires a final trial that has ended.
+        by_surrogate: whether points without fresh seeds are ranked by predicted loss, not by measured loss.
         optunas: returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
         earlier: trials of an earlier search, used as prior knowledge.
     """
@@ -385,8 +385,7 @@ class _LossesByPurpose:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return the mean loss of ``start`` minus the mean loss of ``there``, over the seeds that both have, or over all
-    seeds if they have none in common."""
+    """Return the mean loss of ``start`` minus that of ``there``. If both share any seeds, use only these seeds."""
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())

@@ -128,11 +128,11 @@ class Surrogate:
     _columns: int  # D
 
     def value(self, x: Array) -> Array:
-        """Return the predicted losses (m,) at points (m, D), minus the predicted loss at x = 0."""
+        """Return the predicted losses at points ``x`` (m, D), minus the predicted loss at 0."""
         return np.asarray(_features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the standard deviation (m,) of the change in loss from ``base`` (D,) to the points ``x`` (m, D)."""
+        """Return the standard deviation of the change in loss from ``base`` (D,) to each point of ``x`` (m, D)."""
         apart = (_features(x) - _features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))

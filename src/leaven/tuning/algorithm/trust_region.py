@@ -134,7 +134,7 @@ class Axes:
 
     @cached_property
     def levels(self) -> NDArray[np.int_]:
-        """The number of levels of each choice, and 0 for each number, (D,)."""
+        """The number of levels on each axis, (D,). Numbers have 0 levels."""
         return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
 
     @property
@@ -225,7 +225,7 @@ class Features:
         return np.where(level > 0, x[..., owner] == level, steps)
 
     def point(self, columns: Array) -> Array:
-        """Return the point (D,) with these ``columns`` (F,): the inverse of :meth:`of`."""
+        """The inverse of :meth:`of`: return the point (D,) of ``columns`` (F,)."""
         owner, level = self.owner, self.level
         x = np.zeros(len(self.levels))
         number = level == 0
@@ -256,7 +256,7 @@ class Region:
         return self._within(self.lowest(mean, self._levels(mean), self.incumbent))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). With ``last``, it is :attr:`predicted`."""
+        """Return a point (D,) to try. With ``last``, return :attr:`predicted`."""
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -298,7 +298,7 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the probabilities of divergence (D, m) at the points of :meth:`along`."""
+        """Return the divergence probabilities at the points of :meth:`along`, (D, m)."""
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
@@ -399,7 +399,7 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def radius_of(axes: Axes, losses: Array) -> float:
-    """Return the size of the random moves (``Region.radius``) after trials with ``losses`` (n,)."""
+    """Return ``Region.radius``, the size of random moves, after trials with ``losses`` (n,)."""
     if np.isfinite(without_outliers(losses)).any():
         return RADIUS
     tried, closer = len(losses), learning_rates(list(axes.limits)).any()

@@ -140,7 +140,7 @@ class CommandTrainer:
         return outcome
 
     def _run(self, proposal: Proposal, values: Mapping[str, Value], folder: Path, output: BinaryIO) -> Outcome | str:
-        """Run the command and return its outcome or, if it failed, a text such as "ended with exit code 1"."""
+        """Run the command. Return its outcome, or a text such as "ended with exit code 1" if it failed."""
         command = self.command
         # Without this, a command in Python would keep its output, and so its losses, in a buffer.
         environment = {"PYTHONUNBUFFERED": "1"}
@@ -316,7 +316,7 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if another file has replaced ``output``, because it may have the losses of another trial."""
+    """Raise InputError if another file has replaced ``output``, possibly with losses of another trial."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read

@@ -108,7 +108,7 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes that descend from ``leaders``, are in their sessions, or have their mark (``MARK``)."""
+    """Return the processes that descend from ``leaders``, or have their session or mark (``MARK``)."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):

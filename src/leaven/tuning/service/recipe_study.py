@@ -228,8 +228,8 @@ class Study(BaseStudy):
     Args:
         space: the searched values of ``recipe``.
         tokens: the tokens of the recipe's text.
-        durations: run lengths in tokens. Each trial has a run of each length, and its loss is that of the longest
-            run. Without ``durations``, each trial is one run of ``data.tokens`` tokens.
+        durations: run lengths in tokens. Each trial has a run of each length. The loss of the longest run counts.
+            Without ``durations``, each trial is one run of ``data.tokens`` tokens.
         stack: number of trials that a worker trains at once as one batched model (``training/stack.py``).
 
     Raises:

@@ -45,7 +45,7 @@ FAILURES = 4
 
 
 class Proposal(dict[str, float]):
-    """The argument of an objective: the point of a trial, as log2 multipliers and indices of levels by name.
+    """A trial's point, passed to the objective: a log2 multiplier or an index of a level for each name.
 
     A proposal also has these attributes:
 
@@ -265,7 +265,7 @@ class SearchLoop:
 
 
 def _without_retries(calls: Sequence[Sequence[Proposal]]) -> int:
-    """Return the number of ``calls`` of the objective. The calls for a trial and for its retry count as one."""
+    """Return the number of ``calls`` of the objective. A call and its retry count as one."""
     return len({call[0].origin for call in calls})
 
 

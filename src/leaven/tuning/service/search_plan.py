@@ -135,7 +135,7 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials, including the confirmation trials that several finalists need."""
+    """Return the number of final trials, with confirmation trials if there are several finalists."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -299,7 +299,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next of ``each`` final trials of ``count`` finalists, or None if there is none."""
+        """Return the next final trial, or None. Each of ``count`` finalists gets ``each`` trials."""
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
             if trial.final_of == self.budget.label and not trial.confirms:
@@ -421,7 +421,7 @@ def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
 
 
 def _fresh(others: Sequence[StoredTrial], point: Params, count: int) -> list[int]:
-    """Return the ``count`` lowest seeds above 0 with which no trial in ``others`` has run at ``point``."""
+    """Return the ``count`` lowest seeds above 0 that no trial at ``point`` in ``others`` has used."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 

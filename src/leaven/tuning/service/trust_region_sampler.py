@@ -192,7 +192,7 @@ class AxisOfDistribution:
         return math.log2(number) / self.unit if getattr(self.distribution, "log", False) else number / self.unit
 
     def value(self, at: float) -> Any:
-        """Return the value of the distribution that is nearest to the position ``at``."""
+        """Return the distribution's value nearest to the position ``at``."""
         to = self.distribution
         if not isinstance(to, NUMBERS):
             return to.to_external_repr(round(at))

@@ -60,7 +60,7 @@ class SafeConsole(Console):
             yield Segment(text if control else shown(text), style, control)
 
     def on_broken_pipe(self) -> None:
-        """Drop all later output, because its reader is gone. On standard output, BrokenPipeError ends the command."""
+        """Drop all later output, because its reader is gone. On standard output, raise BrokenPipeError."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
         if not self.stderr:
