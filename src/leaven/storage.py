@@ -119,7 +119,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_device(path: Path) -> bool:
-    """Return whether a path is a device or a pipe. A link counts if it is in /dev or /proc, such as /dev/stdout."""
+    """Return whether a path is a device or a pipe. A link counts only in /dev or /proc, such as /dev/stdout."""
     if path.is_symlink():  # elsewhere, somebody else may have made the link
         return any(path.absolute().is_relative_to(folder) for folder in ("/dev", "/proc"))
     return path.exists() and not (path.is_file() or path.is_dir())
@@ -259,7 +259,7 @@ def is_full(folder: Path, size: int = 2**16) -> bool:
 
 
 def may_pass(error: str) -> bool:
-    """Return whether an error may pass: its message is about a disk that is full, away or not writable."""
+    """Return whether an error may be temporary: its message names a full, missing or unwritable disk."""
     return any(os.strerror(number) in error for number in FULL | AWAY | DENIED)
 
 

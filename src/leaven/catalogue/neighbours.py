@@ -65,14 +65,14 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 in size is a distance of 1; a factor of 2 in tokens is a distance of 1/8. If runs are within
-    ``factor`` of the model's size, only they are returned, and runs that fit ``stack`` come first. The first run of
-    each lineage comes before all other runs. Raise InputError if no run has an lr that can be compared.
+    A factor of 2 is a distance of 1 in size, and of 1/8 in tokens. If there are runs within ``factor`` of
+    the model's size, only these are returned, and runs that fit ``stack`` come first. The first run of each
+    lineage comes before all other runs. Raise InputError if no run has an lr that can be compared.
 
     Args:
         limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
-        used: compare the parameters that a token uses, and return dense runs as well, after those of ``kind``.
+        used: compare the parameters that a token uses. Return dense runs, too, after the runs of ``kind``.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")

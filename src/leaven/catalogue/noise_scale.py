@@ -34,6 +34,6 @@ def steps_over_least(batch: float, critical: float) -> float:
 
 
 def surge_lr(batch: float, noise: float) -> float:
-    """Return (best lr of Adam at ``batch``) / (its best lr at ``noise``, the noise scale): arXiv 2405.14578."""
+    """Return (best lr of Adam at ``batch``) / (best lr at ``noise``, the noise scale). See arXiv 2405.14578."""
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

@@ -68,9 +68,10 @@ class Stack(NamedTuple):
 
 
 class PublishedRun(Part):
-    """A published run, or a run that leaven tuned itself (which has :attr:`tuning`).
+    """A published run, or a run that leaven tuned itself (with :attr:`tuning`).
 
-    Fields have the values that the source states, properties have leaven's names and units. None means unknown.
+    Fields have the values that the source states. Properties have leaven's names and units. None means
+    unknown.
     """
 
     id: str
@@ -117,7 +118,7 @@ class PublishedRun(Part):
 
     @property
     def ramp(self) -> groups.BatchRamp | None:
-        """Return how the batch grew; None if it did not grow, or if this is not known."""
+        """Return how the batch grew, or None if it did not grow or if this is unknown."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
     @property
@@ -300,7 +301,7 @@ class PublishedRun(Part):
 
     @property
     def stack(self) -> Stack:
-        """Return norm placement, QK-norm and optimizer, on which the best lr depends more than on the size."""
+        """Return norm placement, QK-norm and optimizer. The best lr depends more on them than on the size."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
 
     def summary(self) -> RunSummary:

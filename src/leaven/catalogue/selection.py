@@ -83,7 +83,7 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
 
 
 def _wanted(condition: Condition, values: Sequence[Any]) -> Any:
-    """Return the condition's text in the type of the runs' ``values``, or raise InputError."""
+    """Convert a condition's text to the type of the runs' ``values``, or raise InputError."""
     path, operator, text = condition
     match values[0]:
         case bool():

@@ -143,9 +143,9 @@ def memory(
 ) -> None:
     """Compare the planned memory of a rank with the memory of two simulated training steps.
 
-    The simulation runs the real model, layout and optimizer on this machine's CPU, with tensors that have shapes but
-    no data. The check passes if the planned memory is within 2% of the simulated one in the pause between the two
-    steps, and within 5% at the peak.
+    The simulation runs the real model, layout and optimizer on this machine's CPU. Its tensors have shapes
+    but no data. The check passes if the planned memory is within 2% of the simulated memory between the two
+    steps, and within 5% of the simulated peak.
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 

@@ -131,7 +131,7 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed one of ``others``, such as ``"params tokens"``: ``option`` excludes them."""
+    """Raise InputError if the user typed ``option`` and any option in ``others``, such as ``"params tokens"``."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -196,7 +196,7 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether a file descriptor is a terminal, pipe or socket, whose other end can be closed."""
+    """Return whether a file descriptor is a terminal, pipe or socket. Its other end can be closed."""
     with suppress(OSError):
         mode = os.fstat(descriptor).st_mode
         return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

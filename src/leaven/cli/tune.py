@@ -225,7 +225,7 @@ def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
 def _command(
     context: typer.Context, path: Path, command: str | None, loss: str | None, overrides: list[str] | None
 ) -> "tuple[Command | None, CommandSpace | None]":
-    """Return the user's training command and the search space of a command file, each None if there is none."""
+    """Return the user's training command and the search space of a command file. Either may be None."""
     from leaven.recipe.files import validated
     from leaven.tuning.command import Command, command_space, is_command_file
 

@@ -115,11 +115,11 @@ class Corpus:
     def documents(self) -> Iterator[TextDocument]:
         """Yield the documents that have text, each marked as training or validation.
 
-        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all possible
-        hashes. If one split would be empty, it gets one document. A single document is cut in two.
+        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all
+        possible hashes. If one split would be empty, it gets one document. A single document is cut in two.
 
         Raises:
-            InputError: after the last document of a file that has changed since the corpus was opened.
+            InputError: at the end of a file that has changed since the corpus was opened.
         """
         single = self.n_documents == 1
         lowest = min(survey.lowest for survey in self.surveys)

@@ -69,7 +69,7 @@ class CheckedTokens:
         self.set_checksums("")
 
     def set_checksums(self, checksums: str) -> None:
-        """Set the checksums, from :class:`BlockChecksums`, for all later reads. With "", nothing is compared."""
+        """Set the checksums, from :class:`BlockChecksums`, for later reads. "" turns the comparison off."""
         self._checksums: NDArray[np.uint32] = np.frombuffer(bytes.fromhex(checksums), "<u4")
         self._unread = np.ones(len(self._checksums), bool)  # the blocks that are not checked yet
         self._stamp: Any = None  # time stamps of the files at the last read
@@ -163,7 +163,7 @@ class MappedFile:
 
 
 class ArrayTokens(CheckedTokens):
-    """The token ids in an array. ``files`` are the files that are mapped into the memory of the array."""
+    """The token ids in an array. ``files`` are mapped into the memory of the array."""
 
     def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...]) -> None:
         super().__init__(ids.dtype, len(ids))

@@ -98,7 +98,7 @@ class HubTokens(_Split):
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return (number of rows, files mapped for them) for each group of rows that ``datasets`` stores together."""
+    """Return (number of rows, mapped files) for each group of rows that ``datasets`` stores together."""
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # blocks: different columns of the same rows
         paths = [block.path for block in blocks if hasattr(block, "path")]
@@ -171,7 +171,7 @@ def _is_outdated(builder: Any) -> bool:
 
 
 def _holds_lists(schema: Any, column: str, *tests: str) -> bool:
-    """Return whether a column has lists of a type that passes one of ``tests`` in pyarrow, such as "is_integer"."""
+    """Return whether a column has lists whose element type passes a test of pyarrow, such as "is_integer"."""
     from pyarrow import types
 
     kind = schema.field(column).type if column in schema.names else None

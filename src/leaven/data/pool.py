@@ -32,7 +32,8 @@ _encoder: Encoder
 
 
 def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, processes: int | None) -> Generator[Done]:
-    """Yield the tokens of batches of text, in the order of the batches. Close this generator to end its processes.
+    """Yield the tokens of batches of text, in the order of the batches. Close this generator to end its
+    processes.
 
     Args:
         n_bytes: size of the text.
@@ -40,7 +41,7 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
             encodes the text on all cores.
 
     Raises:
-        InputError: if processes cannot start, or one dies.
+        InputError: if a process cannot start or dies.
     """
     processes = processes or max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
     if processes == 1:

@@ -132,7 +132,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
-    """Return the shards in a folder, or None if the folder is unfinished, damaged, or does not fit the corpus."""
+    """Return the shards in a folder, or None if they are incomplete, damaged, or of another corpus."""
     path = folder / "index.json"
     try:
         index: dict[str, Any] = storage.json_object(storage.read(path)) or {}

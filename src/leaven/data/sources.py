@@ -157,8 +157,8 @@ def _is_behind_link(file: File) -> bool:
 
 
 def estimated_tokens(source: DataSource) -> int | None:
-    """Return the number of tokens of a source, or None for an hf:// source. For text, it is estimated from file
-    sizes. Raise InputError if the source cannot be used, or all of its text files are empty."""
+    """Return the number of tokens of a source, or None for an hf:// source. Text is estimated from file sizes.
+    Raise InputError if the source cannot be used, or if all its text files are empty."""
     if source.source.startswith(SCHEME):
         return None
     parts = source_parts(source)

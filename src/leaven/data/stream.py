@@ -47,7 +47,7 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of the stream without ``skip``, [count, seq_len + 1]."""
+        """Leave out ``skip``, and return samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -66,7 +66,7 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # ranges of the mixture's sample numbers to leave out, as in `Stream`
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` of the mixture without ``skip``, [count, seq_len + 1]."""
+        """Leave out ``skip``, and return samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -119,8 +119,8 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return N windows that are spread evenly over the tokens, [N, T + 1]. N is at most ``limit_tokens`` / T, but at
-    least 1. Raise InputError if the tokens do not fill one window."""
+    """Return N evenly spaced windows, [N, T + 1], where T is ``seq_len``. N is at most ``limit_tokens`` / T,
+    but at least 1. Raise InputError if the tokens do not fill one window."""
     available = _count_windows(tokens, seq_len, "validation")
     count = min(available, max(limit_tokens // seq_len, 1))
     return _gather(tokens, seq_len, np.arange(count, dtype=np.uint64) * np.uint64(available) // np.uint64(count))

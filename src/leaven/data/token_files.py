@@ -211,12 +211,12 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists, where each row is a document. Raise BrokenFile if an id is null. The
-    ends of documents are unknown if rows are blocks of a longer text (see `BLOCKS`).
+    """Return the token ids in a column of lists. Raise BrokenFile if an id is null. Each row is a document, or
+    a block of a longer text in which the ends of documents are unknown (see `BLOCKS`).
 
     Args:
         chunks: the Arrow arrays that make up the column.
-        files: the files that are mapped into the memory of each array.
+        files: for each array, the files mapped into its memory.
     """
     arrays: list[ArrayTokens] = []
     lengths = []

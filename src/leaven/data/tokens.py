@@ -84,7 +84,7 @@ class TokenSet:
         )
 
     def epochs(self, tokens: int) -> dict[str, float]:
-        """Return the number of epochs over each source, by its name, in a run of ``tokens`` tokens."""
+        """Return {source name: number of epochs} for a run of ``tokens`` tokens."""
         shares = zip(self.names, self.proportions, self.sources, strict=True)
         return {name: float(share * tokens) / len(source.train) for name, share, source in shares}
 
@@ -168,7 +168,7 @@ def prepare(
 
 
 def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) -> None:
-    """Raise InputError if a setting does not fit the sources. ``of_ids`` has the sources of token ids, by name."""
+    """Raise InputError if a setting does not fit the sources. ``of_ids``: the sources of token ids, by name."""
     for source in data.sources:
         if source.source not in of_ids and source.dtype:
             raise InputError(f"dtype is for token ids, but data.source {source.source!r} is text; remove dtype")
@@ -210,7 +210,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the cached file and the encoder of ``given``, or else of a tokenizer trained on ``corpora``."""
+    """Return the cached file and encoder of ``given``. If None, use a tokenizer trained on ``corpora``."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)

@@ -52,7 +52,7 @@ def quiet_about_views() -> None:
 
 
 def local_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Return the index, in the whole tensor, of the first element that this process stores."""
+    """Return the global index of the first element that this process stores."""
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
 

@@ -70,7 +70,7 @@ class ExpertExchange:
 
 
 def exchanged(x_RD: Tensor, of: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send ``to[r]`` consecutive rows to each rank r. Return the rows that arrive, ``of[r]`` from rank r."""
+    """Send the next ``to[r]`` rows to each rank r. Return the received rows, ``of[r]`` from each rank r."""
     y_RD: Tensor = _Exchange.apply(x_RD, of, to, group)  # type: ignore[no-untyped-call]
     return y_RD
 

@@ -148,7 +148,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum of this process's losses in nats, a scalar, without computing gradients."""
+        """Return this process's summed loss in nats, a scalar. No gradients are computed."""
         self.train(False)
         for stage in self.stages:
             stage.factor = 1.0
@@ -351,7 +351,7 @@ def replicas(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP gathers and shards, each as a unit."""
+    """Return the modules that FSDP gathers and shards separately."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 

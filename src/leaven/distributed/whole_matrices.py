@@ -57,8 +57,8 @@ class WholeMatrices:
     def map(
         self, function: Callable[[Tensor], Tensor], names: Iterable[str], mine: Iterable[Tensor]
     ) -> Iterator[Tensor]:
-        """Apply ``function``, which keeps shape and dtype, to each matrix in ``names``. Yield this process's block of
-        each result. ``mine`` has this process's block of each matrix."""
+        """Apply ``function``, which keeps shape and dtype, to the matrix of each name. ``mine`` has this process's
+        block of each matrix. Yield this process's block of each result."""
         pairs = zip(names, mine, strict=True)
         while some := list(islice(pairs, self._size)):
             yield from self._round(function, [self._matrices[name] for name, _ in some], [block for _, block in some])

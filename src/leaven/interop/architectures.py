@@ -127,7 +127,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key. For keys in ``words``, the text "none" replaces None."""
+        """Return the values of a shape by key. Keys in ``words`` have "none" instead of None."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 

@@ -71,12 +71,13 @@ def multipliers(
 ) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
-    For a branch, a hook scales the output of its last matrix, or of the module ``experts`` if it has the matrices of
-    all experts in one tensor. A norm on the branch's output would undo the factor; then a hook scales the norm's
-    output. ``output_norms`` maps paths of such norms, such as ``layers.*.post_norm``, to ``attention`` or ``mlp``.
+    A branch's multiplier scales the output of its last matrix. For experts in one tensor, the multiplier
+    scales the output of the module ``experts``. A norm on the branch's output would undo the multiplier, so
+    the norm's output is scaled. ``output_norms`` maps paths of such norms, such as ``layers.*.post_norm``,
+    to ``attention`` or ``mlp``.
 
-    For the logits, a hook scales the output of the final norm, because fused losses do not call the unembedding.
-    Without exactly one final norm, a hook scales the input of the unembedding.
+    The logits' multiplier scales the output of the final norm, because fused losses do not call the
+    unembedding. Without exactly one final norm, it scales the input of the unembedding.
     """
     sites, behind = {site.name: site for site in structure.sites}, labelled(model, output_norms)
     final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]

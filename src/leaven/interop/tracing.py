@@ -67,9 +67,9 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
 
 
 def _run(model: nn.Module, ends: Sequence[str], scale: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """Run a model. Return the first input and the output of each module with floating-point input, by path.
+    """Run a model. Return (first input, output) of each module with floating-point input, by path.
 
-    The modules ``ends`` return random values of RMS ``scale`` in place of their outputs.
+    The modules at the paths ``ends`` return random values of RMS ``scale`` instead.
     """
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 

@@ -1,8 +1,8 @@
 """Writes and reads models in Hugging Face's format, without the ``transformers`` library.
 
-leaven's models have forward multipliers (:func:`leaven.scaling.table.folding`). Those of Hugging Face do not, but
-some have other constants (:meth:`leaven.interop.architectures.Architecture.factors`). Writing multiplies weights by
-the first and divides them by the second. Reading does the reverse.
+leaven's models have forward multipliers (:func:`leaven.scaling.table.folding`). Some models of Hugging
+Face have constants instead (:meth:`leaven.interop.architectures.Architecture.factors`). Writing
+multiplies weights by the multipliers and divides them by the constants. Reading does the reverse.
 """
 
 import json
@@ -342,7 +342,7 @@ def tensors_fingerprint(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    """Yield config.json, the weight files whose names begin with ``model``, and those that the index names."""
+    """Yield config.json, the weight files ``model*``, and the weight files that the index names."""
     index = b""
     with suppress(OSError):
         index = storage.read(folder / "model.safetensors.index.json")

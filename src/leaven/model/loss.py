@@ -21,9 +21,9 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**22
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return (documents, targets), both (B, T), for the first T tokens of each row of ``windows``, (B, T + 1).
-    ``documents`` has the index of each token's document within the row. The target of an end-of-text token is
-    `IGNORED`, because the next token begins another document."""
+    """Return (documents, targets), both (B, T), for the windows (B, T + 1) without their last token.
+    ``documents`` has the index of each token's document within the row. The target of an end-of-text token
+    is `IGNORED`, because the next token begins another document."""
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
     return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)
@@ -53,7 +53,7 @@ class WholeVocabulary:
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """Return the gradient of the argument of :meth:`gather`, given the gradient of its result."""
+        """Return the gradient of the input of :meth:`gather`, given the gradient of its output."""
         return grad_ND
 
     def loss(

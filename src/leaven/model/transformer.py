@@ -400,8 +400,8 @@ class Stage(nn.Module):
         return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations (B, T, D); in the last stage, ``factor`` times the summed loss in nats (1,).
-        ``x`` is tokens (B, T) in the first stage, and the activations of the previous stage in the others."""
+        """Return the activations (B, T, D). The last stage returns ``factor`` x the summed loss in nats, (1,).
+        ``x`` is the previous stage's activations, or in the first stage the tokens (B, T)."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:

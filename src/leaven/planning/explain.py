@@ -134,7 +134,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the numbers in ``values`` next below and next above ``own``; for text, all values but ``own``."""
+    """Return the nearest of the ``values`` below and above ``own``. For text, return all other values."""
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -260,7 +260,7 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes with which the plan fits, such as ``; zero=1 would fit in 61.0 GiB``, or ""."""
+    """Return the fewest changes that make the plan fit, such as ``; zero=1 would fit in 61.0 GiB``, or ""."""
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

@@ -63,8 +63,8 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
 def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
     """Return three FLOPs utilisations of a run by name.
 
-    ``mfu`` (model FLOPs) is the argument, with full attention. ``mfu_causal`` counts causal attention. ``hfu``
-    (hardware FLOPs) counts full attention and recomputation.
+    ``mfu`` (model FLOPs) counts full attention. ``mfu_causal`` counts causal attention. ``hfu`` (hardware
+    FLOPs) counts full attention and recomputation.
     """
     full = flops_per_token(model)
     return {

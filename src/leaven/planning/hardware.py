@@ -134,7 +134,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``wanted`` name the accelerator ``own``. Names of SXM boards may lack this word."""
+    """Return whether the words ``wanted`` name the accelerator ``own``, which may leave out the word SXM."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)
@@ -153,9 +153,9 @@ def trainable_here(recipe: Recipe) -> bool:
 
 
 def estimated_gpus(recipe: Recipe, gpu: Accelerator) -> int:
-    """Estimate how many GPUs of the kind ``gpu`` can store a model and train it within 30 days: a power of two.
+    """Estimate how many GPUs can store a model and train it within 30 days. Return a power of two.
 
-    Only memory can require more GPUs than a batch has sequences, so training may take longer than 30 days.
+    It exceeds the number of sequences in a batch only if memory requires that, so training may take longer.
     """
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / (_MEMORY_SHARE * gpu.memory_gib * 2**30)
     flops_per_second = _MFU * gpu.peak_tflops * 1e12

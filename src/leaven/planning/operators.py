@@ -149,7 +149,7 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 
 
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return scores, softmax and weighted sum as one operator. Without a flash kernel, all scores are written."""
+    """Return scores, softmax and weighted sum as one operator. Without a flash kernel, all scores are stored."""
     core = block.core
     if code.flash_attention:  # two products forward and five backward, where scores are recomputed
         forward, backward = flash_flops(accelerator)
@@ -179,7 +179,7 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the activation function of the MLP as one operator; without fusion, a gated MLP has two kernels."""
+    """Return the MLP's activation function as one operator. Without fusion, a gated MLP runs two kernels."""
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))
     )

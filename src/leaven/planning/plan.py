@@ -229,8 +229,8 @@ def cluster_for(recipe: Recipe, gpu: Accelerator) -> str:
 def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
     """Return the plan of a run over ``tokens`` tokens, by default in the fastest layout that fits.
 
-    ``layout`` is text such as ``tp=8,pp=12,mbs=2``, which is planned even if it needs too much memory. Raise
-    InputError if the layout or the batch is impossible, or if ``layout`` is None and nothing fits.
+    ``layout`` is text such as ``tp=8,pp=12,mbs=2``. A given layout may need more memory than there is. Raise
+    InputError if the layout or the batch is impossible, or if no layout is given and none fits.
     """
     asked = None
     if layout:

@@ -1,9 +1,10 @@
-"""Plan a batch ramp (a batch size that grows during the run), by throughput or by the measured gradient noise scale.
+"""Plan a batch ramp (a batch size that grows in a run), by throughput or by the gradient noise scale.
 
-:func:`noise_ramp` keeps the batch below a multiple m of the gradient noise scale. To reach a given loss, a batch of m
-times the noise scale needs 1 + m times the minimum number of tokens, and 1 + 1/m times the minimum number of steps
-(McCandlish et al. 2018, arXiv 1812.06162). The noise scale may come from a smaller model at the same number of
-tokens, because critical batch sizes hardly depend on the model size (Zhang et al. 2024, arXiv 2410.21676).
+:func:`noise_ramp` keeps the batch below m times the gradient noise scale. With a batch of m times the
+noise scale, a run reaches a given loss after (1 + m) times the fewest tokens, or (1 + 1/m) times the
+fewest steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale may come from a smaller model at
+the same number of tokens, because critical batch sizes hardly depend on the model size (Zhang et al.
+2024, arXiv 2410.21676).
 """
 
 import math
@@ -46,7 +47,7 @@ class RampThroughput:
         self._steps: dict[int, tuple[Arrangement, float]] = {}
 
     def step(self, sequences: int) -> tuple[Arrangement, float]:
-        """Return the fastest arrangement and its seconds per step for a batch of ``sequences`` in this layout."""
+        """Return (fastest arrangement, its seconds per step) for a batch of ``sequences`` in this layout."""
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
             share = -(-sequences // layout.dp)
@@ -210,8 +211,8 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose a batch ramp in stages, or say why there is none.
 
-    The possible batches are the full batch, half of it, a quarter and so on, down to one sequence. A batch begins
-    once ``multiple`` x the noise scale reaches it.
+    Possible batches: the full batch, half of it, a quarter and so on, down to one sequence. A stage begins
+    when its batch is ``multiple`` x the noise scale.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

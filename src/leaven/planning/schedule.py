@@ -60,11 +60,11 @@ class Timeline:
 
 
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
-    """Return the passes of a rank in order. ``micro_batches`` includes the padding of :func:`arrangement.scheduled`.
+    """Return the passes of a rank in order. ``micro_batches`` is the result of :func:`arrangement.scheduled`.
 
-    In GPipe, all forward passes come first. Otherwise a rank begins with some forward passes (earlier ranks with
-    more), then forward and backward passes alternate. In a zero-bubble schedule, rank r delays each ``weight`` pass
-    by r ``input`` passes, so that ranks with equal stages end together.
+    In GPipe, all forward passes come first. Otherwise a rank begins with some forward passes, an earlier
+    rank with more. Then forward and backward passes alternate. In a zero-bubble schedule, the ``input``
+    passes of rank r are r ahead of its ``weight`` passes, so ranks with equal stages end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

@@ -11,12 +11,12 @@ from leaven.recipe.layout import Layout
 
 @cache
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
-    """Return the number of blocks of each pipeline stage (at least one), balanced by one of three rules.
+    """Return the number of blocks of each pipeline stage (at least one), by one of three rules.
 
     - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as (vocabulary x
-      width / w) blocks, where w is the mean number of a block's matrix weights that a token uses.
-    - ``number``: stages differ by at most one block; the first and last are the last to get one more, as in BLOOM.
-    - ``work``: stages are filled in turn up to equal FLOPs of blocks and unembedding, as in nanotron.
+      width / w) blocks. Here w is the number of matrix weights that a token uses in an average block.
+    - ``number``: stages differ by at most one block. Extra blocks go to the middle stages first, as in BLOOM.
+    - ``work``: each stage in turn gets its share of the FLOPs of blocks and unembedding, as in nanotron.
     """
     table = blueprint(model)
     n_layers = table.n_layers

@@ -158,8 +158,8 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
     """Return rows that compare the target's hyperparameters with their ranges in the published runs ``near``.
 
-    A target value is the median over its hidden matrices or embeddings, with the scaling rule applied. Betas are
-    compared as 1 / (1 - beta) steps.
+    A target's value is the median over hidden matrices or embeddings, with the scaling rule applied. Betas
+    are compared as 1 / (1 - beta) steps.
     """
     rows = parameter_table(target).rows
 

@@ -186,10 +186,10 @@ def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int,
 def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> StepTime:
     """Return the time of one optimizer step.
 
-    With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long as one
-    micro-batch on the slowest rank. The bubble of a zero-bubble schedule is (p - 1) (F + I - W), where F is the time
-    of a forward pass and I + W of a backward pass. W is the part for gradients of weights (ZB-H1, Qi et al. 2023,
-    arXiv 2401.10241).
+    With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long
+    as one micro-batch on the slowest rank. The bubble of a zero-bubble schedule is (p - 1) (F + B - 2 W). F
+    and B are the times of a forward and a backward pass. W is the part of B for gradients of weights (ZB-H1,
+    Qi et al. 2023, arXiv 2401.10241).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
@@ -224,10 +224,10 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
 
 @cache
 def muon_seconds(table: Blueprint, layout: Layout, accelerator: Accelerator, code: TrainingCode) -> float:
-    """Return the seconds per step in which Muon makes the matrices of the blocks orthogonal, on the slowest rank.
+    """Return the seconds per step that the slowest rank takes to orthogonalise block matrices for Muon.
 
-    The ranks of a pipeline stage divide its matrices among them. A rank receives a whole matrix, applies the
-    Newton-Schulz iterations (three matrix products each), and sends the result in 16 bits.
+    The ranks of a pipeline stage share the matrices of the stage. A rank receives a whole matrix, applies
+    the Newton-Schulz iterations (three matrix products each), and sends the result in 16 bits.
     """
     ranks, slowest = layout.dp * layout.cp * layout.tp, 0.0
     copies = layout.dp_replicate if layout.zero else layout.dp * layout.cp  # ranks that store the same part

@@ -137,7 +137,7 @@ class BatchSchedule:
         return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
 
     def tokens_at_step(self, step: int) -> int:
-        """Return the number of tokens consumed before step ``step``, counted from 0."""
+        """Return the number of tokens consumed before ``step``. The first step is 0."""
         index = bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1
         segment = self.segments[index]
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens

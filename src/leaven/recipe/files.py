@@ -202,7 +202,7 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return the tables in ``rows`` without the defaults that the template omits, and any other value unchanged."""
+    """Return ``rows``. If they are tables, leave out the defaults that the template omits."""
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)

@@ -345,7 +345,7 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that may change the loss: all except `NOT_NUMBERS`."""
+    """Return the differences of two recipes in all parts but `NOT_NUMBERS`."""
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 

@@ -106,7 +106,7 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if norms follow branches and complete-d-p is used far above the base: there the best lr changes."""
+    """Warn if a model far above its base uses complete-d-p with norms after branches: its best lr changes."""
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():

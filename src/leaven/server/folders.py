@@ -1,4 +1,4 @@
-"""Find the runs, studies, checks and demos in the folders given to ``leaven serve``, with the progress of each."""
+"""Find the runs, studies, checks and demos in the folders given to ``leaven serve``, and their progress."""
 
 import hashlib
 import os

@@ -55,7 +55,7 @@ class WeightAverage:
         return {(AVERAGE, name): average for name, average in zip(names, self._average, strict=True)}
 
     def load_state_dict(self, state: Mapping[tuple[str, str], Tensor]) -> None:
-        """Restore the averages. If ``state`` has none, the next call of :meth:`add` begins a new average."""
+        """Restore the averages. Without averages in ``state``, the next :meth:`add` begins a new average."""
         self._average = [
             state[AVERAGE, each.row.name].to(each.local, copy=True)
             for each in self._model.parameters

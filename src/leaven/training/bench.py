@@ -32,7 +32,7 @@ def batches_of(recipe: Recipe) -> list[int]:
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
-    """Return the micro-batches to measure, in sequences: powers of two below the recipe's batch, and this batch."""
+    """Return the micro-batches to measure, in sequences: powers of two below the recipe's batch, and the batch."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({min(2**n, sequences) for n in range(sequences.bit_length() + 1)})
 

@@ -1,9 +1,9 @@
 """Writes and reads checkpoints. A checkpoint is a folder that is either complete or absent.
 
-Each process writes its parts of the tensors, in a file for the model and a file for the optimizer. The first process
-writes ``state.json`` with the digest of every file, and then renames the temporary folder. If a digest does not
-match, the checkpoint is damaged, and an earlier one is used. The number of processes may change between writing and
-reading.
+Each process writes its parts of the tensors into a file for the model and a file for the optimizer. The
+first process writes ``state.json`` with the digest of every file, and then renames the temporary folder.
+If a digest does not match, an earlier checkpoint is used. The number of processes may change between
+writing and reading.
 """
 
 import json

@@ -158,8 +158,8 @@ def times_fp32(device: torch.device, compute: str, threads: int) -> float:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul, measured in half a second. ``threads``, torch's current number
-    of threads, is only a key of the cache."""
+    """Return the FLOP/s of the fastest square matmul, measured in half a second and cached. ``threads`` is
+    torch's current number of threads."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:

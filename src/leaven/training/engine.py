@@ -1,5 +1,5 @@
-"""The state of a run, and its optimizer step, :meth:`Training.issue`, which depends only on the recipe, the tokens
-and this state."""
+"""The state of a run and its optimizer step (:meth:`Training.issue`). The step depends only on recipe,
+tokens and state."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

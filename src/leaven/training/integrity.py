@@ -99,7 +99,7 @@ def faults(run: RunFolder) -> Iterator[str]:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError with the first sentence of :func:`foreign_files`, if any."""
+    """Raise InputError if :func:`foreign_files` yields a sentence."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
@@ -230,8 +230,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between the recipe with which the run was trained and recipe.toml. A value from before
-    the last change is no difference: the process may have been killed before it wrote recipe.toml."""
+    """Return the differences between the recipe with which the run was trained and recipe.toml. Ignore values
+    from before the last change: the process may have been killed before it wrote recipe.toml."""
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -336,7 +336,7 @@ def newest_saved(run: RunFolder) -> int | None:
 
 
 def saved_checkpoints(run: RunFolder) -> set[int]:
-    """Return the token counts of the checkpoints that events.jsonl mentions and no rewind has undone."""
+    """Return the token counts of the checkpoints in events.jsonl, without those undone by rewinds."""
     saved = set[int]()
     for event in run.events():
         if event["event"] in RETURNS:
@@ -355,8 +355,8 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return a sentence that says why ``read_checkpoint`` has found no checkpoint, or None if there are none.
-    ``tokens`` is its argument, and ``damaged`` its second result. All other checkpoints were undone by a rewind."""
+    """Say why ``read_checkpoint`` found no checkpoint. Return None if the run has no checkpoints. ``tokens`` is
+    an argument of ``read_checkpoint``, and ``damaged`` its second result. Rewinds have undone the others."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -368,8 +368,8 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens if it is newer than the one at ``found`` tokens, or None.
-    Call :func:`newest_saved` for ``saved`` before you read the checkpoint at ``found`` tokens."""
+    """Return the name of the checkpoint at ``saved`` tokens if ``saved`` is above ``found``, else None. Call
+    :func:`newest_saved` for ``saved`` before you read the checkpoint at ``found`` tokens."""
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -405,7 +405,7 @@ def events_before_torchrun(run: RunFolder) -> int:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return a file in torchrun's log folder that outlives restarts of processes, or None without torchrun."""
+    """Return a file in torchrun's log folder, or None without torchrun. It outlives process restarts."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 

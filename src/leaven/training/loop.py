@@ -48,8 +48,8 @@ class Callback:
         """Called with the result of each step, such as a :class:`leaven.training.metrics.Step`."""
 
     def on_due(self) -> None:
-        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`. Then ``after_step``
-        has been called for all earlier steps. Not called after the last step, or after a rewind."""
+        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`, after
+        ``after_step`` of all earlier steps. Not called after the last step, or after a rewind."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
@@ -101,7 +101,7 @@ class Loop:
         return self._pass_on(started)
 
     def rewound(self) -> None:
-        """Tell the loop that a callback has rewound the run. A step that is not read yet is dropped."""
+        """Tell the loop that a callback has rewound the run. Drop a step whose result is unread."""
         self._unread, self._rewound = None, True
 
     def _pass_on(self, started: Callable[[], StepResult] | None) -> bool:

@@ -95,9 +95,9 @@ class Telemetry:
         lr_factor: float,
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
-        """Start copying the measurements of a step to the host. Return a function that waits for them. ``measured``
-        has loss, gradient norm, whether the step was applied, loss scale, noise scale, z-loss, balance loss and
-        highest load."""
+        """Start copying the measurements of a step to the host. Return a function that waits for them.
+        ``measured``: loss, gradient norm, applied or not, loss scale, noise scale, z-loss, balance loss, highest
+        load."""
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []

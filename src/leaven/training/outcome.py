@@ -1,4 +1,4 @@
-"""Defines the result of a trial, which worker processes and users' objectives return. Does not import torch."""
+"""The result of a trial. Worker processes and users' objectives return it. Does not import torch."""
 
 import math
 import os

@@ -125,7 +125,7 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this was the run's last manual rewind, and ``recipe`` is the recipe of the run."""
+        """Return whether this is the run's last manual rewind and ``recipe`` equals the run's recipe."""
         asked = [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 
@@ -145,7 +145,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record this rewind in the run folder, and ``recipe`` if it differs. Do nothing if it is :meth:`done`."""
+        """Record this rewind and any change of ``recipe`` in the run folder. Do nothing if :meth:`done`."""
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return

@@ -297,7 +297,7 @@ class RunFolder:
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def lines_of(self, path: Path) -> list[bytes]:
-        """Return the lines of a file with their newlines. A last line without newline counts if it is whole JSON."""
+        """Return the lines of a file with newlines. A last line without newline counts only if it is whole JSON."""
         *lines, last = _content(path).split(b"\n")
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 
@@ -365,7 +365,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def finish_of(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the last ``finish`` event, or None if there is none or a rewind follows it."""
+    """Return the ``finish`` event after the last rewind, or None."""
     for event in reversed(events):
         if event["event"] == "finish":
             return dict(event)

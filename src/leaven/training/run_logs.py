@@ -25,7 +25,7 @@ _BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
 class LogDamaged(InputError):
-    """Raised when a log is damaged, or was still being written when it was copied or read."""
+    """Raised when a log is damaged, or incomplete because it was still being written."""
 
     def __init__(self, file: Path | str, at: int, why: str) -> None:
         super().__init__(f"{file} is damaged at byte {at:,}: {why}; remove the file, or copy it again")
@@ -164,7 +164,7 @@ def log_records(
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield (field number, content) for each field of a protobuf message. Raise ValueError if it is invalid."""
+    """Yield (number, content) of each field of a protobuf message. Raise ValueError for an invalid message."""
     at = 0
 
     def varint() -> int:

@@ -195,12 +195,12 @@ def was_skipped(step: "Step") -> bool:
 def rollback(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
-    """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
+    """Return the rewind that answers an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    The first attempt goes back to the state before the first suspicious step. It skips the data of the suspicious
-    steps, and the same amount of data after them. If the anomaly comes again, each attempt skips four times as much
-    data after the suspicious steps as the attempt before it, and about as much data before them. No attempt goes back
-    further than ``oldest_tokens``, the token count of the oldest checkpoint.
+    With n suspicious steps, the first attempt goes back to the state before these steps. It skips their data
+    and the data of n steps after them. If the anomaly comes again, attempt k skips the data of 4^(k - 1) n
+    steps after them, and of (4^(k - 1) - 1) n steps before them. No attempt goes back further than
+    ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.

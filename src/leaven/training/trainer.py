@@ -580,5 +580,5 @@ def _summary(
 
 
 def _positive(value: Any) -> bool:
-    """Return whether a value from a file, which may be damaged, is a positive number."""
+    """Return whether a value from a possibly damaged file is a positive number."""
     return isinstance(value, int | float) and value > 0

@@ -175,8 +175,8 @@ def cooldown_start(schedule: Schedule, duration: int) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldown of each shorter duration when the run with the longest duration (the trunk) reaches the
-    start of this cooldown. Afterwards, the trunk continues from a copy of its state."""
+    """Trains the cooldowns of shorter durations from states of the longest run, the trunk. After a cooldown,
+    the trunk continues from the state in which the cooldown began."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -229,8 +229,8 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of this trial, if there is one. Warn about checkpoints that are ignored. Raise
-        InputError if the checkpoint has a value that this trial does not write."""
+        """Continue from this trial's checkpoint, if there is one. Warn about ignored checkpoints. Raise InputError
+        if this trial cannot have written the checkpoint."""
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
         if found is not None and found.state.get(TRIAL) != self._folder.name:

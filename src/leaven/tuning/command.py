@@ -8,8 +8,8 @@ A command file is TOML::
     lr = {start = 6e-4, low = 1e-5, high = 1e-2}
     optimizer = {choices = ["adamw", "lion"]}
 
-A placeholder is a name in braces, in the command, in ``environment``, in the path of the losses or in the file
-``config``. The name is that of a searched value, or one of these:
+The command, ``environment``, the path of the losses and the file ``config`` may have placeholders: names in
+braces. Each name is a searched value, or one of these:
 
 - ``{seed}``: the seed of the trial.
 - ``{out}``: a folder for the output of the trial, empty at first. With ``resume = true``, a retry gets the folder of
@@ -17,9 +17,9 @@ A placeholder is a name in braces, in the command, in ``environment``, in the pa
 - ``{worker}``: the index of the worker that runs the command, from 0.
 - ``{config}``: the path of a copy of the file ``config`` in which all placeholders are filled in.
 
-``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Further placeholders are then the path or
-short path of any value of the recipe (``{hyperparameters.lr}`` or ``{lr}``), and ``{recipe}``, the path of a file
-with the trial's recipe.
+``leaven tune RECIPE --command TEXT`` searches values of a recipe instead. Then the path or short path of any value of
+the recipe is a placeholder (``{hyperparameters.lr}`` or ``{lr}``). ``{recipe}`` is the path of a file with the
+trial's recipe.
 
 Write ``{{name}}`` for the text ``{name}``. ``${name}`` is left to the shell. leaven quotes a value that the shell
 would misread, such as a text with spaces. So the placeholder of such a value must not be inside quotes.
@@ -441,8 +441,8 @@ def values_of(  # noqa: PLR0917 - one of each
 def inputs_of(
     command: Command, space: SearchSpace, point: Mapping[str, float], values: Mapping[str, Value]
 ) -> dict[Path, str]:
-    """Return the texts of the files ``{config}`` and ``{recipe}`` that the command uses, by path. ``values`` has the
-    values of all placeholders at ``point`` (:func:`values_of`)."""
+    """Return the texts of the files ``{config}`` and ``{recipe}`` by path, if the command uses them. ``values``
+    has all placeholders' values at ``point`` (:func:`values_of`)."""
     found = dict[Path, str]()
     if command.config is not None:
         found[Path(str(values[CONFIG]))] = fill(command.template, values)

@@ -141,7 +141,7 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the value at each path in ``octaves``. Raise ValueError if a batch would be rounded to 0 sequences."""
+    """Return values by path at the distances ``octaves``. Raise ValueError if a batch rounds to 0 sequences."""
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
 

@@ -60,7 +60,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the searched values, by path, at the distances ``octaves`` from the start."""
+        """Return the searched values by path. ``octaves``: their distances from the start."""
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
@@ -179,8 +179,8 @@ class Space(SearchSpace):
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def with_laws(self) -> "Space":
-        """Return the space with the optima that scaling laws and published runs suggest as prior knowledge. Raise
-        InputError if none of the searched values has such an optimum."""
+        """Return the space with prior knowledge from scaling laws and published runs. Raise InputError if they
+        predict none of the searched values."""
         expected = expectations(Case(self.recipe, adamw_rows(self.recipe)))
         known = {  # the deviation is at least half of the scale, because published runs often copied one another
             each.path: (min(max(found.octaves, each.low), each.high), max(found.deviation, each.scale / 2))
@@ -342,7 +342,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of the value at ``path``. ``ends`` is its range in ``[tuning.octaves]``, if given."""
+    """Return the dimension of a searched value. ``ends`` is its range in ``[tuning.octaves]``, if given."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)

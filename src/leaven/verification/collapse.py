@@ -230,10 +230,11 @@ def _interval_means(points: Points, count: int) -> Array:
 
 
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
-    """Return bootstrap samples of the mean curve of each size (draws, sizes, intervals), or None with too few points.
+    """Return bootstrap samples of the mean curves, (draws, sizes, intervals), or None with too few points.
 
-    A sample draws seeds, or for a single run blocks (:func:`_blocks`). Deviations of n seeds from their mean are too
-    small by sqrt((n - 1) / n), and deviations of n blocks from a line by sqrt((n - 2) / n). So both are scaled up.
+    A sample draws seeds, or blocks of a single run (:func:`_blocks`). Deviations of n seeds from their mean
+    are too small by sqrt((n - 1) / n). Deviations of n blocks from a line are too small by sqrt((n - 2) /
+    n). Both are scaled up.
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):

@@ -146,10 +146,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a module's output or of its change.
+        """Return the RMS of a module's output or of its change (``part``).
 
-        Over width, it is the RMS over all layers. Over depth, it is the RMS in one layer: the last layer for a
-        container such as a block, the middle layer for other modules.
+        Over width, all layers count. Over depth, one layer counts: the last layer of a container such as a
+        block, or the middle layer of other modules.
         """
         values = measured.squares[part]
         if axis.name == "depth":

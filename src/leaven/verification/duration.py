@@ -85,7 +85,7 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the row with the cost of doubling the batch (top of this file); its value is None if not measurable."""
+    """Return a row with the cost of doubling the batch (see the top of this file). The cost may be None."""
     name = "cost of twice the batch, octaves of tokens"
     unknown = partial(MeasuredRow, name=name, value=None, low=None, high=None)
     longest = max(losses, key=lambda scale: scale.tokens)

@@ -5,8 +5,8 @@ of each module at two scales, and combines them as listed below. A combination t
 width has the exponent -2. The check compares each exponent with that of a correct rule:
 
 - ``lr x eps x entries`` is constant. Entries is the number of weights of the module, in all layers together. A step
-  of Adam changes the loss by lr x the sum of absolute gradients, which a correct rule keeps constant. A correct rule
-  also makes eps proportional to the gradients, which the gradient check tests.
+  of Adam changes the loss by lr x the sum of absolute gradients. A correct rule keeps this change constant, and makes
+  eps proportional to the gradients (see the gradient check).
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If the rule multiplies residual
   branches by L^-alpha at depth L, with alpha below 1, this share may fall with the depth, at most as L^(alpha - 1).
 - ``beta1`` and ``beta2``: the half-life of each moment of Adam is a constant share of the run.
@@ -143,7 +143,7 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponent of the combination ``column`` by layer; at unequal depths, only of the end layers."""
+    """Return the exponents of the combination ``column`` by layer, or of the end layers if depths differ."""
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

@@ -61,7 +61,7 @@ class LoggedRow:
             raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
 
     def above_0(self, column: str) -> float:
-        """Return the number in a column. Raise InputError unless it is from 1 / LARGEST_NUMBER to LARGEST_NUMBER."""
+        """Return the number in a column. Raise InputError if it is not in [1 / LARGEST_NUMBER, LARGEST_NUMBER]."""
         value = self.number(column)
         if not 1 / LARGEST_NUMBER <= value <= LARGEST_NUMBER:
             limits = f"{1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
@@ -69,7 +69,7 @@ class LoggedRow:
         return value
 
     def loss(self) -> float:
-        """Return the loss, or NaN if the run diverged: the loss is not finite, or beyond +-LARGEST_LOSS."""
+        """Return the loss, or NaN if it is not finite or beyond +-LARGEST_LOSS (the run diverged)."""
         loss = self.number("loss")
         return loss if abs(loss) <= LARGEST_LOSS else math.nan
 
@@ -377,7 +377,7 @@ def _require_new(seen: dict[Hashable, Path], run: Hashable, path: Path) -> None:
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
-    """Return the points of a run; repeated steps replace earlier ones. Raise InputError if a second run follows."""
+    """Return a run's points. Repeated steps replace earlier points. Raise InputError if a second run follows."""
     run: dict[float, float] = {}
     furthest = -1.0
     for row in rows:

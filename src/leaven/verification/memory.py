@@ -78,7 +78,8 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Compare the planner's memory with a dry run of each rank in ``ranks``, for a recipe from :func:`rehearsal`."""
+    """Compare the planner's memory with a dry run of each rank in ``ranks``. ``recipe``: from
+    :func:`rehearsal`."""
     how = arrangement(recipe)
     began = time.perf_counter()
     rows: dict[int, list[MemoryCheckRow]] = {}

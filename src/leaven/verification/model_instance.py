@@ -106,7 +106,7 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return the function that maps names in leaven's transformer to labels: ``mlp.in``; a block is ``residual``."""
+    """Return a function from names in leaven's transformer to labels: ``mlp.in``, or ``residual`` for a block."""
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 
     def label(name: str) -> str:

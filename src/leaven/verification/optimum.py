@@ -79,10 +79,10 @@ class LossGrid:
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value, of shape (...): the vertex of a parabola around the lowest mean loss.
+        """Return log2 of the best value: the vertex of a parabola around the lowest mean loss.
 
-        It is clipped to the grid. If the parabola has no minimum, the grid value with the lowest mean loss is
-        returned.
+        The vertex is clipped to the grid. If the parabola has no minimum, return the grid value with the lowest
+        mean loss.
         """
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
@@ -101,7 +101,7 @@ class LossGrid:
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
     def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Return (a, b, c) of a x^2 + b x + c through the mean losses around each index in ``place``."""
+        """Return (a, b, c) of the parabola a x^2 + b x + c through the losses around each ``place``."""
         near = self._points(place)
         x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
         y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)
@@ -160,7 +160,7 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """Return for each value the residuals to draw from: its own, or all if it has fewer than two of its own."""
+        """For each value, return the residuals to draw from: its own, or all residuals if it has fewer than two."""
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -169,12 +169,12 @@ class _Runs:
 def estimate(
     of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], *, paired: bool = False
 ) -> Estimate:
-    """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
+    """Return ``of(grids)`` with its 95% bootstrap interval over seeds. Without residuals, the interval is None.
 
-    The bootstrap draws residuals of losses, scaled up to the size of the noise. They are also multiplied by the ratio
-    of the 97.5% quantiles of Student's t and the normal distribution, because few runs show the noise only roughly.
-    Set ``paired`` if ``of`` depends only on differences of losses within each grid: then a seed's effect is not
-    noise. Without residuals, the interval is None.
+    The bootstrap draws residuals of losses, scaled up to the size of the noise. A further factor allows for
+    few runs: the ratio of the 97.5% quantiles of Student's t and the normal distribution. Set ``paired`` if
+    ``of`` depends only on differences of losses within each grid. Then a seed's effect does not count as
+    noise.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -1,7 +1,7 @@
 """Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
-A result is saved under the ``key`` of its trial: a hash of what determines the loss, except the text. So checks can
-share a folder, and a check that was stopped or killed resumes with the missing runs.
+A result is saved under the ``key`` of its trial. The key is a hash of all that determines the loss,
+except the text. So checks can share a folder, and a stopped check resumes with the missing runs.
 """
 
 import json
@@ -76,10 +76,10 @@ class RunStore:
         self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
+        """Run the trials without a result, the longest first. Return a function from a trial to its outcome.
 
-        Raise InputError if the folder cannot be used, has runs on another text, or a run's process dies twice. Raise
-        ChecksStopped if ``stop`` returned true before all runs had ended.
+        Raise InputError if the folder is unusable, if its runs have another text, or if a run's process dies
+        twice. Raise ChecksStopped if ``stop`` returned true before all runs had ended.
         """
         wanted = {trial.key: trial for trial in trials}
         first, pool = self._pool is None, self._open()

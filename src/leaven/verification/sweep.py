@@ -81,11 +81,11 @@ def sweep(
     store: RunStore,
     seeds: int = 3,
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
-    """Run or resume a sweep. Return its document and the losses at each scale that was trained.
+    """Run or resume a sweep. Return its document and the losses at each trained scale.
 
-    The first scale is the base. ``grid`` has the values at the base, or for a user's factory, factors on its own
-    value. Raise InputError if there are fewer than two scales or three values, or a scale or the folder cannot be
-    used. Raise ChecksStopped if the runs were stopped.
+    The first scale is the base. ``grid`` has the values at the base. For a user's factory, it has factors on
+    the factory's own value. Raise InputError with fewer than two scales or three values, or if a scale or
+    the folder cannot be used. Raise ChecksStopped if the runs were stopped.
     """
     swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
     values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
@@ -144,7 +144,7 @@ def compare(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return a name for each scale from what differs: ``64x4`` (width x depth), ``tokens x2``, ``64x4 batch x2``."""
+    """Name each scale by what differs between scales, e.g. ``64x4 batch x2``. ``64x4`` is width x depth."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -328,7 +328,7 @@ def _row(swept: SweptValue, base_name: str, base: LossGrid, name: str, target: L
 
 
 def _no_optimum(swept: SweptValue, grids: Mapping[str, LossGrid]) -> str:
-    """Return why the best value of a scale is unknown, and what to type; "" if all best values are known."""
+    """Say why the best value of a scale is unknown, and what to type. Return "" if all are known."""
     for name, grid in grids.items():
         if not grid.has_optimum:
             count, lowest = len(grid.octaves), 2 ** min([*grid.octaves, *grid.diverged])

@@ -60,9 +60,9 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return the init std of each rule, by the rule's name, for models of these sizes.
+    """Return points (size, init std) for each rule, by the rule's name.
 
-    A model is assumed to have 12 n_layers d_model^2 parameters, and d_model / n_layers = `ASPECT`.
+    Each model has 12 n_layers d_model^2 parameters, and d_model / n_layers is `ASPECT`.
     """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,

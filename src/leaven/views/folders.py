@@ -80,7 +80,7 @@ class StudyView(StudyDocument):
     folder: str = "."  # the study's folder, relative to the folder in which its commands run
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return values of hyperparameters by path. ``octaves`` has their distances from the starting values."""
+        """Return hyperparameters by path. ``octaves`` has their distances from the starting values."""
         start = self.centre
         return point.values(start, octaves) if isinstance(start, Recipe) else start.values(octaves)
 

@@ -105,7 +105,7 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """Return a factor, for example ``3.6×``, ``0.97×`` near 1, or the fraction ``1/8×``."""
+    """Return a factor as text, such as ``3.6×``, ``0.97×`` or ``1/8×``."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     if 0.9 < number < 1.1:

@@ -83,7 +83,7 @@ def octaves_shown(factors: Sequence[float]) -> int:
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor as CSS: neutral at 1 and 0, strongest at ``reach`` octaves from 1."""
+    """Return the CSS colour of a factor: neutral for 0 and 1, strongest at ``reach`` octaves from 1."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -117,7 +117,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers, such as ``lr``, that are searched (in ``space``) or that differ from 1."""
+    """Return each kind of multiplier, such as ``lr``, that differs from 1 or has a searched path in ``space``."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}

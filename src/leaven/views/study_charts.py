@@ -207,7 +207,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return how far each curve is above the best trial's, smoothed, or {} if the best has no curve."""
+    """Return each curve minus the best trial's, smoothed, or {} if the best trial has no curve."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}

@@ -169,7 +169,7 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the compared number: 1 / (1 - beta) for a beta of Adam, else the value itself."""
+    """Return a comparable number: 1 / (1 - beta) for a beta of Adam, else the value itself."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

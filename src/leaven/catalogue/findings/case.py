@@ -156,7 +156,7 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return at most `VOTES` runs within a factor of 4 in size, one of each lineage."""
+        """Return up to `VOTES` runs of different lineages within a factor of 4 in size."""
         return self.size.near.close[:VOTES]
 
     @cached_property

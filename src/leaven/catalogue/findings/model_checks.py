@@ -86,7 +86,7 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout, unless the run has more than 1.5 epochs: in shorter runs, models hardly memorise the text."""
+    """Report dropout unless the run is known to exceed 1.5 epochs. Short runs hardly memorise the text."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]

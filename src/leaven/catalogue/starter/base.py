@@ -35,8 +35,8 @@ class StarterBase:
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
     """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
 
-    ``at`` and ``batch`` are the target's size and batch in tokens. Raise InputError if ``--proxy`` is given with
-    ``--from``, or if no proxy has about its size.
+    ``at`` is the target's size, and ``batch`` its batch in tokens. Raise InputError if ``--proxy`` is given
+    with ``--from``, or has an impossible size.
     """
     if at.reference:
         if request.proxy:

@@ -174,7 +174,7 @@ def _init_rules(width: int) -> dict[str, float]:
 
 
 def _choose_init(draft: StarterDraft, at: RunSize) -> float:
-    """Choose the init std. Return the factor on the std of the last matrix of each residual branch."""
+    """Choose the init std. Return a factor on this std for the last matrix of each residual branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     residual = (2 * depth) ** -0.5

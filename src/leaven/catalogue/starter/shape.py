@@ -141,8 +141,8 @@ def shape_of(
 
 
 def _mlp(width: int, experts: Mapping[str, Any] | None, d_expert: int | None = None) -> dict[str, Any]:
-    """Return the fields ``d_ff`` and, with experts, ``experts``. The MLPs that a token uses are together ``width``
-    wide."""
+    """Return the fields ``d_ff`` and, with experts, ``experts``. ``width`` is the total width of the MLPs a
+    token uses."""
     if experts is None:
         return {"d_ff": width}
     used = experts["active"] + experts["shared"]
@@ -298,8 +298,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the most frequent rope_theta of runs with sequences above `SHORT`, and the ids of runs with this
-    value."""
+    """Return the most frequent rope_theta of runs with seq_len above `SHORT`, and the ids of the runs with it."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and (run.seq_len or 0) > SHORT:
@@ -341,7 +340,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def _predicted_batch(request: StarterRequest) -> float:
-    """Return the median of the optimal batches that laws predict, in tokens."""
+    """Return the median of the laws' optimal batch sizes, in tokens."""
     return float(middle(batches(evaluate(request.params_active, request.tokens), "optimal")).value)
 
 

@@ -47,7 +47,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json, which the reasons call ``file``."""
+        """Set the model shape and the init std from a config.json. ``file`` names it in the reasons."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -254,7 +254,7 @@ def as_number(value: Any, label: str) -> float:
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the batch size in tokens by the Step Law, rounded to whole sequences, and the reason."""
+    """Return (batch size in tokens, reason). The size follows the Step Law, in whole sequences."""
     step_law = next(law for law in main_laws(shape, tokens) if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
     scale = f"{format_quantity(shape.params_active)} parameters, {format_quantity(tokens)} tokens"

@@ -109,7 +109,7 @@ def _flavor(given: Settings) -> None:
 
 
 def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> None:
-    """Set the model and the settings of its parameters from the sections model_spec and optimizer."""
+    """Set the model and its parameters' settings from the sections model_spec and optimizer."""
     draft = given.draft
     name = spec.get("name") if isinstance(spec, dict) else None
     if not isinstance(name, str) or name not in TABLE["flavors"]:

@@ -60,7 +60,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None, ranks: int | None) -> None:
-    """Set what the files beside the config.json say about the training, and list what they do not say."""
+    """Set what the files beside the config.json say about the training. List what they do not say."""
     shape = model.shape
     leaven = model.config.get("leaven")  # what an export of leaven adds
     if not isinstance(leaven, dict):

@@ -262,9 +262,9 @@ def choose(
     """Return the point that a search chooses from its ``trials``, or None if no trial finished.
 
     Args:
-        noise: standard deviation of the loss between seeds. None: unknown, so every gain above 0 counts. 0: one trial
-            measures the loss of a point exactly.
-        predicted: predicted loss by point, for points without fresh seeds; by default measured losses are used.
+        noise: standard deviation of the loss between seeds. If None (unknown), every gain above 0 counts. If 0,
+            one trial gives the exact loss of a point.
+        predicted: predicted losses by point. Measured losses replace them once trials have fresh seeds.
     """
     exact, noise = noise == 0, noise or 0.0
     found = _LossesByPurpose.of(trials, paths, predicted)
@@ -376,7 +376,7 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` gains more than ``least`` nats. Any point is ahead of a start without a loss."""
+        """Return whether ``point`` gains more than ``least`` nats. Without a start loss, any other point does."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:

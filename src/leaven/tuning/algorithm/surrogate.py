@@ -105,7 +105,7 @@ class Prior:
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior for ``d`` searched columns without earlier knowledge."""
+        """Return the uninformed prior for ``d`` searched columns."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))  # 1 for the curvatures h_ii
 
@@ -172,7 +172,7 @@ def interaction(d: int) -> float:
 
 
 def _features(x: Array) -> Array:
-    """Return the P terms of the quadratic, (m, P), scaled so that each coefficient has the prior deviation h."""
+    """Return the P terms of the quadratic, (m, P). Their coefficients have the prior standard deviation h."""
     terms, d = [x, x**2 / 2], x.shape[1]
     if d <= MOST_WITH_INTERACTIONS:
         i, j = np.triu_indices(d, 1)

@@ -79,11 +79,12 @@ Ran = TypeVar("Ran", bound=StudyTrial)
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched hyperparameters: the bounds, scale and start of each, by name. A point has two forms:
+    """The bounds, scale and start of each searched hyperparameter, by name. A point has two forms:
 
-    - ``params`` (Optuna's word), in stores and objectives: a dict by name. ``tuning/point.py`` explains the numbers.
-    - ``octaves``, in the search algorithm: an array (D,) of distances from the start, in the order of the names. For
-      a choice, it is the difference of the indices, modulo the number of levels.
+    - ``params`` (Optuna's word), in stores and objectives: a dict by name. ``tuning/point.py`` explains the
+      numbers.
+    - ``octaves``, in the search algorithm: an array (D,) of distances from the start, in the order of the names.
+      The distance of a choice is the difference of indices, modulo the number of levels.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
@@ -143,7 +144,7 @@ class Axes:
 
     @cached_property
     def knowledge(self) -> list[Prior]:
-        """The priors of the surrogate that follow from laws and from an earlier search."""
+        """The priors of the surrogate from laws and from an earlier search."""
         features = Features(np.zeros(len(self.limits)), self.scale, self.levels)
         found = []
         if self.earlier is not None:
@@ -314,10 +315,10 @@ class Region:
         return found
 
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) of the minimum of ``quadratic``.
+        """Return the minimum of ``quadratic`` as columns (F,).
 
-        Numbers stay in the box, and within ``reach`` steps of the point ``around`` (D,). Choices have the given
-        ``levels`` (D,).
+        Numbers stay in the box, and at most ``reach`` steps from the point ``around`` (D,). Choices have the
+        given ``levels`` (D,).
         """
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)

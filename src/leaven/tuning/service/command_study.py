@@ -172,8 +172,8 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check the folder of a new attempt. If a trial that the store lacks has left it, rename it. If it is missing
-        for a ``retry``, tell the user, or raise InputError if its disk is probably not mounted."""
+        """Check the folder of an attempt. Rename it if a trial that is not in the store has left it. If the folder
+        of a ``retry`` is gone, tell the user, or raise InputError if the disk seems unmounted."""
         made_before = self.folder.exists()
         make_folder(self.folder)
         if folder.exists() and not retry:

@@ -48,10 +48,10 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check the arguments of :class:`Study` and :meth:`Study.run`, as far as possible without the tokenized text.
+    """Check the arguments of :class:`Study` and :meth:`Study.run` that do not depend on the tokenized text.
 
-    Raise InputError if the method is unknown or cannot use the prior knowledge, if the budget is missing or too small
-    for one trial or the coarsest grid, or if the earlier study cannot be used.
+    Raise InputError if the method is unknown or cannot use the prior knowledge, if the earlier study cannot
+    be used, or if the budget is missing or too small for one trial or the coarsest grid.
     """
     space = _narrowed(space, method, durations)
     one = _flops_of_trial(recipe, durations)
@@ -125,7 +125,7 @@ def stack_size(
 
 @dataclass
 class TrialTrainer:
-    """The objective of a :class:`Study`: trains the recipe with the values of proposals, in a process per worker."""
+    """The objective of a :class:`Study`. Trains the recipe with proposed values, in one process per worker."""
 
     space: Space
     tokens: TokenSet

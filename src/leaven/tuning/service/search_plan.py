@@ -154,7 +154,7 @@ def by_surrogate(method: str) -> bool:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if ``name`` is too long, or if ``method`` is unknown or cannot use the prior knowledge."""
+    """Raise InputError if ``name`` or ``method`` is invalid, or ``method`` cannot use the priors in ``axes``."""
     if method not in METHODS:
         hint = suggestion(str(method), METHODS, f"choose from {', '.join(METHODS)}")
         raise InputError(f"method {method!s:.60}: unknown; {hint}")
@@ -363,11 +363,11 @@ class SearchPlan:
         )
 
     def baseline(self, trials: Sequence[StoredTrial], point: Mapping[str, float]) -> Baseline | None:
-        """Return the curve and loss of the best completed trial, with which a new trial at ``point`` is compared for
-        pruning. Return None if the new trial must not be pruned.
+        """Return the curve and loss of the best completed trial. Pruning compares a new trial at ``point`` with
+        them. Return None if the new trial must not be pruned.
 
-        Only trials with the same choices count, because a choice such as the schedule changes the shape of a loss
-        curve.
+        Only trials with the same choices count, because a choice such as the schedule changes the shape of a
+        loss curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)

@@ -68,9 +68,9 @@ class StudyFolder:
     study: str  # what messages call the study: ``--study`` and the folder or the URL of the store
 
     def check(self, space: SearchSpace, where: str | Path, *, runs_command: bool) -> None:
-        """Raise InputError if the folder is unusable, or has other files or a study of another recipe or command.
+        """Raise InputError if the folder is unusable, has other files, or has a study of another recipe or command.
 
-        ``where`` is the URL or the journal of the store. ``runs_command`` is whether trials run a shell command.
+        ``where`` is the URL or the journal of the store. ``runs_command``: whether trials run a shell command.
         """
         require_folder_name(self.path)
         out = self.path.absolute()
@@ -169,13 +169,13 @@ class StudyFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the trials' checkpoints. If it is a link, which a copy of the study may have, too, each study
-        has a subfolder in it."""
+        """The folder of the trials' checkpoints. Several studies may link to one folder, so a linked folder has a
+        subfolder for each study."""
         folder = self.path / CHECKPOINTS
         return folder / str(self.path.stat().st_ino) if folder.is_symlink() else folder
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
-        """Remove the checkpoints of those of the ``trials`` that have ended."""
+        """Remove the checkpoints of the ended trials in ``trials``."""
         ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.checkpoints):
             if origin in ended:
@@ -250,7 +250,8 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return the digest of a file, None without a file, or the error as text. Raise OSError if its disk is away."""
+    """Return a file's digest, None if there is no file, or the error as text. Raise OSError if its disk is
+    gone."""
     try:
         return digest(read(path))
     except FileNotFoundError:

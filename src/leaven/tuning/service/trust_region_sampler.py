@@ -171,8 +171,8 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return the start's position: that of the value in ``given``, or else in the trial ``first``, or else the
-        middle. Raise InputError if the objective does not allow the given value."""
+        """Return the position of the start: the value in ``given``, else in the trial ``first``, else the middle.
+        Raise InputError if the objective does not allow the given value."""
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))
@@ -218,7 +218,7 @@ def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
 
 
 def _losses(trials: Sequence[FrozenTrial], sign: float) -> dict[int, float]:
-    """Return the loss of each trial with a result, by number: ``sign`` times its value, infinite if it diverged."""
+    """Return {trial number: loss} of trials with a result. Loss: ``sign`` x value, or infinite if diverged."""
     found = {}
     for trial in trials:
         if trial.state is TrialState.FAIL or trial.value is not None:

@@ -10,7 +10,7 @@ from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def bench_screen(bench: BenchDocument, seq_len: int) -> Iterator[RenderableType]:
-    """Yield a table of the measurements, and then the recommended micro-batch and start of a batch ramp."""
+    """Yield a table of the measurements, the recommended micro-batch, and the start of a batch ramp."""
     first: dict[int, int] = {}  # the micro-batch of the first row, by batch size
     fastest: dict[int, float] = {}  # tokens per second, by batch size
     for row in bench.rows:

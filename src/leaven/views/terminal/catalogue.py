@@ -54,7 +54,7 @@ def nearest_screen(
     """Yield a table of the nearest runs, and how they differ from the request.
 
     Args:
-        factor: the largest factor between the requested size ``params`` and the size of a run.
+        factor: a run counts as near if its size is within this factor of ``params``.
         stack: the requested norms and optimizer.
         l2: whether the recipe's adam adds weight decay to the gradient.
     """

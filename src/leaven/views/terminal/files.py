@@ -46,7 +46,7 @@ def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]]) -> Iterat
 
 
 def adopted(path: Path, recipe: Recipe, weights: Path, architecture: str) -> Iterator[RenderableType]:
-    """Yield the model of ``leaven new --from-weights``, and the values that were chosen for it."""
+    """Yield the lines of ``leaven new --from-weights``: the model and the chosen values."""
     shape, why = recipe.model, recipe.why
     sizes = f"heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  vocab {shape.vocab_size:,}"
     if experts := shape.experts:

@@ -50,7 +50,7 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table and, if a study chose the values, what the study's gain is worth in tokens."""
+    """Yield the parameter table. If a study chose the values, also yield the study's gain in tokens."""
     yield from parameters_screen(shown)
     if shown.worth:
         worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]

@@ -31,10 +31,10 @@ COLUMNS = (
 
 
 class TuneScreen(LiveScreen):
-    """The live screen of a study: a row for each trial that has ended, and below the rows the running trials.
+    """The live screen of a study: a row for each ended trial, and below the rows the running trials.
 
     Trials of other commands that share the study are shown, too. Methods may be called from several threads.
-    ``stack`` is how many trials a worker trains at once.
+    ``stack`` is the number of trials a worker trains at once.
     """
 
     def __init__(
