@@ -132,7 +132,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename the folder ``temporary`` to ``final``. Its files must be synced, and ``final`` must be new or empty."""
+    """Rename the folder ``temporary`` to ``final``, which must be new or empty. Sync all files before."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()
@@ -235,7 +235,7 @@ def write_page(path: Path, html: str) -> None:
 
 
 def require_folder_name(path: Path) -> None:
-    """Raise InputError for a path that is a URL or a database login, which may have a password, or not UTF-8."""
+    """Raise InputError if a path is a URL, a database login (with a password), or not UTF-8."""
     try:
         path.as_posix().encode()
     except UnicodeEncodeError:
@@ -378,7 +378,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files that killed processes of this machine have left while writing ``path``."""
+    """Remove temporary files for ``path`` that killed processes of this machine have left."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         from psutil import pid_exists  # slow to import
 

@@ -19,7 +19,7 @@ class Expectation:
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return the predictions by path of the recipe, except for hyperparameters that are 0 in the recipe."""
+    """Return the predictions by recipe path, without hyperparameters that are 0 in the recipe."""
     near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")
     by_tau = case.batch / (case.hidden("lr") * case.tokens * power_lines_tau(case.params, case.tokens))

@@ -142,7 +142,7 @@ class FrontierLine(Part):
 
 
 class Fitted(Part):
-    """The ranges to which a law was fitted, each (lowest, highest); (0, inf) if the source states none."""
+    """The ranges (lowest, highest) to which a law was fitted, or (0, inf) if the source states none."""
 
     params: Range = ANY
     tokens: Range = ANY

@@ -113,7 +113,7 @@ def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
 
 
 def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Path(__file__).parent) -> str:
-    """Return a message of a folder's ``messages.toml``, filled in, as one line."""
+    """Return a filled-in message of a folder's ``messages.toml`` as one line."""
     return "; ".join(filled(templates(folder)[section][key], facts))
 
 

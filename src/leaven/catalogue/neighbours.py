@@ -134,9 +134,9 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the votes in ``by`` with their geometric median, exp(median of the logarithms).
+    """Return the votes ``by`` and their middle, exp(median of the logarithms).
 
-    With ``weights``, half of the total weight is below the median, and logarithms are interpolated.
+    With ``weights``, the median is weighted, and interpolated between logarithms.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)

@@ -12,7 +12,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch and the tokens before the last batch; (None, None) for a constant batch."""
+    """Return (first batch size, tokens before the last size), or two None for a constant batch."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -123,12 +123,12 @@ def term(of: PublishedRun | Recipe, path: str) -> Any:
 
 
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
-    """Return the known comparable values of a run or recipe, by the paths of a recipe (`TERMS`)."""
+    """Return the known values of a run or recipe at the recipe paths `TERMS`, by path."""
     return {path: value for path in TERMS if (value := term(of, path)) is not None}
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for each value of a run that recipes cannot state, or of a recipe that runs cannot state.
+    """Yield (path, value) for values that cannot be compared, because only runs or only recipes have them.
 
     Defaults of a recipe, false values of a run, and paths that ``terms.toml`` excludes are left out.
     """

@@ -208,11 +208,12 @@ def collapse(
 ) -> None:
     """Check that the normalised loss curves of several sizes coincide.
 
-    A loss is normalised as (loss - irreducible loss) / (final loss - irreducible loss). The check trains the recipe
-    at each size, with the same number of steps and of tokens per parameter. Or check the curves of runs that you have
-    trained: LOGS is a file, or a folder with files or with the run folders of leaven, TensorBoard or W&B (offline).
-    The columns of a file are loss, and tokens or step. A file with several runs also has columns for the size (width,
-    depth or batch) and the seed. If each run has a file of its own, each size has a subfolder.
+    A loss is normalised as (loss - irreducible loss) / (final loss - irreducible loss). The check trains the
+    recipe at each size, with equal steps and equal tokens per parameter. It can also check runs that you
+    have trained. Then LOGS is a file, a folder of files, or a folder of run folders of leaven, TensorBoard
+    or W&B (offline). The columns of a file are loss, and tokens or step. A file with several runs also has
+    columns for the size (width, depth or batch) and the seed. With a file for each run, each size has a
+    subfolder.
     """
     from leaven.verification.collapse import collapse, collapse_of_family
     from leaven.verification.logged_runs import curves_of

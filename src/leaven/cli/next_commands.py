@@ -1,8 +1,9 @@
-"""Chooses the commands that leaven suggests below the result of a command (with ``--json``, under the key ``next``).
+"""Chooses the commands to suggest after a command. With ``--json``, they have the key ``next``.
 
-The usual order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan -> train ->
-report. ``leaven new`` chooses the names: OUT.toml is the recipe of the large model (the target). OUT-proxy.toml is
-the recipe of a small model (the proxy), which is tuned instead. OUT-tuned.toml is the target with the tuned values.
+The usual order is new -> recipes check -> tune -> transfer -> recipes check -> check coordinates -> plan
+-> train -> report. ``leaven new`` chooses the names: OUT.toml is the recipe of the large model (the
+target). OUT-proxy.toml is the recipe of the small model (the proxy) that is tuned. OUT-tuned.toml is the
+target with the tuned values.
 """
 
 import shlex
@@ -125,7 +126,7 @@ def after_plan_of_run(id: str, cluster: str) -> list[str]:
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command that writes a recipe for the middle of the sizes of ``plan --budget``."""
+    """Return the command that writes a recipe for the middle size of ``plan --budget``."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
@@ -235,7 +236,7 @@ def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
 
 
 def why_hardware(recipe: Recipe, following: Sequence[str]) -> list[str]:
-    """Return a line with the reason for the cluster in the first ``leaven plan`` command, or []."""
+    """Return at most one line: the reason for the cluster in the first ``leaven plan`` command."""
     plans = [command for command in following if command.startswith("leaven plan ")]
     known = known_cluster(recipe) if plans else None
     return [f"{'hardware':<{LABEL}}{known.reason}"] if known and f" --gpus {known.cluster}" in plans[0] else []

@@ -248,7 +248,7 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return a cached survey. Raise ValueError if the part was broken, so that it is read again."""
+    """Return a cached survey. Raise ValueError for a broken part, which is then read again."""
     if values["broken"]:
         raise ValueError
     # Older surveys do not count blank documents. To count them, all text would be read again, which can take hours.

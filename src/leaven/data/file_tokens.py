@@ -1,7 +1,7 @@
-"""Read token ids from files, and compare each block of `BLOCK` bytes with its checksum when it is first read.
+"""Read token ids from files. The first read of a block of `BLOCK` bytes verifies its checksum.
 
-Files are read with ``pread``, because reading a memory map of a truncated file ends the process with SIGBUS. The
-package ``datasets`` maps Arrow files, so their sizes are checked before each read.
+Files are read with ``pread``, because reading a memory map of a truncated file ends the process with
+SIGBUS. ``datasets`` maps Arrow files into memory, so leaven checks their sizes before each read.
 """
 
 import os

@@ -236,9 +236,9 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
 def _matches(
     folder: Path, pattern: tuple[str, ...], not_read: _NotRead, above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files below a folder that match a pattern, such as ("**", "*.txt"). Unlike glob, raise InputError for
-    a link to nothing, and OSError if a folder cannot be read. ``above`` has (device, inode) of the folders that "**"
-    has matched, because a link may lead back to one of them."""
+    """Yield the files below a folder that match a pattern, such as ("**", "*.txt"). Unlike glob, raise
+    InputError for a link to nothing, and OSError if a folder cannot be read. ``above`` has (device, inode)
+    of the folders matched by "**", to detect links that lead back."""
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):
         not_read.empty[folder] = None

@@ -58,8 +58,8 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of streams. For every n, samples 0 to n - 1 contain each stream's share of n, within one sample. The
-    numbers of samples include those in ``skip``."""
+    """A mixture of streams. For every n, each stream has its share of the first n samples, within one sample.
+    Skipped samples (``skip``) count, too."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1

@@ -87,11 +87,11 @@ class TokenFile:
         return None if of_index is None else stamp + of_index
 
     def open(self) -> MappedTokens:
-        """Return the token ids. They are read when they are indexed.
+        """Return the token ids, which are read on indexing.
 
         Raises:
-            BrokenFile: if the file is unreadable, truncated or of an unknown format, or the recipe states another
-                dtype.
+            BrokenFile: if the file is unreadable, truncated or of an unknown format, or the recipe states
+                another dtype.
         """
         found = self._open()
         if self.dtype is not None and found.arrays[0].dtype.name != self.dtype:

@@ -77,8 +77,9 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Raise InputError if two parts with the same ids have different uses, such as "train" and "validation" (see
-    :func:`uses`). ``used`` has (identity, part, use) of each part. Parts with the same identity have the same ids."""
+    """Raise InputError if the same token ids have two uses, such as "train" and "validation" (see
+    :func:`uses`). ``used`` has (identity, part, use) of each part. Parts with the same identity have the
+    same ids."""
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
         found = first.setdefault(identity, {})
@@ -308,7 +309,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first end of a document from ``position`` on, at most ``stop``, or ``position`` if unknown."""
+    """Return the first document end at or after ``position``, at most ``stop``. Unknown: ``position``."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

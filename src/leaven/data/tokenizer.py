@@ -149,8 +149,8 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 
 
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
-    """Yield the pieces of training documents on which a tokenizer is trained. Each source gives at most an equal
-    share of about `TRAINING_BYTES`, whatever its weight. So mixtures of the same sources have the same tokenizer, and
+    """Yield training text for a tokenizer: from each of n sources, about `TRAINING_BYTES` / n bytes or less.
+    The weights of the sources do not matter. So mixtures of the same sources have the same tokenizer, and
     their losses can be compared."""
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)

@@ -58,7 +58,7 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def blocks(tensor: DTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return each rank's block as (index of its first element in the whole tensor, its shape), by rank."""
+    """Return (index of the first element, shape) of each rank's block of the tensor, in rank order."""
     mesh, found = tensor.device_mesh, []
     for coordinate in product(*(range(size) for size in mesh.shape)):
         shape, offset = _compute_local_shape_and_global_offset(

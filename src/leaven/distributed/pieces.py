@@ -22,7 +22,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """The block of a tensor that this process stores in its memory."""
+    """The block of a tensor in the memory of this process."""
 
     name: str  # name of the parameter
     local: Tensor  # the block; shares its memory with the model

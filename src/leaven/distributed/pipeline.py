@@ -76,8 +76,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the sum of the losses, as :meth:`forward_backward` does, but compute no gradients. torch's schedules
-        have a method ``eval``, but it changes state that training needs."""
+        """Return the sum of the losses, as :meth:`forward_backward` does, but without gradients. The method
+        ``eval`` of torch's schedules would change state that training needs."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -96,7 +96,7 @@ class Pipeline:
         return total
 
     def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Return the schedule for ``count`` micro-batches of the given shape. A new schedule replaces the one before:
+        """Return the schedule for ``count`` micro-batches of a shape. A new schedule replaces the old one, because
         two schedules with the same stages would silently lose gradients."""
         if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")

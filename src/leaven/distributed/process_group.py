@@ -114,8 +114,8 @@ class ProcessGroup:
         return values[0]
 
     def heartbeat(self, activity: str) -> None:
-        """Record what this process is doing, such as "in step 7". If processes lose each other, the error message
-        contains the ``activity`` of the process with the oldest heartbeat."""
+        """Record what this process is doing, such as "in step 7". If the connection of the processes breaks, the
+        error message has the ``activity`` with the oldest heartbeat."""
         if self.store is not None:
             self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
 

@@ -161,7 +161,7 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum of the losses of all data-parallel ranks, a scalar, in every process."""
+        """Return the total loss of all data-parallel ranks, in every process."""
         if self.group is SINGLE_PROCESS:
             return loss
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
@@ -178,10 +178,10 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Return the sums of the router tallies of this step over all processes, (layers, experts + 1).
+        """Return the router tallies of this step, summed over all processes: (layers, experts + 1).
 
-        The first columns have the number of tokens sent to each expert. The last column has the balance loss.
-        ``tally`` is a tensor of zeros of this shape, and is overwritten.
+        The last column has the balance loss. The others count the tokens sent to each expert. ``tally`` must
+        have this shape and only zeros, and is overwritten.
         """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E

@@ -218,11 +218,11 @@ def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
 def sharded_cross_entropy(
     hidden_BtD: Tensor, weight: DTensor, targets_BT: Tensor, *, group: dist.ProcessGroup, **how: Any
 ) -> Tensor:
-    """Return, on every rank, the loss of :func:`leaven.model.loss.cross_entropy` over the tokens of all ranks.
+    """Return the loss of all ranks' tokens, by :func:`leaven.model.loss.cross_entropy`, on every rank.
 
-    ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. ``weight`` is sharded by its
-    rows, the vocabulary. A rank computes the logits of its slice of the vocabulary, a chunk of tokens at a time. For
-    each token, ranks exchange only the maximum, the normaliser and the target's logit.
+    ``hidden_BtD`` has the positions of this rank, and ``targets_BT`` all positions. The rows of ``weight``,
+    which are the vocabulary, are sharded. A rank computes the logits of its slice of the vocabulary in
+    chunks of tokens. For each token, ranks exchange only the maximum, the normaliser and the target's logit.
     """
     # Each rank has consecutive positions, so the gathered order is (rank, B, t).
     targets_BRt = targets_BT.view(len(targets_BT), dist.get_world_size(group), -1)

@@ -159,7 +159,7 @@ class NumberSource(Entry):
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
-    """The published numbers of an accelerator. ``leaven hardware`` prints a list, ``leaven hardware NAME`` one."""
+    """The published numbers of an accelerator, as ``leaven hardware`` prints them."""
 
     name: str
     peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype

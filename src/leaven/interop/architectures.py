@@ -1,6 +1,7 @@
-"""Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
+"""Describes Hugging Face architectures: the model shapes that they support, their config.json, and their
+tensors.
 
-``architectures.toml`` has the data, also for the models of Megatron-LM and torchtitan.
+``architectures.toml`` also describes the models of Megatron-LM and torchtitan.
 """
 
 import json

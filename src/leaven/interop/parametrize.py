@@ -317,7 +317,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
 
 def _positive(name: str, size: str, value: Any) -> float:
-    """Return a ratio, model / base, as a finite float above 0. ``name`` and ``size`` are for the error message."""
+    """Return a ratio (model / base) as a float. Raise InputError unless it is finite and above 0."""
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(

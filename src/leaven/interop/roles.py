@@ -255,10 +255,10 @@ class Classifier:
         )
 
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
-        """Run the base to find the norms on outputs of branches, and set ``output_norms``.
+        """Find the norms on outputs of branches by running the base. Set ``output_norms``.
 
-        Names in the user's ``modules`` override what is found. If the base cannot be run and ``modules`` does not
-        name all norms, warn. ``classified`` has the matrices of the model.
+        The user's ``modules`` take precedence. If the base cannot be run and ``modules`` does not name all
+        norms, warn. ``classified`` has the matrices of the model.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -208,9 +208,10 @@ def bare_name(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Return the lists of blocks of a model: the keys of the blocks, by the path of the list.
+    """Return the keys of the blocks in each list of blocks, by the path of the list.
 
-    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` of one type, whose members all have submodules.
+    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` of one type. All members have
+    submodules.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

@@ -128,7 +128,7 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return the factors in ``stored weight = factor x leaven's weight - offset``, by leaven's name; 1 if missing."""
+    """Return factors by leaven's weight name, in ``stored = factor x weight - offset``. A missing factor is 1."""
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor

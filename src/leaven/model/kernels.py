@@ -1,6 +1,6 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
-Functions that call private functions of torch, such as :func:`norms`, are here, too. Shape suffixes: B sequences, T
+Also here: functions that call torch's private functions, such as :func:`norms`. Shape suffixes: B sequences, T
 positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head, t queries of a block, s keys
 that they attend to. Outside attention, D, F, K, M and N are any sizes.
 """
@@ -259,7 +259,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return ``(rows, keys)`` for each block of queries: their positions, and the positions of their keys."""
+    """Return (positions of the queries, positions of their keys) for each block of queries."""
     ends = [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
     starts = [max(first - window + 1, 0) if window else 0 for first, _ in ends]
     return [(slice(*end), slice(start, end[1])) for end, start in zip(ends, starts, strict=True)]

@@ -29,7 +29,7 @@ class Matmul:
 
     @property
     def routed(self) -> bool:
-        """Whether the product belongs to routed experts, which are distributed over the ``ep`` ranks."""
+        """Whether this is a matmul of routed experts, which are distributed over the ``ep`` ranks."""
         return self.stored > 1
 
     @property

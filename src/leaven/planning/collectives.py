@@ -42,7 +42,7 @@ def ring(size: float, ranks: int, stride: int, accelerator: Accelerator, message
 
 
 def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, messages: int = 1) -> float:
-    """Return the seconds of an all-reduce of ``size`` bytes in ``messages`` messages, by ring or tree of nodes."""
+    """Return the seconds of an all-reduce of ``size`` bytes in ``messages`` messages, over a ring or a tree."""
     if ranks == 1:
         return 0.0
     nodes = ceil(ranks / _in_a_node(ranks, stride, accelerator))
@@ -53,7 +53,7 @@ def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, m
 
 
 def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the seconds of an all-to-all of ``size`` bytes per rank: links or network, whichever takes longer."""
+    """Return the seconds of an all-to-all of ``size`` bytes per rank, the maximum over links and network."""
     if ranks == 1:
         return 0.0
     near = _in_a_node(ranks, stride, accelerator)

@@ -29,7 +29,7 @@ class ForwardFlops:
 
 @cache
 def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
-    """Return the FLOPs of a forward pass per token. With ``causal``, attention to later tokens does not count."""
+    """Return the FLOPs per token of a forward pass. With ``causal``, masked attention does not count."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),

@@ -139,7 +139,7 @@ class Exploration:
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """The candidates in ``too_large``; with ``job.by_leaven``, only those that leaven can train."""
+        """Candidates that are too large. With ``job.by_leaven``, only those that leaven can train."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property

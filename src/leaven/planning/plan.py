@@ -79,7 +79,7 @@ class ClusterPlan:
     def chosen(self) -> LayoutCandidate:
         """The planned layout with its micro-batch size: ``layout``, or by default the fastest that fits.
 
-        ``layout`` may need too much memory. Raise InputError if it is impossible, or if it is None and nothing fits.
+        A given ``layout`` may need too much memory. Raise InputError if it is impossible, or nothing fits.
         """
         if self.layout is None:
             if not self.exploration.layouts:

@@ -49,7 +49,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage by the rule ``work``. Arguments are FLOPs / 2: by block, of the unembedding."""
+    """Return each stage's number of blocks by the rule ``work``. ``weights`` and ``unembedding`` are FLOPs / 2."""
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for left, weight in zip(reversed(range(len(weights))), weights, strict=True):

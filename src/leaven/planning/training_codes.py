@@ -110,8 +110,8 @@ class TrainingCode:
     def with_moments(self, moments: Moments) -> "TrainingCode":
         """Return the training code with another optimizer.
 
-        ``adam-8bit`` is from Dettmers 2021, arXiv 2110.02861, without its scales (one per 2,048 values). ``muon``
-        uses Muon for the matrices of blocks and Adam for all other parameters.
+        ``adam-8bit`` is Dettmers 2021, arXiv 2110.02861. Scales (one per 2,048 values) do not count. ``muon``
+        uses Muon for the matrices of blocks, and Adam for all other parameters.
         """
         matrices = self.master + 4 if moments == "muon" else None
         return replace(

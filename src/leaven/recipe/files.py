@@ -213,7 +213,7 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container. Unchanged values keep their spelling; ``prune`` drops other keys."""
+    """Write nested values into a TOML container. Do not touch equal values. With ``prune``, remove other keys."""
     before = target.unwrap()
     for key in before:
         if prune and key not in values:

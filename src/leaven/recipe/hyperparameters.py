@@ -97,7 +97,7 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return f for an ``out`` x ``into`` matrix: a step of Muon is lr x f x (orthogonal matrix)."""
+        """Return f in Muon's step, which is lr x f x (orthogonal ``out`` x ``into`` matrix)."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
@@ -149,7 +149,7 @@ class Hyperparameters(Part):
         return self.muon.ns_steps if self.muon else 0
 
     def of_matrices(self, quantity: Literal["lr", "weight_decay"]) -> float:
-        """Return the lr or weight decay of matrices in blocks: the value of ``muon``, or else the shared one."""
+        """Return the lr or weight decay of matrices in blocks, from ``muon`` or else the shared value."""
         own: float | None = getattr(self.muon, quantity, None)
         shared: float = getattr(self, quantity)
         return shared if own is None else own
@@ -195,7 +195,7 @@ class Hyperparameters(Part):
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
-        """Raise ValueError for multipliers that have no effect, or whose module is not in the model."""
+        """Raise ValueError if a multiplier has no effect, or its module is not in the model."""
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
             for quantity in ("lr", *stated):  # every module has an lr, so an unknown module is reported

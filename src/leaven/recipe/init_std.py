@@ -60,7 +60,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Return whether the std of a branch's last matrix depends on the number of layers or on its layer."""
+        """Return whether the std of a branch's last matrix depends on the layer or the number of layers."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -197,7 +197,7 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
     """Raise ValueError if a scaling rule would scale the stds of a published init a second time.
 
-    ``wider`` and ``deeper``: whether the base and the recipe's model differ in width and in depth.
+    ``wider``: the base and the recipe's model differ in width. ``deeper``: they differ in depth.
     """
     if init == "rule" or rule == "standard":
         return

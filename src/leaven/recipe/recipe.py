@@ -326,7 +326,7 @@ def split_path(path: str) -> list[str]:
 
 
 def short_path(path: str) -> str:
-    """Return a path without ``hyperparameters.modules.`` or ``hyperparameters.``, such as ``embedding.lr``."""
+    """Remove ``hyperparameters.modules.`` or ``hyperparameters.`` from the beginning of a path."""
     return path.removeprefix("hyperparameters.").removeprefix("modules.")
 
 

@@ -308,7 +308,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module by name; for ``biases``, which have several, the last one."""
+        """Return each module's role by name. For ``biases``, return the last of several."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -333,9 +333,9 @@ class ModelShape(Part):
         return parameter.size * self.experts.active // self.experts.number
 
     def width_unit(self, step: int | None = None) -> int:
-        """Return the smallest d_model at which the width of all heads together is a multiple of ``step``.
+        """Return the smallest d_model whose d_attention (the width of all heads) is a multiple of ``step``.
 
-        d_attention / d_model stays. The default ``step`` is the width of the query heads of one key-value head.
+        d_attention / d_model stays. The default ``step`` is the width of one key-value head's query heads.
         """
         step = step or self.d_head * self.n_heads // self.n_kv_heads
         return self.d_model * step // math.gcd(self.n_heads * self.d_head, self.d_model * step)

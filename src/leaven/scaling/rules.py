@@ -4,7 +4,7 @@ A table has a row for each role of a tensor, such as embedding, hidden weight (i
 :mod:`leaven.scaling.cells` explains the cells. All tables differ from the papers in these points:
 
 - **Per-tensor ratios.** The papers scale all widths together, by one ratio m_N. Here initial variance, lr and weight
-  decay scale with the tensor's fan in: each output sums as many products as the fan in, and Adam changes each weight
+  decay scale with the tensor's fan in: each output is a sum over the fan in, and Adam changes each weight
   by about lr. eps scales with the fan out, because the gradient falls with the width of the tensor's output. If all
   widths grow together, both ratios are m_N.
 - **Shared QK gains.** If all heads share a QK-norm gain, its gradient is a sum over the heads. With more heads, each
@@ -15,13 +15,13 @@ A table has a row for each role of a tensor, such as embedding, hidden weight (i
 - **Norms on a branch's output.** The papers only have norms before branches. With a norm on the output y of a branch,
   the block adds m g norm(y) to the residual stream. Here m is the branch's multiplier and g is the norm's gain.
 
-  - m is applied after the norm, because a norm undoes every factor before it. The cell of m is the published one. So
+  - m is applied after the norm, because a norm undoes every factor before it. m has the published cell. So
     what a block adds to the stream, and how much a step changes it, scale as without the norm.
   - g has the cells of a gain before a branch. It starts at 1. Its gradient is the sum over tokens of m norm(y) times
     the gradient of the stream. The gradient of the stream is proportional to 1 / width, so the gradient of g falls as
     width^-1 L^-alpha. A step of the L gains, each multiplied by an m of L^-alpha, changes the stream by L x L^-alpha
     x lr, so the cell of lr is L^(alpha-1). Weight decay of g would shrink the branch itself.
-  - The scale of the matrices on which y depends linearly affects the size of a step, but not the output. Adam changes
+  - y is linear in some matrices. Their scale affects the size of a step, but not the normed output. Adam changes
     y by lr x fan in x (size of the input). The norm divides this change by the size of y, which is std x fan in^(1/2)
     x (size of the input). So lr fan in^(1/2) / std matters. With the published cells, lr ~ I^-1 and variance ~ I^-1,
     this ratio is the same at every width. Then the gradient has the published exponents, and so has eps. (Multiplying
@@ -78,8 +78,8 @@ the cells are derived here:
   and batch equally good, and 2510.03871 finds Adam's rules for Scion. 2603.28743 has D^-0.32 (set
   ``token_exponent``).
 - Weight decay keeps lr x decay x steps constant, as for Adam. This is the most disputed cell. In 2512.05620, lr x
-  decay is proportional to 1 / width, for models whose tokens grow with the width. (With more tokens there are more
-  steps, so lr x decay falls under this rule, too.) Published runs use 0.1 everywhere.
+  decay is proportional to 1 / width, for models whose tokens grow with the width. (More tokens mean more
+  steps. So this rule lowers lr x decay, too.) Published runs use 0.1 everywhere.
 
 After steps of Muon, the size of outputs at small widths still changes by up to width^0.2
 (:mod:`leaven.verification.coordinates`). 2512.05620 reports such deviations, too.

@@ -60,7 +60,7 @@ _FREE_FIELDS = {
 
 
 def _family(recipe: Recipe) -> dict[str, Any]:
-    """Return the model's fields, with their values, that must be equal in a tuned recipe and its target."""
+    """Return the model's values, by field, in which a tuned recipe and its target must agree."""
     fields = recipe.model.model_dump()
     experts = fields.pop("experts", None) or {}
     fields |= {f"experts.{key}": value for key, value in experts.items() if key != "d_expert"}
@@ -145,7 +145,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
     - The warm-up keeps its share of the run.
     - The training tokens change by the factor (tokens of ``tuned``) / (tokens of the base of ``tuned``).
-    - The batch changes by the factor (batch of ``tuned``) / (batch with which its study began).
+    - The batch changes by the factor (batch of ``tuned``) / (batch at the start of the study).
     - All other searched values are copied.
 
     Raise InputError if the models differ in a field outside `_FREE_FIELDS`, the run has too few steps, or the result
@@ -244,8 +244,8 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
     """Return the table ``[batch]`` for a batch of ``tokens`` tokens.
 
-    A ramp or stages are scaled with the batch and with ``longer`` = (new run length) / (old run length). A ramp that
-    would have no smaller first batch is dropped.
+    A ramp or stages scale with the batch and with ``longer`` = (new run length) / (old run length). A ramp
+    is dropped if its first batch would be a full batch.
     """
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens

@@ -69,8 +69,8 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired(BaseHTTPMiddleware):
-    """Refuses requests without the right token, which the first request has in its address and later ones in a
-    cookie. Requests to a host that is not in `LOCAL` are refused, too, to prevent DNS rebinding."""
+    """Refuses requests without the right token. The first request has it in the address, later requests have it
+    in a cookie. Requests to a host outside `LOCAL` are refused, too, to prevent DNS rebinding."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         super().__init__(app)

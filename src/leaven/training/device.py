@@ -112,7 +112,7 @@ def require_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a CUDA device, or the processor model, with "GPU" added for mps."""
+    """Return the name of a CUDA device, or the processor model (for mps: with "GPU")."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor()} GPU" if device.type == "mps" else processor()

@@ -246,7 +246,7 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Reduce the recipe to one device and a batch of one or two forward passes. Return it with its arrangement."""
+    """Return the recipe for one device with one or two forward passes per step, and its arrangement."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)

@@ -64,8 +64,8 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return the automatic and manual rewinds of a run, in order, from the newest checkpoint or from events.jsonl:
-    the longer of the two lists. Raise InputError if the event of a rewind is damaged."""
+    """Return all rewinds of a run in order: the longer of the lists in the newest checkpoint and in
+    events.jsonl. Raise InputError if the event of a rewind is damaged."""
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]

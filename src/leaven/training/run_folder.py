@@ -65,8 +65,8 @@ HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps", "g
 
 
 class LockedFolder:
-    """A context manager that creates a folder if necessary, and locks it for this process. Raise InputError if
-    another process has locked the folder. ``kind`` names it in messages, such as "run folder"."""
+    """A context manager that locks a folder for this process. Create it if missing. Raise InputError if another
+    process has locked the folder. ``kind`` names it in messages, such as "run folder"."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self._path, self._kind, self._held = path, kind, ExitStack()
@@ -116,7 +116,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def checkpoint_name(tokens: int) -> str:
-    """Return the name of the folder of the checkpoint at this number of trained tokens."""
+    """Return the folder name of the checkpoint after ``tokens`` trained tokens."""
     return f"tokens-{tokens:015d}"
 
 
@@ -222,7 +222,7 @@ class RunFolder:
             self._claimed = self.checkpoints.stat().st_dev
 
     def require_claimed(self) -> None:
-        """Raise OSError if the disk with the claimed checkpoints is away."""
+        """Raise OSError if the disk with the checkpoints is not mounted."""
         if self._claimed is None or (self.checkpoints / OWNER).exists():
             return
         there = self.checkpoints if self.checkpoints.exists() else self.path
@@ -230,9 +230,9 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
-        """Raise InputError if another run uses, or may use, the same folder of checkpoints through a link, as after
-        ``cp -r``. With ``rewinds``, checkpoints are to be removed: a linked folder must then have the file ``OWNER``,
-        which names its run."""
+        """Raise InputError if another run may use these checkpoints, as after ``cp -r`` of a run whose folder of
+        checkpoints is a link. ``rewinds`` means that checkpoints will be deleted. Then a linked folder must name
+        its run (``OWNER``)."""
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             other = Path(os.fsdecode(path))
@@ -284,7 +284,7 @@ class RunFolder:
             raise
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with a ``why`` for each change. Write it to recipe.toml if this process ``writes``."""
+        """Return ``recipe`` with a ``why`` for each change. If this process ``writes``, update recipe.toml."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -413,7 +413,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _parse_int(digits: str) -> int:
-    """Parse an integer. Raise ValueError if it has more than 300 digits, because its line is damaged."""
+    """Parse an integer. Raise ValueError for more than 300 digits, a sign of a damaged line."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)

@@ -53,9 +53,9 @@ def tensorboard_rows(
 
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
-    """Yield (position of the first byte, content) for each record of a TensorBoard event file. A record is: length (8
-    bytes), checksum of the length (4), content, checksum of the content (4). A wrong checksum is no damage if the
-    record ends in zeros up to the end of the file, as after a crash. Then it is incomplete."""
+    """Yield (position of the first byte, content) for each record of a TensorBoard event file. A record is:
+    length (8 bytes), checksum of the length (4), content, checksum of the content (4). A crash may leave
+    zeros from inside a record to the end of the file. Such a record is incomplete, not damaged."""
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
     with storage.open_file(file) as log:

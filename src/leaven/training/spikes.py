@@ -86,8 +86,8 @@ class QuantityMonitor:
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add the value of a step. Return the usual level before this step, and the number of standard deviations
-        above it (0 until enough steps have established the level)."""
+        """Add the value of a step. Return (usual level before this step, standard deviations above the level). The
+        second is 0 until enough steps have set the level."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:

@@ -58,11 +58,11 @@ def train_trial(
     """Train a recipe until it is done, diverges or is pruned. Return the outcome.
 
     Args:
-        baseline: the best trial so far, with the same schedule. The trial is pruned if it cannot reach the baseline's
-            loss. A baseline of another duration is ignored.
-        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial resumes bit for
-            bit. The caller removes the folder once the outcome is saved.
-        durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
+        baseline: the best trial so far, with the same schedule. The trial is pruned if it cannot reach the
+            baseline's loss. A baseline of another duration is ignored.
+        checkpoint: a folder. Every ``checkpoint_seconds``, a checkpoint is saved there. The same trial
+            resumes from it bit for bit. The caller removes the folder once the outcome is saved.
+        durations: several durations to train, in tokens. Shorter runs branch off from the longest run.
         inputs: the expected :func:`fingerprint_of` the text and the start weights. None: any.
 
     Raises:

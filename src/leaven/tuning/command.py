@@ -148,7 +148,7 @@ class LossSource(Part):
 
     @property
     def where(self) -> str | None:
-        """The path of the losses, with its placeholders; None for the command's output."""
+        """The file or folder with the losses. None: the command prints them."""
         return self.file if self.pattern is not None else self.jsonl or self.tensorboard or self.wandb
 
 
@@ -348,7 +348,7 @@ class CommandFile(Command):
     why: dict[str, str] = {}  # the reason for the start of each value
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the searched values, by name, at the distances ``octaves`` from the start."""
+        """Return the searched values by name. ``octaves``: their distances from the start."""
         return {name: self.space[name].moved(x) for name, x in octaves.items()}
 
 

@@ -66,7 +66,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of a quantity's depth profile, without entries that affect no block."""
+    """Return the paths of a quantity's depth profile that affect at least one block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):

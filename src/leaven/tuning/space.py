@@ -98,8 +98,8 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge. ``expected`` has (distance of the optimum from the start, standard
-        deviation), in octaves, by path."""
+        """Return the space with prior knowledge. ``expected`` maps a path to (distance from start to optimum,
+        standard deviation), in octaves."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -167,7 +167,7 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space in which the value at ``path``, if it is searched, stays below ``limit``."""
+        """Return the space with the value at ``path`` kept below ``limit``, if ``path`` is searched."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self

@@ -63,8 +63,8 @@ Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infini
 class Dimension:
     """One searched value: its start, range and unit.
 
-    Distances from the start point are in ``unit``: one ``octave`` doubles the value (of a beta: its exponent), one
-    ``tenth`` adds 0.1. For a ``choice`` the distance is an index into ``levels``.
+    Distances from the start are in ``unit``. An ``octave`` doubles a number and squares a beta. A ``tenth``
+    adds 0.1. For a ``choice``, the distance is an index into ``levels``.
     """
 
     path: str  # in the recipe, such as hyperparameters.lr, or hyperparameters.depth.lr[2] in a depth profile

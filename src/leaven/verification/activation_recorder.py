@@ -40,13 +40,14 @@ def tensor_of(output: Any) -> Tensor | None:
 
 
 class ActivationRecorder(TorchFunctionMode):
-    """A context manager that records outputs of modules, and the attention logits; :meth:`take` returns them.
+    """A context manager that records module outputs and attention logits. :meth:`take` returns them.
 
-    ``label`` maps the name of a module to the label of its output, or to None (not recorded). Outputs with one label
-    are stacked in computed order. An output that a container returns unchanged is recorded once. Not recorded are:
+    ``label`` maps a module's name to the label of its output, or to None (not recorded). Outputs with the
+    same label are stacked in the order of computation. An output that a container passes on is recorded
+    once. Not recorded are:
 
-    - outputs of a branch that include its multiplier, such as ``layers.3.mlp`` in a parametrized model;
-    - outputs inside ``experts``, because their rows depend on a router, which training changes.
+    - outputs of a branch after its multiplier, such as ``layers.3.mlp`` in a parametrized model;
+    - outputs inside ``experts``, whose rows depend on a router, and so change in training.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -163,7 +164,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Return the attention logits of the first sequence with stacked heads, (heads x T, T). Masked logits are 0."""
+    """Return the first sequence's attention logits, (heads x T, T). Masked logits are 0."""
     query, key = query.detach()[0].float(), key.detach()[0].float()
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     logits = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)

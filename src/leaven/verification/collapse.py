@@ -13,16 +13,16 @@ The first size is the base. If the normalised curves of another size and of the 
 
     L(x T) - L(T) = r (L_base(x T) - L_base(T)),    r = (L(T) - L0) / (L_base(T) - L0)
 
-The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T). This is the fall of the
+The deviation at x is the left side minus the right side, divided by L(:data:`FROM` T) - L(T), the fall of the
 loss after the first quarter of the run. The check judges the largest deviation after this quarter.
 
-By default, the check fits L0: from 0 to the lowest final loss, it takes the value with the least sum of squared
+By default, the check fits L0: the value from 0 to the lowest final loss with the least sum of squared
 deviations. (Qiu et al. fit L0 to the final losses of many sizes; two or three sizes do not determine it.) On three of
 four families of their curves, this L0 is within 2% of theirs (docs/log.md).
 
 Curves are averaged over intervals of the run, because the loss of one step is noisy. A bootstrap over seeds gives a
 band. With 95% probability, the band contains the true deviations at all x. If a size has only one run, the bootstrap
-draws from the noise within its curve. Its band is too narrow, because it lacks the variation between seeds.
+draws from the noise within its curve. Then the band is too narrow, because seeds do not vary.
 
 The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails in three cases: the whole band
 of a size is beyond the limit at some x, a run diverged, or the loss of a size besides the base does not fall after
@@ -203,7 +203,7 @@ def deviations(curves: Array, irreducible: Array) -> Array:
 
 
 def _fitted_level(curves: Array) -> Array:
-    """Return the irreducible loss L0 with the least sum of squared :func:`deviations`, of shape (...)."""
+    """Return the irreducible loss L0, shape (...), with the least sum of squared :func:`deviations`."""
     lowest = curves[..., -1].min(-1)
 
     def best(distances: Array) -> Array:

@@ -124,7 +124,7 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _is_own_run(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder with files of these ``names`` is a run folder of leaven, even one that lost files."""
+    """Return whether a folder with the files ``names`` is a run folder of leaven. Some files may be missing."""
     found = {"recipe.toml", "metrics.jsonl", "events.jsonl"}.intersection(names)
     return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
 

@@ -107,7 +107,7 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants for leaven's trainer, without memory outside of tensors."""
+    """Return the planner's constants for leaven's trainer. Only memory of tensors counts."""
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
     return code.averaging(recipe.average is not None)

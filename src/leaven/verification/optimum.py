@@ -67,7 +67,7 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The value with which to extend the grid at its `edge`: one step beyond, or halfway to a diverged value."""
+        """The next value beyond the grid's `edge`: one step further, or halfway to a diverged value."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)

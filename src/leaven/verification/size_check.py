@@ -115,7 +115,7 @@ class SizeCheck(ABC, Generic[Measured]):
     def judge(
         self, axis: SizeAxis, module: str, lines: Sequence[Sequence[Measured]], means: Means, slopes: Slopes
     ) -> VerdictRow:
-        """Return the row that says whether a module passes. ``lines`` has the measurements by size, then by seed."""
+        """Return the verdict on a module as a row. ``lines`` has the measurements by size, then by seed."""
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
         """Return the number named ``part`` of a module's measurements."""

@@ -23,7 +23,7 @@ class Exponent:
 
     @property
     def outside(self) -> float:
-        """The distance from the range, which is negative inside."""
+        """The distance from the range, negative inside."""
         return max(self.value - self.high, self.low - self.value)
 
     @property
@@ -51,7 +51,7 @@ def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow],
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return the slope of the least-squares fit of log2 y over log2 x, or None if a y is not positive and finite."""
+    """Return the least-squares slope of log2 y over log2 x, or None unless all y are positive and finite."""
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None

@@ -67,7 +67,7 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """Return a user's text escaped for plotly: tags and %{...} are shown as they are."""
+    """Escape a user's text for plotly, so that tags and %{...} are shown literally."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 

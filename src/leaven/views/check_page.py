@@ -77,7 +77,7 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Return the charts of a sweep or of ``check equivalence``, and the template variables of their section."""
+    """Return charts and template variables for the page's section on a sweep or ``check equivalence``."""
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
     name = curves[0].axis.replace("_", " ")
@@ -125,7 +125,7 @@ def _collapse(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str,
 
 
 def _best(curve: VerdictCurve, title: str, level: float | None, limit: float | None) -> Figure:
-    """Draw the best value over a scale such as width. Red lines are ``limit`` octaves from the base's ``level``."""
+    """Draw the best value over a scale such as width. Red lines are ``limit`` octaves around ``level``."""
     limits = [level * 2**octaves for octaves in (-limit, limit)] if level is not None and limit is not None else []
     known = [value for value in (*curve.low, *curve.y, *curve.high, *limits) if value is not None]
     x = charts.measured_axis(curve.x, numbers.value)

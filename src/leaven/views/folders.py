@@ -95,7 +95,7 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of complete trials at the start, or else the first complete trial's, or else None."""
+        """The mean loss of complete trials at the start, or else the first complete trial's loss, or None."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None

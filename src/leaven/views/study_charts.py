@@ -138,7 +138,7 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss over one hyperparameter, in nats above the loss of the best point.
+    """Draw the predicted loss (in nats above the best point's) over one hyperparameter.
 
     The band is one standard deviation on each side. In the grey region, the loss is flat within the noise. The red
     area is the probability of divergence. Crosses are trials that diverged, and ticks are complete trials. The chart

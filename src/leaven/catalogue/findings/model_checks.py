@@ -1,4 +1,4 @@
-"""Functions for checks of a model's initialisation and shape, each named as its check in ``checks.toml``. A function
+"""Functions for checks of a model's initialisation and shape. ``checks.toml`` has their names. A function
 returns the check with its value and suggested changes, or None if the check does not apply."""
 
 import math

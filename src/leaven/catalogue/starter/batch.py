@@ -193,7 +193,7 @@ def choose_ramp(draft: StarterDraft, at: RunSize, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return ``sequences``, rounded by at most 1/32 to a multiple of a power of 2 that divides ``gpus``."""
+    """Round ``sequences``, by at most 1/32, to a multiple of a power of 2 that divides ``gpus``."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 

@@ -123,7 +123,7 @@ def _lacks(run: PublishedRun) -> str | None:
 
 @dataclass(frozen=True)
 class RunSize:
-    """The model and tokens of a run for which values are chosen, with the evidence for this size."""
+    """A run's model and tokens, with the evidence for choosing the run's other values."""
 
     near: Neighbours  # the published runs nearest in size
     model: ModelShape
@@ -217,7 +217,7 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value and its reason: the message named ``message`` (default: ``path``), filled in with ``facts``."""
+        """Set a value and its reason: the message ``message`` (or ``path``), filled in with ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])

@@ -43,7 +43,7 @@ def batch_factor(batch: int, published: int | None) -> float:
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs by laws and published runs at this size and batch. A reference run's lr is not changed."""
+    """Return the peak lrs of laws and published runs for this size and batch. A reference run keeps its lr."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -58,7 +58,7 @@ def lr_evidence(at: RunSize, batch: int) -> Evidence:
 
 
 def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float:
-    """Choose and return the peak lr. ``where`` names the size in the messages."""
+    """Choose and return the peak lr. ``where``: the run size, for messages."""
     run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr

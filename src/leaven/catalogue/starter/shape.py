@@ -103,10 +103,10 @@ def shape_of(
     fixed: dict[str, Any],
     experts: Mapping[str, Any] | None = None,
 ) -> ModelShape:
-    """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
+    """Return a shape with about ``params`` parameters and with proportions near ``proportions``.
 
-    Only shapes within `TOLERANCE` of ``params`` are compared. If there is none, the shape nearest in size is
-    returned. Pipeline stages should divide the number of layers well (`_UNEVEN`).
+    Among shapes within `TOLERANCE` of ``params``, the nearest proportions win. Without such shapes, the
+    nearest size wins. Numbers of layers that suit pipeline stages are preferred (`_UNEVEN`).
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
@@ -286,7 +286,7 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return the choices (`_CHOICES`) of a run, with leaven's defaults for unknown ones, except QK-norm: off."""
+    """Return a run's values of `_CHOICES`. Unknown values are leaven's defaults, except QK-norm: off."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)

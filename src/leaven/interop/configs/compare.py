@@ -1,9 +1,9 @@
-"""Compares a recipe's parameter table with the settings that another trainer (an export target) would use.
+"""Compares a recipe's parameter table with the settings of another trainer (an export target).
 
-The differences are what an export does not preserve. Before the comparison, multipliers are folded on both sides,
-except for tied embeddings. Folding replaces a matrix W, whose output is multiplied by c, by the matrix c W. Both
-train alike if the lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is
-part of the gradient, so it is divided by c^2.
+An export loses the differences. The compared settings have no multipliers, except those of tied
+embeddings. A matrix W with the output multiplier c trains like the matrix c W without a multiplier, if
+lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is part of
+the gradient, and is divided by c^2.
 """
 
 import json
@@ -102,8 +102,8 @@ class ResolvedRecipe:
     def micro_batch(self) -> int:
         """The number of sequences in one forward pass of a data-parallel rank.
 
-        It is the largest divisor of a rank's sequences up to the recipe's micro-batch (``auto``: 1). A batch that
-        ``layout.dp`` does not divide is an InputError.
+        It is the largest divisor of a rank's sequences up to the recipe's micro-batch (``auto``: 1). Raise
+        InputError if ``layout.dp`` does not divide the batch.
         """
         recipe = self.recipe
         dp, wanted = recipe.layout.dp, recipe.batch.micro_batch

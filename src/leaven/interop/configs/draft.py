@@ -231,7 +231,7 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def put(self, path: str, value: Any, *names: str) -> None:
-        """Set a value of the recipe that follows from the settings ``names``."""
+        """Set a value of the recipe. The reason names the settings ``names``."""
         self.draft.set(path, value, self.why(*names))
 
     def put_all(self) -> None:
@@ -272,7 +272,7 @@ def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
 
 
 def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the warm-up in tokens, and the reason. Its share of the run is that of the nearest published run."""
+    """Return (warm-up tokens, reason). The warm-up fraction is as in the nearest published run."""
     share, why = _of_nearest("warmup_fraction", shape, tokens)
     return round(share * tokens), f"{share:.2g} of the run, as in {why}"
 

@@ -1,8 +1,8 @@
 """Exports recipes as configurations of other trainers (targets). ``targets/NAME.toml`` describes a target.
 
-An export loses the values of the recipe that the target cannot have. The target's file lists some losses. The others
-are found by comparing the recipe with the shapes and the settings of parameters (:mod:`.per_parameter`) that the
-target has.
+An export loses the values that the target cannot have. The target's file lists some of these values. The
+others are found by comparing the recipe with the model shape and the parameter settings
+(:mod:`.per_parameter`) of the target.
 """
 
 import json

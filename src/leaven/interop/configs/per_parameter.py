@@ -90,7 +90,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
-    """Return the variables of Megatron's template that are the same in every candidate."""
+    """Return the variables of Megatron's template that all candidates share."""
     recipe = run.recipe
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
     # Megatron pads the vocabulary to a multiple of this number x tp. With this number, padding changes nothing if
@@ -105,10 +105,10 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 
 
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for Megatron with leaven_table.py, which sets the values of each parameter.
+    """Yield the only candidate: Megatron with leaven_table.py, which sets each parameter's values.
 
-    A fused matrix has an initial std for each part, such as the query. Its lr, eps and decay are those of the first
-    part.
+    The parts of a fused matrix, such as the query, have their own init stds. They share the first part's lr,
+    eps and decay.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
@@ -225,7 +225,7 @@ def _by_pattern(
 
 
 def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
-    """Return a regular expression for names that begin with one of ``places``. ``blocks`` is as in `_by_pattern`."""
+    """Return a regular expression for names with a prefix in ``places``. ``blocks``: path of the block list."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:

@@ -54,7 +54,7 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
 def schedule(optimizer: torch.optim.Optimizer, path: str | Path) -> LambdaLR:
     """Return the recipe's schedule, which multiplies the lr of each group.
 
-    The lr of a step is that of the schedule at the last token of the step.
+    A step has the schedule's lr at the last token of the step.
     """
     values = json.loads(Path(path).read_text(encoding="utf-8"))["schedule"]
     return LambdaLR(optimizer, lambda step: _factor((step + 1) * values["batch_tokens"], **values))

@@ -9,11 +9,11 @@ of the loss between seeds.
    searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
    the gain is at most the noise, the answer is the start. Without the confirmation trials of item 3, the gain must be
-   above 2.5 times the noise, because a smaller one is often chance.
+   above 2.5 times the noise, as smaller gains are often luck.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
-   lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen one and the start run
-   again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their losses
-   are reported.
+   lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen finalist and the start
+   run again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their
+   losses are reported.
 4. A single finalist needs no confirmation trials. If it has two trials and a predicted gain above 1.5 times the
    noise, its measured gain must only be above the noise.
 """
@@ -185,11 +185,11 @@ class FittedTrials:
 
     @cached_property
     def predicted(self) -> dict[Point, float]:
-        """The predicted loss of each point that was run, up to a constant, without outliers and diverged points.
+        """The predicted loss of each evaluated point, up to a constant, without outliers and diverged points.
 
-        The surrogate's prediction is corrected by a share of the point's residual, which is its mean loss minus this
-        prediction. The share is max(0, 1 - (floor / s)^2), where s is the surrogate's noise. Without a known noise,
-        it is 1.
+        The predicted loss is the surrogate's prediction plus a share of (mean loss - surrogate's prediction).
+        The share is 1 if no noise is known, and otherwise max(0, 1 - (floor / s)^2), where s is the surrogate's
+        noise.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]

@@ -75,8 +75,8 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% confidence interval (low, high) of the mean of ``values``, infinite without values or noise.
-    ``noise`` is the standard deviation of one value, measured with ``degrees`` degrees of freedom."""
+    """Return the 95% confidence interval of the mean of ``values``: (-inf, inf) without values or noise.
+    ``noise`` is a value's standard deviation, measured with ``degrees`` degrees of freedom."""
     if noise is None or not values:
         return -math.inf, math.inf
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))

@@ -65,7 +65,7 @@ _STEPS = 60  # iterations of the fit of the divergence model
 
 @dataclass(frozen=True)
 class Quadratic:
-    """The function sum_i slope_i x_i + sum_ij hessian_ij x_i x_j / 2 of a point x (D,)."""
+    """A quadratic function of x (D,), sum_i slope_i x_i + sum_ij hessian_ij x_i x_j/2."""
 
     slope: Array  # (D,)
     hessian: Array  # (D, D)
@@ -167,7 +167,7 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return r for ``d`` columns: the prior standard deviation of an interaction h_ij / the typical curvature h."""
+    """Return (prior standard deviation of interactions h_ij) / (typical curvature h) for ``d`` columns."""
     return min(0.5, 8 / d**2)
 
 
@@ -217,8 +217,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
 
 
 def fitted_noise(points: Array, losses: Array) -> float:
-    """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
-    The spread of the lower half of the losses is its upper limit. The fit takes about 100 n^3 operations."""
+    """Return the most likely standard deviation of the noise in ``losses`` (n,) at ``points`` (n, D). The
+    spread of the lower half of the losses limits the result. The fit takes about 100 n^3 operations."""
     n, d = points.shape
     spread = float(np.std(losses))
     if spread == 0:

@@ -288,8 +288,8 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return (mean, standard deviation), both (D, m), of the change in loss when one value of ``base`` (D,)
-        changes. Element (i, j) is for ``base`` with ``x[i, j]`` as its value i."""
+        """Return the means and standard deviations, both (D, m), of changes in loss. Element (i, j) is for a change
+        of ``base[i]`` to ``x[i, j]``. Other values of ``base`` (D,) stay."""
         there = _replaced(base, x).reshape(-1, len(base))
         mean = self.belief(there) - self.belief(base[None])
         return mean.reshape(x.shape), self.deviation(there, base).reshape(x.shape)
@@ -303,7 +303,7 @@ class Region:
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the levels (D,) of the choices that are best by ``quadratic``, and 0 for each number."""
+        """Return each choice's best level by ``quadratic``, and 0 for numbers, as an array (D,)."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -425,8 +425,8 @@ def loss_of(trial: StudyTrial) -> float:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with infinity in place of those far above the median (``OUTLIER``). Fewer than 10 finite
-    losses are returned unchanged."""
+    """Replace losses far above the median (``OUTLIER``) by infinity. If fewer than 10 losses are finite, change
+    nothing."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses

@@ -190,7 +190,7 @@ class CommandTrainer:
             self.note(f"{missing}; the trial begins again")
 
     def has_room(self) -> bool:
-        """Return whether a trial may begin. While a disk is full, it may not, and the user is told once."""
+        """Return False while a disk is full, and True otherwise. Tell the user about a full disk once."""
         if is_full(self.folder if self.folder.exists() else self.folder.parent):
             self._full = f"the disk of {self.folder}"
         elif time.monotonic() >= self._full_until:
@@ -240,7 +240,7 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Return the outcome of a command or, if it failed, a text that says how. ``where`` has its losses."""
+        """Return the outcome of a command, or why the command failed. ``where`` has the losses."""
         command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:

@@ -92,7 +92,7 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the ids in ``owners`` whose commands are dead. Call it often: it counts time from call to call."""
+        """Return the ids in ``owners`` whose commands are dead. Call this often: only time between calls counts."""
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.
         now = self._clock()

@@ -67,7 +67,7 @@ def written_losses(source: LossSource, where: Path) -> list[tuple[int | None, fl
 
 
 def why_none(source: LossSource, where: Path) -> str:
-    """Return why a command that has ended reported no loss, such as a wrong ``source.key``."""
+    """Return why a command reported no loss, for example a wrong ``source.key``."""
     keys = set[str]() if source.key is None else {key for _, row in _rows(source, where) for key in row}
     if source.key in keys:
         return f"reported no loss: every {source.key} in {where} is null"
@@ -131,12 +131,12 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[Row]:
-    """Yield ``rows``, with NaN for null in the last ones if the loss was NaN there. Many loggers write null for NaN.
+    """Yield the rows up to the last loss. Then yield the rows with null as NaN, if null means NaN.
 
-    All rows have ``source.key``, the name of the loss. Null may also mean that a step has no loss. It means NaN if
-    more rows with null follow the last loss than lie between two losses or before the first one. If there is only one
-    more, raise InputError. Rows that look like a summary or an evaluation do not count. If another loss is finite in
-    the last row, null means no loss.
+    Many loggers write null for NaN, but null may also mean a step without a loss. Null means NaN if more
+    rows with null follow the last loss than lie before the first loss or between two losses. With only one
+    row more, raise InputError. Rows that look like a summary or an evaluation do not count. If another loss
+    is finite in the last row, null means no loss.
     """
     key = str(source.key)
     losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]

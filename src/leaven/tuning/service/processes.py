@@ -130,7 +130,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _guard() -> None:
-    """Wait until standard input closes, then end the running commands. A line is PID at a start, -PID at an end."""
+    """Read PIDs from standard input: PID at a command's start, -PID at its end. At EOF, end running commands."""
     running = set[int]()
     for line in sys.stdin:
         pid = int(line)

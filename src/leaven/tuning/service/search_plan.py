@@ -149,7 +149,7 @@ class NothingFound(InputError):
 
 
 def by_surrogate(method: str) -> bool:
-    """Return whether a surrogate (a quadratic model of the loss) proposes and ranks points, not a grid or Optuna."""
+    """Return whether a search method uses a surrogate, which is a quadratic model of the loss."""
     return method == "trust-region"
 
 

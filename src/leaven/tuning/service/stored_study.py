@@ -262,7 +262,8 @@ class StoredStudy:
 def thinned(curve: Curve) -> list[tuple[int, float]]:
     """Return a curve with at most ``POINTS`` points, without points whose loss is not finite.
 
-    The last point is kept. The points before it are grouped, and each group becomes one: its last step and mean loss.
+    The last point is kept. Earlier points are grouped. A group becomes a point with its last step and mean
+    loss.
     """
     finite = [point for point in curve if math.isfinite(point[1])]
     before, last = finite[:-1], finite[-1:]
@@ -322,7 +323,7 @@ def trials_of(attempts: Sequence[FrozenTrial], axes: Axes) -> list[StoredTrial]:
 
 
 def _span(attempt: FrozenTrial) -> tuple[float, float | None] | None:
-    """Return (begin, end) of an attempt, Unix time, or None if unknown. The end of a running attempt is None."""
+    """Return (begin, end) of an attempt in Unix time, or None if unknown. A running attempt's end is None."""
     ran = attempt.user_attrs
     end = ran.get(ENDED, ran.get(LAST_BEAT))
     if BEGAN not in ran or (end is None and attempt.state is not TrialState.RUNNING):
@@ -388,7 +389,7 @@ def _change_of(attempt: FrozenTrial) -> str:
 
 
 def _digest_of(attempt: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> str:
-    """Return the digest of an attempt that ends, or has ended, with ``state`` and ``values`` ([its loss] or None)."""
+    """Return the digest of an attempt that ends with ``state`` and with ``values`` ([loss] or None)."""
     attributes = {key: value for key, value in attempt.user_attrs.items() if key not in {DIGEST, LAST_BEAT}}
     losses = [loss + 0.0 for loss in values or ()]  # SQLite stores -0.0 as 0.0
     # Keys are texts, except in a row that was changed.

@@ -1,9 +1,9 @@
-"""Open the store of a study: an Optuna storage in a file or on a server. Its calls are retried while the file or
-server is unreachable.
+"""Open the store of a study: an Optuna storage in a file or on a server. Calls are repeated while the store
+is unreachable.
 
-A connection may break just after a call has changed the store. So a retry that creates a trial first looks for a
-trial with the unique id (the ticket) of the call. A retry that ends a trial accepts an equal end. All other calls can
-be repeated without harm.
+A connection may break just after a call has changed the store. So before a trial is created again,
+leaven looks for a trial with the call's unique id (the ticket). A trial may be ended again with an equal
+result. All other calls can be repeated without harm.
 """
 
 import errno
@@ -208,7 +208,7 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
 
 
 def _leave_read_only(context: "ExceptionContext") -> None:
-    """Close a read-only connection: it stays read-only, even if the server lets new connections write."""
+    """Close a connection after a read-only error. A new connection may be able to write."""
     if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
         context.is_disconnect = True
 
@@ -261,7 +261,7 @@ def _kind(error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the message of an error as one line, if possible that of the database driver."""
+    """Return an error's message as one line. Prefer the message of the database driver."""
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
     message = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
     return message.splitlines()[0]

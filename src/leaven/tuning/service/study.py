@@ -240,21 +240,21 @@ class BaseStudy(ABC):
         stop: Callable[[], bool] = lambda: False,
         stop_at_noise: bool = True,
     ) -> StudyDocument:
-        """Run trials until the budget is used, including final trials. Return the study's document.
+        """Run trials, including final trials, until the budget is used. Return the study's document.
 
-        All commands that work on the study share the budget. The search ends early once ``stop`` returns true or,
-        with ``stop_at_noise``, when several rounds of a trust-region search gained less than the noise.
+        All commands that work on the study share the budget. The search ends early if ``stop`` returns true.
+        With ``stop_at_noise``, a trust-region search also ends after several rounds with gains below the noise.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of workers; each trains one trial, or one stack of trials, at a time.
-            devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default each worker may use all.
+            devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default, all GPUs for each.
 
         Raises:
-            StoreGone: if the store is unreachable for 300 seconds, or until the user stops, or if no results can be
-                written.
-            InputError: if there is no budget, if a trial shows that the study cannot go on, such as a wrong command,
-                or if four trials in a row failed on this machine.
+            StoreGone: if the store is unreachable for 300 seconds or until the user stops, or if results cannot
+                be written.
+            InputError: without a budget, if the study cannot continue (such as with a wrong command), or after
+                four failed trials in a row on this machine.
         """
         self._screen, self._stop = screen or NoScreen(), stop
         self._note = self._screen.note
@@ -361,7 +361,7 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
 
     def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
-        """Return the texts of files to write beside best.toml, such as those that a command reads, by path."""
+        """Return the texts of further files to write beside best.toml, by path."""
         return {}
 
     def _note_once(self, text: str) -> None:

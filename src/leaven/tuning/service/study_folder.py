@@ -2,9 +2,10 @@
 
 - ``study.json``: the study's document.
 - ``centre.toml``: the recipe or command file at the start of the search.
-- ``best.toml``, ``fewest.toml``: after the search, the best point, and perhaps one with fewer changes that is as
-  good. With a command, the folder ``best`` has the files that the command reads.
-- ``checkpoints``: the checkpoints of trials that have not ended; or ``trials``: the folders in which commands run.
+- ``best.toml``: after the search, the best point. The folder ``best`` has files that a command reads.
+- ``fewest.toml``: if found, an equally good point with fewer changes.
+- ``checkpoints``: the checkpoints of trials that have not ended.
+- ``trials``: the folders in which commands run.
 - ``journal.log``: the store, unless the study is in a database.
 """
 

@@ -46,14 +46,15 @@ def join_study(
     recipe: Recipe | None = None,
     shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> StoredStudy:
-    """Return the study called ``name``. If it does not exist, create it.
+    """Return the study ``name``, or create it.
 
     An existing study keeps the prior knowledge with which it was created.
 
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, a study with trials of an earlier study keeps its noise.
+        own_noise: whether the user gave ``noise``. If not, a study with trials of an earlier study keeps
+            the stored noise.
         recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
