@@ -223,8 +223,8 @@ def _cannot_open(what: str, error: Exception, instead: str) -> InputError:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, ConnectionError | LocalEntryNotFoundError):
-        reason = "the Hub cannot be reached, and there is no earlier download; connect to the network"
+        why, remedy = "the Hub cannot be reached, and there is no earlier download", "connect to the network"
     else:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        reason = f"{said}; check the name, the options and your access"
-    return InputError(f"{what} cannot be opened: {reason}, or give the path of {instead} on this machine")
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        remedy = "check the name, the options and your access"
+    return InputError(f"{what} cannot be opened: {why}; {remedy}, or give the path of {instead} on this machine")

@@ -93,8 +93,8 @@ def has_grouped_kernel(device: str) -> bool:
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes``. On a GPU, the host waits for them. ``total`` is the sum of the sizes.
-    Only the replacement in :mod:`leaven.verification.dry_run` uses it."""
+    """Return the elements of ``sizes``. On a GPU, the host waits for them. :mod:`leaven.verification.dry_run`
+    replaces this function; only there is ``total``, the sum of the sizes, used."""
     found: list[int] = sizes.tolist()
     return found
 

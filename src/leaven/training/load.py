@@ -156,7 +156,7 @@ def load_run(run: Path | str, tokens: int | None = None, *, averaged: bool = Fal
         if TOKENIZER in checkpoint.state:
             raise InputError(
                 f"{folder.tokenizer_file} is missing; bring it back, or repeat the leaven train command of this run, "
-                "which makes it again from the text"
+                "which writes it again"
             )
         raise InputError(
             f"{run}: no tokenizer.json, because the run was trained on token ids; copy the tokenizer.json that was "

@@ -341,8 +341,8 @@ class CommandStudy(BaseStudy):
     """A study whose trials run ``command``. See :class:`BaseStudy` for the other arguments.
 
     The constructor raises InputError on Windows, or if the command does not fit the space (:meth:`Command.check`).
-    The command needs a placeholder for the seed, unless ``noise`` is 0. Entering the context raises InputError if a
-    study in a journal was begun in another working folder.
+    For example, it needs a placeholder for the seed, unless ``noise`` is 0. Entering the context raises InputError if
+    the study is in a journal and began in another working folder.
     """
 
     def __init__(

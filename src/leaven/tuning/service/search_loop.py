@@ -194,7 +194,8 @@ class SearchLoop:
         return bool(taken)
 
     def _begin(self, request: TrialRequest) -> Proposal | None:
-        """Create the trial of a request and return its proposal, or None if another command runs this trial."""
+        """Create the trial of a request, queue it for a worker, and return its proposal. Return None if another
+        command runs this trial or has declared this command dead."""
         if (created := self.stored.create(request, self._leases.node, self._sampler)) is None:
             return None
         number, point = created

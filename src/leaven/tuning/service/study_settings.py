@@ -1,7 +1,7 @@
-"""Join a study in a store, or create it: store its settings, or compare them with those of this command.
+"""Create a study in a store and store its settings, or join it and compare them with this command's.
 
-A command is one running search. The first command stores its settings, such as recipe, space and method, in the
-study. A command with other settings is refused, because its trials could not be compared.
+A command is one running search. The settings are for example recipe, space and method. A command with other settings
+is refused, because its trials could not be compared. Only prior knowledge may differ: that of the study counts.
 """
 
 import time
