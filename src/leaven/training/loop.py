@@ -89,7 +89,7 @@ class Loop:
         return training.finished
 
     def _call_due(self, before: int, after: int) -> None:
-        """Call ``on_due`` of the due callbacks, unless reading the last step rewinds the run."""
+        """Call ``on_due`` of due callbacks, unless the last step's result rewinds the run."""
         due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
         if due and not self.read():
             for callback in due:

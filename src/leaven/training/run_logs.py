@@ -81,7 +81,7 @@ def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[t
 
 
 def _scalar(value: "Summary.Value") -> Any:
-    """Return a value's number, or a text with its tensor's shape. Raise ValueError if the tensor is invalid."""
+    """Return a value's number, or its tensor's shape as text. Raise ValueError if the tensor cannot be read."""
     from tensorboard.util.tensor_util import make_ndarray
 
     if value.WhichOneof("value") == "simple_value":

@@ -3,7 +3,7 @@
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) train models of several widths for a
 few steps on one batch. The RMS of every module's output should not depend on the width. Dey et al. 2025
 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges the *change* of the output
-since the first step. This shows a wrong lr first.
+since the first step: a wrong lr shows here first.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling
 rule multiplies each residual branch by L^-alpha. Under a correct rule, only these outputs may fall with
@@ -26,8 +26,8 @@ This growth takes more steps than a check has (the slope was +0.1 after 40 steps
 judged.
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last
-block. A mean over all blocks would raise every slope by 0.15: the first block, whose input is still the
-embedding, is half of the mean at depth 2, but one sixteenth at depth 16.
+block. In a mean over all blocks, the first block would count as one of 2 at depth 2, and as one of 16 at
+depth 16. Its input is the embedding, so its output changes less, and slopes would rise by up to 0.15.
 """
 
 import math
@@ -220,7 +220,7 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the usual cause of a slope beyond its limit. ``foreign``: whether a user's factory made the model."""
+    """Return a slope's direction and usual fault. ``foreign``: whether a user's factory made the model."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

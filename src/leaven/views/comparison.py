@@ -111,7 +111,7 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the interpolated tokens at which a run reached ``loss``. None: the first loss is as low."""
+    """Return the interpolated tokens at which a run reached ``loss``. None: at its first validation."""
     (before, above), (after, below) = next(
         pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss
     )

@@ -170,7 +170,7 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the round widths within a factor of 3 of ``usual`` for whole heads, or others if there are none."""
+    """Return widths of whole heads within 3x of ``usual``: round ones and the reference's, or else others."""
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
