@@ -102,7 +102,7 @@ def chips(reach: int) -> list[tuple[str, float]]:
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
     """Return a recipe's values by their reason under ``[why]``. Values without a reason are under None.
 
-    Each value is (keys of its path, value as text). The name, [tuning], multipliers of 1 and empty values are left out.
+    A value is (keys of its path, text). The name, [tuning], multipliers of 1 and empty values are left out.
     """
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
