@@ -1,9 +1,9 @@
 """Gradient noise scale and critical batch: how to measure them, and what a batch costs in steps and tokens.
 
 After McCandlish et al. 2018, arXiv 1812.06162. A gradient over B tokens is the true gradient G plus noise: E|G_B|^2 =
-|G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give |G|^2 and tr(Sigma) (appendix A.1). Their ratio tr(Sigma)
-/ |G|^2, the noise scale, estimates the critical batch. Single estimates may be negative: average each over many pairs
-of batches, then divide.
+|G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give |G|^2 and tr(Sigma) (appendix A.1). The noise scale
+tr(Sigma) / |G|^2 estimates the critical batch. Average both terms over many pairs of batches, then divide: single
+estimates may be negative.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Defines the command line. A file for each command parses options, calls the library and prints its document."""
+"""Defines the command line. Each command's file parses options, calls the library and prints the result."""
 
 import errno
 import os

@@ -259,7 +259,7 @@ class LoggedRunOptions(RunOptions):
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the path of the logs, or None if the check trains runs. ``only_logs`` options need logs."""
+        """Return the logs' path, or None if the check trains runs. ``only_logs`` names options for logs."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")

@@ -144,7 +144,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Correct the plan's times, with ``measure`` by steps on this machine, with ``history`` by past runs."""
+    """Correct the plan's times by steps on this machine (``measure``) or else by past runs (``history``)."""
     if not measure:
         return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
 

@@ -40,7 +40,7 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Choose whether FSDP reduces a stage's gradients after ``each`` backward pass, or once in a step."""
+    """Let FSDP reduce a stage's gradients after every backward pass if ``each``, else once per step."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)

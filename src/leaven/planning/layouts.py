@@ -168,7 +168,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The fastest fitting layout that leaven cannot train. None if ``choices`` has one at most 2% slower."""
+        """The fastest fitting layout that leaven cannot train. None if ``choices[0]`` is at most 2% slower."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None

@@ -77,9 +77,10 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its micro-batch size: ``layout``, or by default the fastest that fits.
+        """``layout`` with its best micro-batch size, or by default the fastest that fits.
 
-        A given ``layout`` may need too much memory. Raise InputError if it is impossible, or nothing fits.
+        A given ``layout`` may not fit into memory. Raise InputError if it is impossible, or if
+        there is no default.
         """
         if self.layout is None:
             if not self.exploration.layouts:

@@ -134,7 +134,7 @@ def _counted(found: list[Found]) -> str:
 
 
 def _named(roots: list[Path], root: str, name: str) -> Found | None:
-    """Return the folder with the address ``root/name``, or None if :func:`find` finds no folder with it."""
+    """Return the run or other folder that :func:`find` finds at the address ``root/name``, or None."""
     return next((each for each in find(roots) if (str(each.root), each.name) == (root, name)), None)
 
 

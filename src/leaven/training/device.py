@@ -137,8 +137,8 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 
 def times_fp32(device: torch.device, compute: str, threads: int) -> float:
-    """Return the time of a matmul in ``compute`` divided by its time in fp32. A ratio between 0.8 and 2 is measured
-    in each call, because other work on the machine may change it. Other ratios are cached."""
+    """Return the time of a matmul in ``compute`` divided by its time in fp32. Ratios from 0.8 to 2 are not
+    cached on disk, because other work on the machine may change them."""
     if compute == "fp32":
         return 1.0
     key = f"{device_name(device)}, torch {torch.__version__}, {threads} threads, {compute}"

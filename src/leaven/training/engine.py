@@ -164,10 +164,10 @@ class Training:
         return step
 
     def issue(self) -> Callable[[], Step]:
-        """Start one optimizer step on the device. Return a function that waits for the step and returns its metrics.
-        Call these functions in order. A step is applied only if its loss and gradient norm are finite and below
-        :attr:`limits`. Raise TextUnreadable if the batch cannot be read, and StopRequested as :meth:`check_stop`
-        does."""
+        """Start an optimizer step on the device. Return a function that awaits the step and returns its metrics.
+        Call the returned functions in order. A step is applied only if its loss and gradient norm are finite and
+        below :attr:`limits`. Raise TextUnreadable if the batch cannot be read, and StopRequested like
+        :meth:`check_stop`."""
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
         batch = self._batch_at(start.tokens)

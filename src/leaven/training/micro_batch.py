@@ -91,7 +91,7 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch that gives each data-parallel rank enough micro-batches, but at least 1."""
+    """Return the largest micro-batch size that gives each data-parallel rank enough micro-batches, or 1."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp

@@ -150,7 +150,7 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm of the gradient, a scalar. It is infinite until a gradient is not 0."""
+        """Return the gradient's running norm, a scalar: infinite before the first nonzero gradient."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)

@@ -388,8 +388,8 @@ def _content(path: Path) -> bytes:
 
 
 def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
-    """Return (lines of metrics.jsonl in order of steps, line numbers of damaged lines). Only the last line of a
-    repeated step counts. The step of a damaged line is not between those of its neighbours."""
+    """Return (lines of metrics.jsonl ordered by step, line numbers of damaged lines). Only the last line of a
+    repeated step counts. A damaged line's step is not between its neighbours' steps."""
     with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
     steps = [line["step"] for _, line in with_step]
     found, damaged = list[NumberedLine](), list[int]()

@@ -322,8 +322,8 @@ def _study_of(answer: Path) -> StudyDocument | None:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return a row per share in ``SHARES``, with a factor on the tokens of ``target``. The factor lowers the
-    loss by this share of a study's gain. (A larger model may keep only a share.)
+    """For each share in ``SHARES``, return the factor on the tokens of ``target`` that lowers the loss by this
+    share of a study's gain. (A larger model may keep only a share.)
 
     ``answer`` is the best.toml of the study. The list is empty without a gain, or if the tokens are outside
     ``WORTH_TOKENS``.

@@ -151,7 +151,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Inside the blocks, return the modules that enclose a branch's last matrix, such as ``layers.3.mlp``."""
+    """Return the modules between the blocks and the last matrices of branches, such as ``layers.3.mlp``."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

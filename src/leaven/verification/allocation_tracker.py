@@ -36,8 +36,8 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors created inside it, by part.
 
-    Only parameters and tensors of class ``of`` are recorded. A new tensor counts as "activations".
-    :meth:`within` sets another part for new tensors, and :meth:`mark` for existing tensors. Inside the
+    Only parameters and tensors of the class ``of`` are recorded. New tensors count as "activations".
+    :meth:`within` sets another part for new tensors, and :meth:`mark` for existing tensors. In the
     context, ``item()`` of a fake tensor returns 1.
     """
 

@@ -50,7 +50,7 @@ class LoggedRow:
         return self.values.get(column) not in (None, "")
 
     def number(self, column: str) -> float:
-        """Return a column's number, also NaN or infinite. Raise InputError if the column has no number."""
+        """Return a column's number, possibly NaN or infinite. Raise InputError if there is no number."""
         if not self.has(column):
             raise InputError(f"{self.place} has no {column}; write a number, or remove the row or run")
         value = self.values[column]

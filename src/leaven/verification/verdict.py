@@ -74,7 +74,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> VerdictCurve:
-    """Return a curve of the geometric mean, minimum and maximum over seeds. Values not finite become None."""
+    """Return a curve of the geometric mean, minimum and maximum over seeds. Non-finite values become None."""
     drawn = {"y": map(geometric_mean, by_seed), "low": map(min, by_seed), "high": map(max, by_seed)}
     finite = {name: [v if math.isfinite(v) else None for v in values] for name, values in drawn.items()}
     return VerdictCurve(module=module, axis=axis, quantity=quantity, x=list(map(float, x)), **finite)

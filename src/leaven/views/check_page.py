@@ -66,7 +66,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Divide a curve by ``eps`` at each size, if ``eps`` is given. Return the results / the first result.
+    """Divide a curve by ``eps`` at each size, if ``eps`` is given, and then by its first value.
 
     Return [] if a value of the curve is 0 or missing, because a logarithmic axis cannot show it.
     """

@@ -43,7 +43,7 @@ def batch_factor(batch: int, published: int | None) -> float:
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the peak lrs of laws and published runs for this size and batch. A reference run keeps its lr."""
+    """Return the lrs of laws and published runs for a size and batch. A reference run's lr is not scaled."""
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(

@@ -266,7 +266,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 
 
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for NeMo Automodel. There, patterns of names have factors on lr and decay.
+    """Yield the only candidate for NeMo Automodel. It sets factors on lr and decay by patterns of names.
 
     All parameters get the betas and eps that most matrices in the blocks have.
     """

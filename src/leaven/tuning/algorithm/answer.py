@@ -169,8 +169,8 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
-        Differences below ``floor`` do not count. ``floor`` is the noise; if unknown, the noise fitted to the
-        losses. If few degrees of freedom measured the noise, the fitted noise may raise ``floor``.
+        Differences below ``floor`` do not count. ``floor`` is the noise or, if unknown, the noise fitted to the
+        losses. If few repeats measured the noise, the fitted noise may raise ``floor``.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -376,7 +376,7 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` gains more than ``least`` nats. Without a start loss, any other point does."""
+        """Return whether ``point`` gains more than ``least`` nats. If the start has no loss, other points do."""
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:

@@ -288,8 +288,8 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return the means and standard deviations, both (D, m), of changes in loss. Element (i, j) is for a change
-        of ``base[i]`` to ``x[i, j]``. Other values of ``base`` (D,) stay."""
+        """Return mean and standard deviation of the change in loss if one value of ``base`` (D,) changes.
+        Element (i, j) of both (D, m) arrays: ``base[i]`` becomes ``x[i, j]``."""
         there = _replaced(base, x).reshape(-1, len(base))
         mean = self.belief(there) - self.belief(base[None])
         return mean.reshape(x.shape), self.deviation(there, base).reshape(x.shape)

@@ -58,11 +58,10 @@ def gone(owner: str) -> bool:
 
 
 class Leases:
-    """A context manager that sends this command's heartbeats from a thread, and watches other commands'
-    heartbeats.
+    """A context manager that sends this command's heartbeats from a thread and watches those of others.
 
-    ``clocks`` has the last heartbeats that `dead` has read, by the ids of other commands. A heartbeat is a
-    Unix time by the sender's clock. 0 means no heartbeat.
+    ``clocks`` maps the ids of other commands to their heartbeats at the last call of :meth:`dead`. A
+    heartbeat is a Unix time by the sender's clock. 0 means no heartbeat.
     """
 
     def __init__(

@@ -95,8 +95,8 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return the largest entry of ``FINALS``, (finalists, final trials of each), that fits both into the
-        reserve (``RESERVED`` of the budget) and into the rest of the budget."""
+        """Return (finalists, final trials of each): the largest allowed entry of ``FINALS`` that fits both into the
+        share ``RESERVED`` of the budget and into the unused budget."""
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )
@@ -168,8 +168,8 @@ def check_search(method: str, axes: Axes, name: str) -> None:
 
 
 def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the trials known before the search: of the start and, for method ``grid``, of the grid.
-    Raise InputError if the coarsest grid does not fit into the budget."""
+    """Return the trials known before the search: at the start point and, for method ``grid``, at grid points.
+    Raise InputError if the coarsest grid exceeds the budget."""
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
@@ -299,7 +299,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(trials).in_doubt)
 
     def _final_trial(self, trials: Sequence[StoredTrial], count: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next final trial, or None. Each of ``count`` finalists gets ``each`` trials."""
+        """Return the next final trial, or None. ``count`` finalists get ``each`` trials apiece."""
         reruns: dict[int | None, list[StoredTrial]] = {}
         for trial in trials:
             if trial.final_of == self.budget.label and not trial.confirms:
@@ -366,8 +366,7 @@ class SearchPlan:
         """Return the curve and loss of the best completed trial. Pruning compares a new trial at ``point`` with
         them. Return None if the new trial must not be pruned.
 
-        Only trials with the same choices count, because a choice such as the schedule changes the shape of a
-        loss curve.
+        Only trials with the choices of ``point`` count, because choices such as the schedule change the curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(trials)

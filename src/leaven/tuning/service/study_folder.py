@@ -157,7 +157,7 @@ class StudyFolder:
         )
 
     def store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store without the trials ``lost`` (default: all ``ended`` trials in study.json)."""
+        """Return the error for a store without the trials ``lost``, or without any of the ``ended`` trials."""
         results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.path / "study.json"

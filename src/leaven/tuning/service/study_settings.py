@@ -127,7 +127,7 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with its first columns reordered from ``stored`` to ``names``."""
+    """Return ``earlier`` with the columns of ``stored`` in the order of ``names``."""
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
@@ -135,7 +135,7 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study ``name``. If missing or lastingly empty, it gets ``settings``."""
+    """Return the Optuna study ``name``. If it is missing or stays empty, store ``settings``."""
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:
