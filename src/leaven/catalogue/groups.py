@@ -63,7 +63,7 @@ class LayerwiseScaling(Part):
 
 
 class PublishedArchitecture(PublishedGroup):
-    """The architecture of a published run. leaven cannot train every such architecture, e.g. latent attention."""
+    """The architecture of a published run. leaven cannot train some architectures, e.g. latent attention."""
 
     n_layers: int | None = None
     d_model: int | None = None

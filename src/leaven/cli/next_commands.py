@@ -97,8 +97,7 @@ def after_writing(output: Path | None, recipe: Recipe, name: Path) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands to suggest after the plan of a recipe: tune an untuned proxy, and train as planned.
 
-    Return [] for a plan that leaven cannot train. With ``overrides``, no tuning is suggested: the proxy was
-    made without.
+    Return [] for a plan that leaven cannot train. With ``overrides``, suggest no tuning: the proxy lacks them.
     """
     if not found.memory.fits or found.layout["cp"] > 1:  # leaven cannot train context parallelism
         return []

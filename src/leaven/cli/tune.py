@@ -210,7 +210,7 @@ def tune(
 
 
 def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return the database URL (or None) and the results folder (--study, --out or studies/``name``)."""
+    """Return the database URL (or None) and the results folder: --study, --out or studies/``name``."""
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     if "://" in study:

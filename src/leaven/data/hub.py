@@ -71,7 +71,7 @@ class HubTokens(_Split):
 
     @property
     def identity(self) -> str:
-        """The fingerprint of the package ``datasets``. Splits with the same fingerprint have the same token ids."""
+        """The fingerprint that ``datasets`` computes. Splits with the same fingerprint have the same token ids."""
         return str(self.dataset._fingerprint)
 
     def open(self) -> MappedTokens:

@@ -221,7 +221,7 @@ class ShardedModel:
             each.parameter.grad = each.local.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP communicates after the next micro-batch. ``last`` marks the last one of a step."""
+        """Set what FSDP communicates after the next micro-batch, which is the step's last if ``last``."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]

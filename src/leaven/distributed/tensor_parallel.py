@@ -86,8 +86,8 @@ class Local(ParallelStyle):
     """The parallel style of a module that each rank computes with plain tensors and its own parts of the
     parameters.
 
-    ``placements`` has the placements of each parameter, by name. The gradients of replicated parameters are
-    summed over the ranks. torch's own style for norms needs much memory on a CPU.
+    ``placements`` are by parameter name. The gradients of replicated parameters are summed over the ranks. Used
+    for norms, too: torch's own style needs much memory on a CPU.
     """
 
     def __init__(self, placements: Mapping[str, Sequence[Placement]]) -> None:
@@ -138,7 +138,7 @@ class LocalBranch(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module that gathers its first of ``arguments`` inputs over the sequence."""
+    """Return the style for ``arguments`` inputs, of which the first is gathered over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(input_layouts=(Shard(SEQUENCE), *rest), desired_input_layouts=(Replicate(), *rest))
 

@@ -90,7 +90,7 @@ class BestTrial(Entry):
 
 
 class Outlook(Entry):
-    """The expected gain (decrease of the loss) of as many further trials as a search has run so far."""
+    """The expected gain (decrease of the loss) if a search doubles its number of trials."""
 
     trials: int  # number of further trials
     flops: float  # cost of the further trials, at the mean cost of a trial

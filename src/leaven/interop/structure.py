@@ -138,7 +138,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
-    """Return ``model`` with each ``base_shape``, from the block of ``base`` at the nearest relative depth."""
+    """Return ``model`` with base shapes from the blocks of ``base`` at the nearest relative depth."""
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
         by_label[site.label].append(site)

@@ -230,7 +230,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: Path | None) -> Accelerator:
-    """Return the accelerator that a TOML table describes. ``sources`` has full names by short name."""
+    """Return a TOML table's accelerator. ``sources`` maps short names of sources to full names."""
     try:
         entry = validated(_Entry, values, f"{file}: {name}")
     except InputError as error:

@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if leaven cannot train a recipe on so many processes, or measure a noise scale it asks for."""
+    """Raise InputError if leaven cannot train a recipe on ``processes`` processes or measure its noise scale."""
     if recipe.layout.cp > 1:
         raise InputError(
             "[layout] cp above 1: leaven can plan and export this layout but not train with it; use --set layout.cp=1"

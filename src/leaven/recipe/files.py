@@ -45,7 +45,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a TOML text. ``origin`` is the name of its file, for error messages."""
+    """Return the recipe in a TOML text. Error messages name the file ``origin``."""
     document = parse_toml(text, origin, overrides)
     if "command" in document:
         raise InputError(f"{origin}: this is a command file, not a recipe; it is for leaven tune")
@@ -233,7 +233,7 @@ def update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
 
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
-    """Replace a recipe file atomically by the text of :func:`render`."""
+    """Write the text of :func:`render` to a recipe file, atomically."""
     storage.write_text(path, render(recipe, template))
 
 

@@ -308,7 +308,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return each module's role by name. For ``biases``, return the last of several."""
+        """Return the role of each module. Of the roles in ``biases``, return the last."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property

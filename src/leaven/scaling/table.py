@@ -115,10 +115,10 @@ def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return (factors, ratio of half-lives) at ``step``, counted from 0. The batch may grow.
+    """Return (factors, ratio of half-lives) at ``step``, counted from 0.
 
-    The factors are the scaling rule's for this step's batch / full batch. With ``batch.rule`` "fixed" they
-    are 1. The ratio is the half-life of Adam's moments in steps / that of the previous step.
+    The factors scale hyperparameters from the full batch to the step's batch. They are 1 if ``batch.rule`` is
+    "fixed". The ratio is the half-life of Adam's moments in steps / that of the previous step.
     """
 
     def at(step: int) -> Factors:

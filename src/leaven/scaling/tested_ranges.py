@@ -84,8 +84,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about ratios to the base outside the tested range. The tests of the batch kept the tokens, so a batch is
-    fine if its number of steps is inside the range of these tests."""
+    """Warn about ratios to the base outside the tested range. Batches were tested at equal tokens, so step ratios
+    were tested, too. A tested step ratio allows any batch ratio."""
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
         ratio = getattr(ratios, axis)

@@ -111,7 +111,7 @@ class Tensors(Mapping[str, Tensor]):
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
         """Raise ValueError unless every block is in one of ``files`` and the blocks of each tensor form the whole
-        tensor. For the files ``headers``, also compare each block's dtype and shape with the file."""
+        tensor. Blocks in the files ``headers`` must also have the recorded dtype and shape."""
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]

@@ -355,8 +355,8 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Say why ``read_checkpoint`` found no checkpoint. Return None if the run has no checkpoints. ``tokens`` is
-    an argument of ``read_checkpoint``, and ``damaged`` its second result. Rewinds have undone the others."""
+    """Return why ``read_checkpoint(tokens=tokens)`` could use no checkpoint, or None if there are none.
+    ``damaged`` is that function's second result. All other checkpoints were undone by rewinds."""
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [

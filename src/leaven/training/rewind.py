@@ -1,8 +1,8 @@
 """Defines rewinds, which take a run back to an earlier state: after a spike (:mod:`leaven.training.spikes`), or on
 request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import torch.
 
-The skipped data, the lr and the undone checkpoints depend only on the rewinds and the number of trained tokens. So a
-run that resumes from an older checkpoint has the same result.
+The skipped data, the lr and the undone checkpoints depend only on the rewinds and the number of trained tokens. So
+resuming from an older checkpoint does not change the result.
 """
 
 import math

@@ -136,8 +136,8 @@ def digest(lines: Iterable[bytes]) -> "blake2b":
 
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
-    """Return (count, fault). The first ``count`` lines are the steps up to ``step``. ``fault`` is None or says
-    what is wrong with these lines, such as "steps 3 to 5 are missing". ``written``: original digest."""
+    """Return (count, fault). The first ``count`` lines are the steps up to ``step``. ``fault`` is None or a fault
+    of these lines, such as "steps 3 to 5 are missing". ``written`` is their original digest."""
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
     found, _ = in_order(enumerate((storage.json_object(line) or {} for line in lines), start=1))

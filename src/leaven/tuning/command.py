@@ -456,7 +456,7 @@ def _names(*texts: str) -> set[str]:
 
 
 def _in_quotes(command: str) -> set[str]:
-    """Return the names of placeholders that may be in quotes, in a comment or after a backslash."""
+    """Return the names of placeholders possibly in quotes, in a comment or after a backslash."""
     if _NESTED.search(command):
         return _names(command)
     found, inside, at = set[str](), "", 0  # ``inside`` is the open quote, or # in a comment

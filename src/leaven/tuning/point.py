@@ -55,8 +55,8 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths that a search space may name: of the whole recipe, modules and depth profiles. Values
-    that are not set and multipliers without effect are left out."""
+    """Return the paths that a search space may name: values of the whole recipe, a module or a depth profile.
+    Unset values and multipliers without effect are left out."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:

@@ -68,7 +68,7 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-        """Return the text of a recipe or command file that starts at ``octaves``. ``[why]`` gets ``reasons``."""
+        """Return the recipe or command file at the point ``octaves`` as text. ``[why]`` gets ``reasons``."""
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:

@@ -93,7 +93,7 @@ class Dimension:
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text: ``x0.29`` or ``+0.05``. A choice gives its level."""
+        """Return the change from ``origin`` to ``to`` as text: ``x0.29``, ``+0.05``, or a choice's new level."""
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":

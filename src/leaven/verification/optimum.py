@@ -132,7 +132,7 @@ class Estimate:
 class _Runs:
     """A least-squares fit to the N runs of a grid: loss = effect of the value + effect of the seed + noise.
 
-    Without ``paired``, or if the runs do not determine them, the effects of seeds are 0.
+    The effects of seeds are 0 without ``paired``, or if the runs do not determine them.
     """
 
     value: NDArray[np.int64]  # (N,), index of the value of each run

@@ -220,7 +220,7 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return how many results the folder should have: ``finished``, or its document's number if larger."""
+        """Return how many results are expected: ``finished``, or a larger number in the folder's document."""
         document = {}
         with suppress(OSError):
             document = storage.json_object(storage.read(self.folder / RESULT)) or {}

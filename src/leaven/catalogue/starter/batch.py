@@ -199,8 +199,8 @@ def _divisible(sequences: int, gpus: int) -> int:
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return the batch in sequences that is nearest to ``wanted`` tokens, with at most ``most`` tokens. Allowed
-    are 2^k and 3 x 2^k sequences, or q x 2^k if the largest odd factor q of ``gpus`` is above 1."""
+    """Return the number of sequences nearest to ``wanted`` tokens, if possible with at most ``most`` tokens. Allowed
+    are 2^k and 3 x 2^k, or only q x 2^k if the largest odd factor q of ``gpus`` is above 1."""
     odd = gpus // (gpus & -gpus)  # the largest odd factor
     bases = (1, 3) if odd == 1 else (odd,)
     sizes = [base << k for base in bases for k in range(48)]

@@ -231,7 +231,7 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def put(self, path: str, value: Any, *names: str) -> None:
-        """Set a value of the recipe. The reason names the settings ``names``."""
+        """Set a recipe value. The reason lists the settings ``names``."""
         self.draft.set(path, value, self.why(*names))
 
     def put_all(self) -> None:

@@ -269,7 +269,7 @@ def _batch(given: Settings, seq_len: int, ranks: int | None) -> None:
 
 
 def _schedule(given: Settings) -> None:
-    """Set warm-up and decay: ``wsd`` if the type is sqrt, or if the lr stays at the peak for some time."""
+    """Set warm-up and decay. The decay becomes ``wsd`` if its type is sqrt or if it follows a plateau."""
     draft = given.draft
     steps, batch = given["training.steps"], draft.values["batch.tokens"]
     warmup = min(given["lr_scheduler.warmup_steps"], steps)

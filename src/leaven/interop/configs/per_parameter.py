@@ -156,7 +156,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return settings by parameter: ``vector`` for gains and biases, ``end`` for matrices that end branches."""
+    """Return settings by parameter: ``vector`` (gains, biases), ``end`` (ends of branches) or ``matrix``."""
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix

@@ -81,7 +81,7 @@ class Budget:
 
     @cached_property
     def label(self) -> str:
-        """The budget as text, such as "100 trials". Each final trial stores the text of its budget."""
+        """The budget as text, such as "100 trials". Final trials store this text."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     @property
@@ -135,7 +135,7 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials, with confirmation trials if there are several finalists."""
+    """Return the number of final trials. With several finalists, it includes confirmation trials."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
