@@ -66,13 +66,14 @@ def nearest(
     """Return the published runs nearest to a model, each with its distance.
 
     A factor of 2 is a distance of 1 in size, and of 1/8 in tokens. If there are runs within ``factor`` of
-    the model's size, only these are returned, and runs that fit ``stack`` come first. The first run of each
-    lineage comes before all other runs. Raise InputError if no run has an lr that can be compared.
+    the model's size, only these are returned, sorted by fit to ``kind``, then to ``stack``, then by distance.
+    Finally, the first run of each lineage moves to the front. Raise InputError if no run has an lr that can
+    be compared.
 
     Args:
         limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
-        used: compare the parameters that a token uses. Return dense runs, too, after the runs of ``kind``.
+        used: compare the parameters that a token uses. Return dense runs, too.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")

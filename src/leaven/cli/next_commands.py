@@ -151,9 +151,9 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
-    """Return the command that imports the configuration again, or [] if leaven cannot read it.
+    """Return the commands that import the configuration again, or [] if leaven cannot read it.
 
-    For torchtitan, its own command, which saves the JSON file to import, comes first.
+    For torchtitan, the first command lets torchtitan save the JSON file to import.
     """
     if to not in ("transformers", "megatron", "torchtitan") or is_device(path):
         return []

@@ -168,7 +168,7 @@ def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
     """Write missing and damaged shards, then the index. Write all shards if existing shards do not fit the
-    text. Return the faults of replaced files, such as "was missing". The caller must hold the folder's lock."""
+    text. Return why each file was rebuilt, such as "was missing". The caller must hold the folder's lock."""
     records: dict[int, ShardRecord] = {}
     known: dict[int, Any] = {}  # digest of the text from which each finished shard was made
     texts: dict[int, Any] = {}  # hash of the text that the corpus has now for each shard

@@ -47,7 +47,7 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Leave out ``skip``, and return samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
+        """Return ``count`` samples from number ``first`` on, not counting ``skip``, [count, seq_len + 1]."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -66,7 +66,7 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # ranges of the mixture's sample numbers to leave out, as in `Stream`
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Leave out ``skip``, and return samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
+        """Return ``count`` samples from number ``first`` on, not counting ``skip``, [count, seq_len + 1]."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):

@@ -309,7 +309,7 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the first document end at or after ``position``, at most ``stop``. Unknown: ``position``."""
+    """Return the next document end from ``position`` on, at most ``stop``, or ``position`` if unknown."""
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -57,9 +57,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if it is not known.
 
-    It is the cluster given to ``leaven new --gpus``, if the layout has as many ranks. Otherwise, it is the
-    cluster of a published run with the same n_layers, d_model, d_ff and (within 1%) tokens. The layout must
-    then have one rank or one per GPU.
+    It is the cluster given to ``leaven new --gpus`` if the layout has a rank per GPU. Otherwise it is the
+    cluster of a published run with the same n_layers, d_model, d_ff and (within 1%) tokens. Then the layout
+    must have 1 rank or a rank per GPU.
     """
     # A recipe has no key for a cluster. ``leaven new --gpus`` writes it only into the reason for the layout, as the
     # message "reason" of [cluster] in catalogue/messages.toml.

@@ -167,7 +167,7 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
     """Return a row for each state that the training code stores, before sharding: weights, moments and so on.
 
-    ``matrices`` of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
+    ``matrices``: the number of parameters in matrices of blocks. Muon stores less for them.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master

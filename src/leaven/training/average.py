@@ -34,7 +34,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Swap an average that has begun into the model inside the ``with`` block."""
+        """Swap the average and the model's weights inside the ``with`` block."""
         self._exchange()
         try:
             yield

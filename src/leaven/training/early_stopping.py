@@ -110,8 +110,8 @@ baseline's loss."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial's curve is too far behind the baseline (see the module's docstring). Before the
-    share :data:`FIRST` of the run, and at its end, return False."""
+    """Return whether a trial's curve is too far behind the baseline (see the module docstring). Never prune at
+    the start (:data:`FIRST`, :data:`SMOOTH`) or end of a run."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False

@@ -99,7 +99,7 @@ def faults(run: RunFolder) -> Iterator[str]:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError if :func:`foreign_files` yields a sentence."""
+    """Raise InputError if :func:`foreign_files` finds a fault."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 

@@ -2,7 +2,7 @@
 Biases).
 
 Readers raise :class:`LogDamaged` if the file is damaged. Another program may be writing the last record.
-If this record is incomplete, readers leave it out and pass a message to ``cut``.
+If this record is incomplete, readers leave it out and call ``cut(message)``.
 """
 
 import json

@@ -5,8 +5,8 @@ training at another batch follows the same stochastic differential equation. For
 rises by sqrt(kappa), and the betas are raised to the power kappa. eps and decay change, too. The final loss then
 stays the same, if gradients are mostly noise.
 
-The check compares final losses at the family's own lr. Control runs change only the batch. If their loss also stays
-the same, the check shows nothing and does not pass.
+The check compares final losses. Control runs change only the batch. If their loss also stays the same, the
+check shows nothing and does not pass.
 """
 
 import math

@@ -224,7 +224,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the scale in the columns ``axes`` of a row. Batch and tokens are absolute. All other sizes are 1."""
+    """Return the scale in the columns ``axes`` of a row. Batch and tokens are absolute. Missing sizes are 1."""
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1 or values[axis] > LARGEST_WIDTH:

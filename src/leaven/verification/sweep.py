@@ -246,7 +246,7 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield curves of the loss over the swept value, of each scale's minimum, and of best values by axis."""
+    """Yield each scale's loss curve and minimum over the swept value, and the best values over each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

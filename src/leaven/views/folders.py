@@ -61,7 +61,7 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-        """Faults in the run's files as text, or "". Files are read on first use, because lists do not show faults."""
+        """Faults in the run's files as text, or "". The files are read on first use."""
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"

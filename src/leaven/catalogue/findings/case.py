@@ -179,7 +179,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of hidden weights, or 0. Zeros and ends of branches do not count."""
+        """Return the median nonzero init std of hidden weights that do not end a branch, or 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows

@@ -407,8 +407,8 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     All lines count, even in branches and in unused variables. If a command repeats a flag, its last value
     counts. Raise InputError if commands have different values of a flag that leaven reads.
 
-    Variables that the script sets are inserted. Unset variables stay as $NAME, and the output of commands as
-    $(COMMAND). An unset variable that may contain flags is a key of the result.
+    Variables set by the script are inserted. Unset variables stay as $NAME, and the output of commands as
+    ``_COMMAND``. An unset variable that may contain flags is a key of the result.
     """
     if len(text) > LONGEST:
         raise InputError(

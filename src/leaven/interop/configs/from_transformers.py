@@ -200,7 +200,7 @@ def _state(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> 
 
 
 def _schedule(given: Settings) -> None:
-    """Set the decay, the final lr and the share of a cooldown from lr_scheduler_type and lr_scheduler_kwargs."""
+    """Set the decay of the lr from lr_scheduler_type and lr_scheduler_kwargs. ``constant`` has no warm-up."""
     draft = given.draft
     kind, why, peak = given["lr_scheduler_type"], given.why("lr_scheduler_type"), draft.values["hyperparameters.lr"]
     schedule = TABLE["schedules"].get(kind)

@@ -384,8 +384,7 @@ class SearchPlan:
         return Baseline(best.curve, loss_of(best), noise)
 
     def chosen(self, trials: Sequence[StoredTrial]) -> ChosenPoint | None:
-        """Return the point that a search chooses at its end, which may be the start, or None if none can be
-        chosen."""
+        """Return the point that a search chooses at its end, or None if none can be chosen. It may be the start."""
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:

@@ -206,7 +206,7 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Let the trials whose last attempt is in ``numbers`` run again, each once at most. Return how many do."""
+        """Give each trial whose last attempt is in ``numbers`` another attempt, but only once. Return how many."""
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]

@@ -22,8 +22,8 @@ trial gets another attempt.
    training has the loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss
    of the trial is the validation loss after the last step. For a shell command, the objective is the
    ``CommandTrainer`` in ``command_study.py``.
-4. A trial ends early if it diverges or is pruned. It is pruned if it is further behind the best trial than noise
-   explains (``training/early_stopping.py``). The noise is the standard deviation of the loss between seeds
+4. A trial ends early if it diverges, or is pruned because it is too far behind the best trial
+   (``training/early_stopping.py``). How far depends on the noise: the standard deviation of the loss between seeds
    (``algorithm/noise.py``). Up to 3 trials of the start, which is the recipe itself, measure the noise before the
    first proposal.
 5. The search ends with final trials of the best points (the finalists), with fresh seeds. The budget decides how many
