@@ -25,7 +25,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer, or `L2_DECAY` for ``adam`` with decay. Published "Adam" decays like AdamW."""
+    """Return the optimizer. ``adam`` with decay is `L2_DECAY`, but published "Adam" decays like AdamW."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 

@@ -83,7 +83,7 @@ def send_once(
     number, used = experts
 
     def reached(groups: int) -> float:
-        """Return to how many of ``groups`` groups of experts a token goes on average."""
+        """Return how many of ``groups`` groups of experts a token goes to on average."""
         each = max(1, number // groups)
         return number // each * (1 - comb(number - each, used) / comb(number, used))
 

@@ -134,7 +134,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether the words ``wanted`` name the accelerator ``own``, which may leave out the word SXM."""
+    """Return whether ``wanted`` names accelerator ``own``. SXM counts only if ``own`` has PCIE or NVL."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

@@ -40,7 +40,7 @@ SETTLING, FEWEST = 10, 10
 
 
 class RampThroughput:
-    """The step times of a layout. Each batch size is computed once."""
+    """Step times of a layout, computed once for each batch size."""
 
     def __init__(self, job: Job, full: Arrangement) -> None:
         self.job, self.full = job, full

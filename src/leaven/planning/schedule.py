@@ -104,8 +104,8 @@ def simulate(
     """Return the passes of a step with their times.
 
     ``forward`` and ``backward`` have the time of one pass through each stage, in any unit. ``weight`` has
-    the part of ``backward`` for weight gradients. By default, it is as long as ``forward``. On the first
-    stage, it is all of ``backward``.
+    the part of ``backward`` for weight gradients, by default ``forward``. On the first stage, this part is
+    always all of ``backward``.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank

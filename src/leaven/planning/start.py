@@ -134,7 +134,7 @@ def _proxy(started: StarterRecipes) -> Recipe | None:
 
 
 def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) -> StarterRecipes:
-    """Add the GPU-hours of all tuning trials to the reasons for the proxy, if known and at least 1."""
+    """Add the GPU-hours of tuning, if known and at least 1, to the reasons for the proxy."""
     tuning = started.tuning
     assert tuning.proxy
     try:

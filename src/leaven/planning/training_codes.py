@@ -104,7 +104,7 @@ class TrainingCode:
         return replace(self, average=4) if averages else self
 
     def tensors_only(self) -> "TrainingCode":
-        """Return the code with the memory of tensors only: runs and dry runs do not measure any other."""
+        """Return the code without fixed memory and slack. Runs and dry runs measure only tensors."""
         return replace(self, fixed_gib=0.0, slack=0.0)
 
     def with_moments(self, moments: Moments) -> "TrainingCode":

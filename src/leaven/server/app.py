@@ -93,7 +93,7 @@ class TokenRequired(BaseHTTPMiddleware):
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return the HTML page that ``make`` returns, or a page with the error that it raises. If the shown folders
+    """Return the HTML page from ``make``, or an error page for its InputError or OSError. If the folders
     ``found`` have not changed since the browser's last request, return an empty response with status 304."""
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:

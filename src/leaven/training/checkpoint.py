@@ -386,7 +386,7 @@ class CheckpointManager:
 
     The first checkpoint in each interval of ``every_tokens`` is scheduled. :func:`checkpoints_to_keep`
     chooses which of these stay. Any other checkpoint, such as at a stop, stays only while it is the newest.
-    So stops push out no checkpoint that a rollback may need. Every process of a run calls the same methods
+    So a stop removes no checkpoint that a rollback may need. Every process of a run calls the same methods
     at the same steps, from its main thread.
     """
 

@@ -400,7 +400,7 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:
-        """Retry saving while ``error`` may pass, until ``stop()`` is true. Return the last error, or None."""
+        """Retry saving after temporary errors until ``stop()`` is true. Return the last error, or None."""
         pauses = left = 1  # number of short pauses before the next attempt, and how many are left
         if waits := self.group.any(error is not None and storage.may_pass(error)):
             self._tell_if(str(error), "waits")

@@ -4,11 +4,11 @@ The two studies may differ in model size and searched values, but their recipes 
 base. Then equal hyperparameters mean the same at every size. Each trial becomes a point of the new search: the
 distance of each value from the new recipe's value.
 
-- A module's multiplier may be searched without the global value. Then its distance includes the global value's: twice
-  the global lr is 1 octave for the lr of every module.
+- If a module's multiplier is searched without the global value, the distance of the global value is added: twice
+  the global lr adds 1 octave to the lr of every module.
 - The warm-up is compared as a share of the run's tokens.
-- No rule scales the batch size and the run's tokens. Their distances are those from the earlier study's start. If a
-  search chose the new recipe's value, they are those from the earlier study's best point.
+- No rule scales the batch size and the run's tokens. Their distances are measured from the earlier study's
+  start, or from its best point if a search chose the new recipe's value.
 
 If both studies run a command, values of the same name are compared.
 """

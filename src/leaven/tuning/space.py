@@ -202,9 +202,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     searched.
 
     Args:
-        which: the name of a set (``SETS``), or paths and patterns such as ``*.lr``, separated by commas.
-            ``recipe`` is the recipe's ``[tuning]``. Default: ``recipe`` with a ``[tuning]``, otherwise
-            ``global``.
+        which: ``"recipe"`` (what ``[tuning]`` lists), or sets (``SETS``), paths and patterns such as ``*.lr``,
+            separated by commas. Default: ``"recipe"`` if there is a ``[tuning]``, otherwise ``"global"``.
 
     Raises:
         InputError: if a path or ``[tuning]`` is invalid, a pattern matches no path, or no value is left to

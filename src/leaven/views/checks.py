@@ -43,7 +43,7 @@ class CheckTable:
 
 
 def check_tables(check: CheckDocument) -> list[CheckTable]:
-    """Return the tables of a check. The last one has the measured values without a verdict, if there are any."""
+    """Return the tables of a check. Measured values without a verdict, if any, are in the last table."""
     pairs = check.check in PAIRS
     together = "loss curves" if check.check == "collapse" else "best value"
     by_axis: dict[str, list[VerdictRow]] = {}

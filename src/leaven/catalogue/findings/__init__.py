@@ -71,7 +71,7 @@ def repair(
     rows_of: Callable[[Recipe], Sequence[Any]],
     corpus_tokens: int | None = None,
 ) -> Suggestion:
-    """Return changes of a recipe that leave only notes as findings (the mildest severity).
+    """Return changes of a recipe after which all findings are notes, the mildest severity.
 
     ``found`` is the result of :func:`findings` for the recipe. If no such changes are found, return the
     first suggestion, or {} if there is none.

@@ -52,9 +52,9 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return a published run's batch growth as a recipe's ``ramp`` or ``stages``, or None without usable data.
+    """Return a published run's batch growth as a recipe's ``ramp`` or ``stages``, or None if impossible.
 
-    Both batches grow after equal shares of their runs.
+    The growth is scaled to the new run's length.
 
     Args:
         tokens, batch: length and full batch of the new run, in tokens.

@@ -212,7 +212,7 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str) -> Any:
-        """Return the recipe's value for a setting with ``values``. Raise InputError for an unknown word."""
+        """Look up a setting's value for the recipe in ``values``. Raise InputError for an unknown word."""
         known = self.table[name]["values"]
         if isinstance(known, Mapping) and self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")

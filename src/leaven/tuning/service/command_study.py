@@ -316,7 +316,7 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if another file has replaced ``output``, possibly with losses of another trial."""
+    """Raise InputError if ``path`` is now another file than ``output``, possibly of another trial."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read

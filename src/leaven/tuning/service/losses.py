@@ -163,7 +163,7 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
 
 
 def _is_another_loss(name: str, value: object) -> bool:
-    """Return whether ``value`` is a finite loss, and not the best loss so far."""
+    """Return whether ``value`` is finite and ``name`` a loss, not the best."""
     finite = isinstance(value, int | float) and abs(value) < math.inf
     return finite and name.lower().endswith("loss") and not _OF_BEST.search(name)
 

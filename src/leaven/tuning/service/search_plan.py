@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def size(self) -> float:
-        """The number of trials that the budget allows, infinite if it is not known in advance."""
+        """The number of trials that the budget allows; infinite if unknown in advance."""
         flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
         return min(self.trials or math.inf, flops)
 
@@ -184,7 +184,7 @@ def known_trials(axes: Axes, method: str, budget: Budget, noise: float | None = 
 
 def grid(axes: Axes, trials: int) -> list[Params]:
     """Return the points of the finest grid with at most ``trials`` points. Points near the start come first.
-    Raise InputError if two values of each number give too many points."""
+    Raise InputError if even the coarsest grid is larger."""
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
     if 2**numbers * chosen > trials:

@@ -190,8 +190,8 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json and return its document. If there is a best point, also write best.toml. If another
-    point is as good with fewer changes, also write fewest.toml. If not, remove fewest.toml.
+    """Write study.json and return its document. Write the best point to best.toml, and an equally good point
+    with fewer changes to fewest.toml. If only the latter is missing, remove fewest.toml.
 
     A file that the user has edited is never overwritten or removed. The edited file stays while the answer
     of the search is the same. If the answer changes, the edited file is renamed.
