@@ -214,12 +214,13 @@ def collapse(
     The columns of a file are loss, and tokens or step. A file with several runs also has columns for the size (width,
     depth or batch) and the seed. If each run has a file of its own, each size has a subfolder.
     """
-    from leaven.verification.collapse import collapse, collapse_of_family
-    from leaven.verification.logged_runs import curves_of
-
     if logs := options.logs(context, "loss"):
-        options.finish(collapse(str(logs), curves_of(logs, loss), irreducible, {"rule": None}))
+        from leaven.verification.logged_runs import collapse_of_runs
+
+        options.finish(collapse_of_runs(logs, irreducible, loss))
         return
+    from leaven.verification.collapse import collapse_of_family
+
     family, _ = options.models(scales[0])
     options.finish(
         options.train(
