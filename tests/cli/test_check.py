@@ -117,10 +117,12 @@ def test_logged_curves_give_a_verdict_and_a_page(tmp_path: Path, leaven: Verb) -
     (tmp_path / "all").mkdir()
     for name in ("20m", "50m"):
         (tmp_path / f"{name}.csv").rename(tmp_path / "all" / f"{name}.csv")
+    (tmp_path / "all" / "1b.csv.gz").touch()
     page = tmp_path / "curves.html"
     code, out, err = leaven("check", "collapse", tmp_path / "all", "-o", page)
     assert code == 0, err
     assert "20m -> 50m" in out
+    assert "files not read: 1b.csv.gz" in out
     assert "passed: 1 of 1 rows" in out
     assert "Normalised loss curves" in page.read_text()
     (tmp_path / "fault" / "100m.csv").rename(tmp_path / "all" / "100m.csv")

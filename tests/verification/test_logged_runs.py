@@ -16,14 +16,14 @@ from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_lines import digest
-from leaven.verification.logged_runs import LoggedRow, _last, curves_of, read_rows, transfer_of_runs
+from leaven.verification.logged_runs import LoggedRow, _last, collapse_of_runs, curves_of, read_rows, transfer_of_runs
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
 
 
 def rows(
-    best: dict[int, float], noise: float = 0.0, *, seeds: int = 3, random: np.random.Generator | None = None
+    best: dict[int, float], noise: float = 1e-6, *, seeds: int = 3, random: np.random.Generator | None = None
 ) -> list[Row]:
     """Return runs at each width whose loss is a parabola over log2 lr with its minimum at ``best[width]``."""
     random = random or np.random.default_rng(0)
@@ -71,7 +71,7 @@ def test_the_intervals_and_verdicts_hold_on_parabolas_with_a_known_minimum(tmp_p
 
 def test_the_exponent_and_the_base_are_those_of_the_sizes(tmp_path: Path) -> None:
     best = {256: -8.0, 64: -6.0, 128: -7.0}
-    document = transfer_of_runs(write(tmp_path / "runs.jsonl", rows(best)))
+    document = transfer_of_runs(write(tmp_path / "runs.jsonl", rows(best, 1e-9)))
     assert [row.axis for row in document.rows] == ["width 64 -> width 128", "width 64 -> width 256"]
     assert [row.slope for row in document.rows] == pytest.approx([-1, -2])
     (exponent,) = document.measured
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     ),
     "a width beyond a float": (changed(width="1" + "0" * 400), "row 1: width is inf; give a number from 1e-100 to"),
     "half a width": (changed(width=64.5), "row 1: width is 64.5; give a whole number"),
-    "twice": (changed(seed=1), "row 2 repeats the size, lr and seed of an earlier row; remove one"),
+    "twice": (changed(seed=1), "runs.csv: row 1; remove one of the two, or name another swept"),
     # A run with a loss above LARGEST_LOSS has diverged.
     **{
         f"all losses {bad}": (
@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     },
     "0 and 0.0": (lambda runs: [*runs, runs[0] | {"seed": "0.0"}], "row 37 repeats the size, lr and seed"),
     "two columns": (lambda runs: [run | {" LR": 1} for run in runs], "has two columns lr; rename or remove one"),
-    "a cell too many": (changed(loss="3,1"), "row 1 has more cells than the header; quote cells"),
+    "a cell too many": (changed(loss="3,1"), "row 1 has 5 and the header 4 cells; quote cells that contain a comma"),
     "no rows": (lambda runs: [], "has no rows; write a row for each run"),
 }
 
@@ -147,6 +147,7 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -> None:
+    message = {".csv": "row 36 has 3 and the header 4 cells; copy", ".jsonl": "its last line is cut; copy"}[suffix]
     file = write(tmp_path / f"runs{suffix}", rows({64: -6.0, 128: -6.0}))
     whole = file.read_text().removesuffix("\n")
     file.write_text(whole)  # only the newline is missing
@@ -154,11 +155,38 @@ def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -
     cuts = [whole.rindex(",")] + ([len(whole) - 1] if suffix == ".jsonl" else [])
     for cut in cuts:
         file.write_text(whole[:cut])
-        with pytest.raises(InputError, match=rf"runs\{suffix}: its last line is cut; copy the file again"):
+        with pytest.raises(InputError, match=rf"runs\{suffix}: {message} the file again, or complete"):
             transfer_of_runs(file)
     if suffix == ".csv":  # a number that is cut looks like a whole one
         file.write_text(whole[: whole.rindex(".") + 2])
         transfer_of_runs(file)
+
+
+def test_a_cell_with_an_open_quote_does_not_hide_rows(tmp_path: Path) -> None:
+    lines = [run | {"note": "ok"} for run in rows({64: -6.0, 128: -6.0})]
+    file = write(tmp_path / "runs.csv", lines)
+    for number, note in ((3, '"restarted'), (3, '"restarted, twice'), (36, '"first line\nlast line"')):
+        write(file, [*lines[: number - 1], lines[number - 1] | {"note": note}, *lines[number:], *lines[:1]])
+        message = f'line {number + 1} has a cell that begins with " and does not end in this line; correct the cell'
+        with pytest.raises(InputError, match=message):
+            transfer_of_runs(file)
+    file.write_text(file.read_text().split("\n", 4)[3] + "x" * 200_000)  # longer than the limit of the reader
+    with pytest.raises(InputError, match='line 1 has a cell that begins with "'):
+        transfer_of_runs(file)
+    notes = ('"a, b"', '5" disk', '"said ""ok"""', "", '" "')
+    expected = transfer_of_runs(write(file, lines))
+    assert transfer_of_runs(write(file, [line | {"note": notes[n % 5]} for n, line in enumerate(lines)])) == expected
+
+
+def test_a_row_that_lacks_cells_is_refused_in_the_middle_too(tmp_path: Path) -> None:
+    file = tmp_path / "50m.csv"
+    file.write_text("step,loss\n10,3.0\n20\n30,2.0\n")
+    with pytest.raises(
+        InputError, match=r"row 2 has 1 and the header 2 cells; copy the file again, or complete or rem"
+    ):
+        curves_of(file)
+    file.write_text("step,loss,,\n\n10,3.0\n20,\n,,,\n30,2.0,,\n40,1.0,,,,\n\n \n")  # 20 was logged without a loss
+    assert curves_of(file) == {"50m": [[(10, 3.0), (30, 2.0), (40, 1.0)]]}
 
 
 def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
@@ -177,31 +205,33 @@ def test_files_that_are_no_logs_are_refused(tmp_path: Path) -> None:
         transfer_of_runs(tmp_path / "a.jsonl")
 
 
-POINTS = [(step, 4 - 0.1 * step) for step in range(1, 11)]
+def points(run: int = 0) -> list[tuple[int, float]]:
+    """Return a loss curve of its own for each ``run``."""
+    return [(step, 4 - 0.1 * step + run / 1000) for step in range(1, 11)]
+
+
+def curve(run: int = 0, **more: float | str) -> list[Row]:
+    return [{**more, "step": step, "loss": loss} for step, loss in points(run)]
 
 
 def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
-    def curve(**more: float) -> list[Row]:
-        return [{**more, "step": step, "loss": loss} for step, loss in POINTS]
-
-    by_column = write(
-        tmp_path / "all.csv",
-        [line for width in (128, 64) for seed in (0, 1) for line in curve(width=width, seed=seed)],
-    )
-    assert curves_of(by_column) == {"width 64": [POINTS] * 2, "width 128": [POINTS] * 2}
+    sizes = {(width, seed): width + seed for width in (128, 64) for seed in (0, 1)}
+    lines = [line for (width, seed), run in sizes.items() for line in curve(run, width=width, seed=seed)]
+    by_column = write(tmp_path / "all.csv", lines)
+    assert curves_of(by_column) == {f"width {width}": [points(width), points(width + 1)] for width in (64, 128)}
     by_name = tmp_path / "names"
-    for name in ("100m/a.csv", "100m/b.csv", "20m/a.jsonl", "3m.csv"):
+    for run, name in enumerate(("100m/a.csv", "100m/b.csv", "20m/a.jsonl", "3m.csv")):
         (by_name / name).parent.mkdir(parents=True, exist_ok=True)
-        write(by_name / name, curve())
+        write(by_name / name, curve(run))
     found = curves_of(by_name)
     assert [(name, len(curves)) for name, curves in found.items()] == [("3m", 1), ("20m", 1), ("100m", 2)]
     theirs = tmp_path / "theirs"  # without a recipe
     theirs.mkdir()
     write(theirs / "metrics.jsonl", curve())
-    assert curves_of(theirs) == {"metrics": [POINTS]}
+    assert curves_of(theirs) == {"metrics": [points()]}
     # Rows without a loss are left out, and of two rows for a step the last one counts.
-    lines: list[Row] = [*curve(), {"step": 10, "loss": 2.5}, {"step": 10, "val_loss": 3.0}]
-    assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*POINTS[:-1], (10, 2.5)]]}
+    lines = [*curve(), {"step": 10, "loss": 2.5}, {"step": 10, "val_loss": 3.0}]
+    assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*points()[:-1], (10, 2.5)]]}
 
 
 def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
@@ -223,17 +253,61 @@ def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
 def test_a_copy_of_a_run_is_no_other_seed(tmp_path: Path) -> None:
     own_run(tmp_path / "own" / "a")
     shutil.copytree(tmp_path / "own" / "a", tmp_path / "own" / "a.bak")
-    with pytest.raises(InputError, match=r"own/a\.bak repeats the size and seed of .*own/a; move one of the two"):
+    with pytest.raises(InputError, match=r"own/a\.bak repeats the size and seed of .*own/a; remove one of the two"):
         curves_of(tmp_path / "own")
-    for name, seed in (("a", 0), ("b", 1), ("c", 0.0)):
-        points: list[Row] = [{"width": 64, "seed": seed, "step": step, "loss": loss} for step, loss in POINTS]
-        write(tmp_path / f"{name}.csv", points)
-    assert curves_of(tmp_path / "a.csv") == {"width 64": [POINTS]}
+    for run, (name, seed) in enumerate((("a", 0), ("b", 1), ("c", 0.0))):
+        write(tmp_path / f"{name}.csv", curve(run, width=64, seed=seed))
+    assert curves_of(tmp_path / "a.csv") == {"width 64": [points()]}
     shutil.rmtree(tmp_path / "own")
-    with pytest.raises(InputError, match=r"c\.csv repeats the size and seed of .*a\.csv; move one of the two"):
+    with pytest.raises(InputError, match=r"c\.csv repeats the size and seed of .*a\.csv; remove one of the two"):
         curves_of(tmp_path)
     (tmp_path / "c.csv").unlink()
-    assert curves_of(tmp_path) == {"width 64": [POINTS] * 2}
+    assert curves_of(tmp_path) == {"width 64": [points(), points(1)]}
+
+
+def test_curves_with_the_same_losses_are_no_two_seeds(tmp_path: Path) -> None:
+    (tmp_path / "50m").mkdir()
+    write(tmp_path / "50m" / "a.csv", curve())
+    write(tmp_path / "50m" / "b.csv", [*curve()[:-1], {"step": 10, "loss": 2.5}])  # a few equal losses are no copy
+    assert len(curves_of(tmp_path)["50m"]) == 2
+    shutil.copy(tmp_path / "50m" / "a.csv", tmp_path / "50m" / "a (copy).csv")
+    with pytest.raises(InputError, match=r"50m/a\.csv repeats the losses of .*50m/a \(copy\)\.csv; remove one"):
+        curves_of(tmp_path)
+    seeds = write(tmp_path / "seeds.csv", [*curve(width=64, seed=0), *curve(width=64, seed=1)])
+    with pytest.raises(InputError, match=r"seeds\.csv: row 11 repeats the losses of .*seeds\.csv: row 1; remove"):
+        curves_of(seeds)
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_rows_with_the_same_losses_are_no_two_seeds(tmp_path: Path, seeded: bool) -> None:
+    runs = rows({64: -6.0, 128: -6.0}, 0.001, seeds=1)
+    written = (runs, [run | {"seed": 1} for run in runs]) if seeded else [without("seed")(runs)] * 2
+    for name, lines in zip(("a", "a (copy)"), written, strict=True):
+        write(tmp_path / f"{name}.csv", lines)
+    with pytest.raises(
+        InputError, match=r"a\.csv: row 1 repeats the loss of .*a \(copy\)\.csv: row 1, and no runs of"
+    ):
+        transfer_of_runs(tmp_path)
+    # Losses with few digits are equal now and then, and those of diverged runs always.
+    rounded = rows({64: -6.0, 128: -6.0}, 0.01)
+    lines = [run | {"loss": "nan" if run["lr"] == 2.0**-4 else f"{run['loss']:.2f}"} for run in rounded]
+    assert transfer_of_runs(write(tmp_path / "rounded.csv", lines)).settings["seeds"] == 3
+
+
+def test_a_copied_folder_of_tensorboard_is_no_second_seed(tmp_path: Path) -> None:
+    for width, octave, repeat in product((64, 128), (-7, -6, -5), (0, 1)):
+        run = tmp_path / f"width{width}-lr{2.0**octave}" / f"run{repeat}"
+        run.mkdir(parents=True)
+        diverged = math.nan if octave == -5 else 2.0 + repeat / 100
+        events = EVENT(1, float_val=[6.0]) + EVENT(2, float_val=[diverged])
+        (run / "a.tfevents").write_bytes(events)
+    with pytest.raises(InputError, match="has 2 values of lr without a diverged run"):  # diverged runs are no copies
+        transfer_of_runs(tmp_path)
+    shutil.copytree(tmp_path / "width64-lr0.0078125", tmp_path / "old" / "width64-lr0.0078125")
+    with pytest.raises(
+        InputError, match=r"width64-lr0\.0078125/run0 repeats the losses of .*old/.*/run0; remove one"
+    ):
+        transfer_of_runs(tmp_path)
 
 
 @pytest.mark.parametrize("changed", ["metrics", "events"])
@@ -281,10 +355,11 @@ def test_the_last_row_of_a_resumed_log_counts_in_transfer() -> None:
 
 
 def test_sizes_are_in_the_order_of_their_units(tmp_path: Path) -> None:
-    for size in ("500m", "1.5B", "1b", "900K", "3e9", "0.7b/1", "0.6b/1"):  # the size is the subfolder's name
+    sizes = ("500m", "1.5B", "1b", "900K", "3e9", "0.7b/1", "0.6b/1", "2btok")  # the size is the subfolder's name
+    for run, size in enumerate(sizes):
         (tmp_path / size).parent.mkdir(exist_ok=True)
-        write(tmp_path / f"{size}.csv", [{"step": 1, "loss": 3.0}])
-    assert list(curves_of(tmp_path)) == ["900K", "500m", "0.6b", "0.7b", "1b", "1.5B", "3e9"]
+        write(tmp_path / f"{size}.csv", curve(run))
+    assert list(curves_of(tmp_path)) == ["900K", "500m", "0.6b", "0.7b", "1b", "1.5B", "2btok", "3e9"]
     write(tmp_path / "large.csv", [{"step": 1, "loss": 3.0}])
     with pytest.raises(InputError, match="the name large has no number for the size; rename it, e.g. 50m"):
         curves_of(tmp_path)
@@ -296,7 +371,7 @@ def test_curves_with_a_wrong_time_or_other_size_columns_are_refused(tmp_path: Pa
         with pytest.raises(InputError, match=f"row 1: step is {at}; give a finite number of at least 0"):
             curves_of(file)
     write(tmp_path / "a.csv", [{"width": 64, "step": 1, "loss": 3.0}])
-    write(tmp_path / "b128.csv", [{"step": 1, "loss": 3.0}])
+    write(tmp_path / "b128.csv", curve())
     with pytest.raises(InputError, match=r"a\.csv has the size columns width, and .*b128\.csv none; give all files"):
         curves_of(tmp_path)
 
@@ -494,7 +569,7 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lr=1_seed-1 ends at step 10, and .* at 20; finish or remove the shorter"):
         transfer_of_runs(tmp_path / "tb", loss="val/loss")
     shutil.rmtree(tmp_path / "tb" / "width64" / "lr=1_seed-1")
-    with pytest.raises(InputError, match=r"_seed-0 repeats the size and seed of .*_seed-0; move one of the two"):
+    with pytest.raises(InputError, match=r"_seed-0 repeats the size and seed of .*_seed-0; remove one"):
         curves_of(tmp_path / "tb", loss="val/loss")  # runs with other lrs are no other seeds
     for folder in (tmp_path / "tb").glob("*/*"):
         if not folder.name.startswith(f"lr={2.0**-6}_"):
@@ -511,6 +586,57 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
     assert found["0.5b"][0][:3] == [(0, 5.0), (10, 4.5), (20, 4.0)]
     assert math.isnan(found["0.5b"][0][3][1])
     assert curves_of(tmp_path / "wb" / "1.5b", loss="val/loss") == {"1.5b": [[(10, 3.0)]]}
+
+
+def tensorboard_runs(folder: Path, *names: str) -> Path:
+    """Write a run with one loss for each name."""
+    for number, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "a.tfevents").write_bytes(EVENT(float_val=[2.0 + number]))
+    return folder
+
+
+def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
+    lrs = ("1.e-3", "0.002_001", "4e-3_20240501", "8e-3-run7")
+    sizes = ("mup_width64", "mup_width128-head_width32-width96")
+    document = transfer_of_runs(
+        tensorboard_runs(tmp_path / "a", *(f"{a}-depth2-lr{b}" for a, b in product(sizes, lrs)))
+    )
+    assert document.settings["scales"] == ["width 64 depth 2", "width 96 depth 2"]
+    assert document.settings["lr"] == [0.001, 0.002, 0.004, 0.008]
+    assert document.settings["columns not used"] == ["step"]
+    names = [f"w{w}-depth{d}-lr{lr}-seed{w}-run_a{w}" for w, d, lr in product((64, 128), (2, 4), (1, 2, 4))]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "b", *names))
+    assert document.settings["columns not used"] == ["run_a", "step", "w"]
+    names = [f"w{w}-depth{d}-seed{w}" for w, d in product((64, 128), (2, 4))]
+    for number, name in enumerate(names):
+        (run := tmp_path / "c" / name).mkdir(parents=True)
+        content = b"".join(EVENT(step, float_val=[loss + number / 100]) for step, loss in points())
+        (run / "a.tfevents").write_bytes(content)
+    assert collapse_of_runs(tmp_path / "c").settings["columns not used"] == ["w"]
+    names = [f"{size}-lr{lr}" for size, lr in product(("tokens100mtok", "tokens1b"), (1, 2, 4))]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "d", *names))
+    assert document.settings["scales"] == ["tokens 100000000", "tokens 1000000000"]
+    for name in ("width1_024-lr1", "mup_width1_024-lr1", "width64-lr1_000"):
+        with pytest.raises(
+            InputError, match=r"_0\d\d may be one number or two; remove the _ of the number, or write -"
+        ):
+            transfer_of_runs(tensorboard_runs(tmp_path / name, name))
+
+
+def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "runs.csv", rows({64: -6.0, 128: -6.0}, 0.001))
+    for name in ("more.csv.gz", "old.JSONL.zst", "notes.txt", "trace.json.gz"):
+        (tmp_path / name).touch()
+    assert transfer_of_runs(tmp_path).settings["files not read"] == ["more.csv.gz", "old.JSONL.zst"]
+    for width, seed in product((64, 128), (0, 1)):
+        own_run(tmp_path / "own" / f"{width} {seed}", width, seed=seed)
+    tensorboard_runs(tmp_path / "own", "64 0/tensorboard", "theirs")
+    unread = ["more.csv.gz", "old.JSONL.zst", "own/theirs", "runs.csv"]
+    assert collapse_of_runs(tmp_path).settings["files not read"] == unread
+    for name in "tuv":
+        (tmp_path / f"{name}.csv").touch()
+    assert collapse_of_runs(tmp_path).settings["files not read"] == [*unread, "t.csv", "2 more"]
 
 
 def test_the_loss_may_have_another_name(tmp_path: Path) -> None:

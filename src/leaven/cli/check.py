@@ -215,12 +215,13 @@ def collapse(
     columns for the size (width, depth or batch) and the seed. With a file for each run, each size has a
     subfolder.
     """
-    from leaven.verification.collapse import collapse, collapse_of_family
-    from leaven.verification.logged_runs import curves_of
-
     if logs := options.logs(context, "loss"):
-        options.finish(collapse(str(logs), curves_of(logs, loss), irreducible, {"rule": None}))
+        from leaven.verification.logged_runs import collapse_of_runs
+
+        options.finish(collapse_of_runs(logs, irreducible, loss))
         return
+    from leaven.verification.collapse import collapse_of_family
+
     family, _ = options.models(scales[0])
     options.finish(
         options.train(

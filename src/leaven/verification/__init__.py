@@ -7,7 +7,7 @@ function (foreign.py). Each check is a series of calls::
     transfer, duration,       sweep(family, ...), equivalence(family, ...), collapse_of_family(family, ...)
     batch, decay, init,           -> family.trial(setting) -> RunStore.run -> losses or curves of all seeds
     equivalence, collapse
-    transfer, collapse        transfer_of_runs(path), collapse(curves_of(path)): for runs that are already trained
+    transfer, collapse        transfer_of_runs(path), collapse_of_runs(path): for runs that are already trained
     memory                    check_memory(recipe, ranks) -> dry_run(recipe, rank)
 
 The check ``memory`` returns a MemoryCheckDocument. All other checks return a CheckDocument (verdict.py).

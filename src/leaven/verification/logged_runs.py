@@ -23,7 +23,7 @@ from leaven.recipe.recipe import Recipe, flatten
 from leaven.training.integrity import faults
 from leaven.training.run_folder import RunFolder, changes_of
 from leaven.training.run_logs import tensorboard_rows, wandb_rows
-from leaven.verification.collapse import Points
+from leaven.verification.collapse import Points, collapse
 from leaven.verification.model_instance import RunScale, ScaleAxis
 from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
@@ -32,8 +32,9 @@ SUFFIXES = (".csv", ".jsonl", ".wandb")
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# A name and a number with an optional unit, as part of a path.
-NAMED = r"([a-z]+(?:_[a-z]+)*)[=_-]?(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?:([kmbt])(?![a-z]))?"
+NUMBER = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
+# A name and its number, as part of a path. The last group is what looks like more digits of the number: 1_024.
+NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?!\d))?"
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
 LARGEST_WIDTH = 10**15
@@ -129,19 +130,42 @@ def _is_own_run(folder: Path, names: Collection[str]) -> bool:
     return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
 
 
-def _data_files(path: Path) -> list[Path]:
-    """Return the files and folders with runs at or below ``path``. Raise InputError if there are none."""
-    if not path.exists():
-        raise InputError(f"{path}: no such file or folder")
-    if not path.is_dir():
-        return [path]
-    every = [folder / name for folder, names in _folders(path) for name in names]
-    files = {file for file in every if file.suffix.lower() in SUFFIXES}
-    files |= {file.parent for file in every if EVENTS in file.name}
-    if not files:
-        kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
-        raise InputError(f"{path} has {kinds}; give a folder with logged runs")
-    return sorted(files)
+@dataclass(frozen=True)
+class _Logs:
+    """The files and folders with runs at or below a path."""
+
+    own: list[Path]  # run folders of leaven; if there are any, no other runs are read
+    others: list[Path]  # files, and folders with event files of TensorBoard
+    unread: list[str]  # names of other files that may contain runs
+
+    @classmethod
+    def at(cls, path: Path, loss: str) -> "_Logs":
+        """Raise InputError if there are no runs, or if run folders of leaven have no loss named ``loss``."""
+        if not path.exists():
+            raise InputError(f"{path}: no such file or folder")
+        if not path.is_dir():
+            return cls([], [path], [])
+        own, others, unread = set[Path](), set[Path](), set[Path]()
+        for folder, names in _folders(path):
+            if _is_own_run(folder, names):
+                own.add(folder)
+            for file in (folder / name for name in names):
+                if EVENTS in file.name:
+                    others.add(folder)
+                elif file.suffix.lower() in SUFFIXES:
+                    others.add(file)
+                elif not {suffix.lower() for suffix in file.suffixes}.isdisjoint(SUFFIXES):  # such as .csv.gz
+                    unread.add(file)
+        if own and loss != "loss":
+            raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
+        if not own | others:
+            kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
+            raise InputError(f"{path} has {kinds}; give a folder with logged runs")
+        if own:
+            unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
+            others = set()
+        names = [str(file.relative_to(path)) for file in sorted(unread)]
+        return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
 
 
 def _is_one_run(path: Path) -> bool:
@@ -157,8 +181,7 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
     else:
         found = list(wandb_rows(path, cut.append))
     place = f"{path} ({'; '.join(cut)})" if cut else str(path)
-    named = re.findall(NAMED, str(path.relative_to(root)).lower())
-    known = {name: float(value) * UNITS[unit] for name, value, unit in named if name in columns}
+    known = {name: number for name, number in _numbers(path, root, columns).items() if name in columns}
     rows = [
         LoggedRow(place, {**known, "step": step, "loss": row[loss]})
         for step, row in found
@@ -168,6 +191,31 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
         names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
         raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss")
     return rows
+
+
+def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, float]:
+    """Return the named numbers in a run's path below ``root``.
+
+    Another width or depth, such as mup_width64, counts as the width or depth if it is the only one in the path.
+    """
+    found = {}
+    for name, number, unit, more in re.findall(NAMED, str(path.relative_to(root)).lower()):
+        if more and number.isdigit() and {name, name.rpartition("_")[2]} & {*columns} - {"seed"}:
+            where = f"{path}: {name}{number}{more} may be one number or two"
+            raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
+        found[name] = float(number) * UNITS[unit]
+    for size in {"width", "depth"} - found.keys():
+        others = [name for name in found if name.endswith(f"_{size}") and name not in columns]
+        if len(others) == 1:
+            found[size] = found.pop(others[0])
+    return found
+
+
+def _unused(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
+    """Return the names of the numbers that all paths of runs have, that differ, and that are in no column."""
+    numbers = [_numbers(path, root, columns) for path in paths if _is_one_run(path)]
+    shared = set[str].intersection(*map(set, numbers)) if numbers else set[str]()
+    return sorted(name for name in shared - {*columns} if len({each[name] for each in numbers}) > 1)
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
@@ -190,37 +238,58 @@ def read_rows(path: Path) -> list[LoggedRow]:
             read = storage.read_json_lines(path)
             if read.damaged:
                 raise InputError(f"{path}: line {read.damaged[0]} is not a JSON object; correct or remove it")
-            cut = read.torn
+            if read.torn:
+                raise InputError(f"{path}: its last line is cut; copy the file again, or complete or remove it")
             found: list[dict[str, Any]] = read.documents
             headers: Sequence[Iterable[str]] = found
         else:
-            text = storage.read(path).decode("utf-8-sig")
-            reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
-            found, headers = list(reader), [reader.fieldnames or ()]
-            cut = bool(found) and not text.endswith("\n") and None in found[-1].values()
-    except (UnicodeDecodeError, csv.Error):
+            columns, *lines = _csv_lines(path) or [[]]
+            found, headers = [dict(zip(columns, line, strict=True)) for line in lines], [columns]
+    except UnicodeDecodeError:
         raise InputError(f"{path} is not a CSV file; give a text file with a header and commas") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    if cut:
-        raise InputError(f"{path}: its last line is cut; copy the file again, or complete or remove this line")
     if not found:
         raise InputError(f"{path} has no rows; write a row for each run or curve point, below a header if it is CSV")
     for header in headers:
         names = [column.strip().lower() for column in header]
         if twice := [name for name in names if name and names.count(name) > 1]:
             raise InputError(f"{path} has two columns {twice[0]}; rename or remove one")
-    rows = [
-        # csv.DictReader puts cells beyond the header under the key None.
-        LoggedRow(f"{path}: row {number}", {column and column.strip().lower(): line[column] for column in line})
+    return [
+        LoggedRow(f"{path}: row {number}", {column.strip().lower(): line[column] for column in line})
         for number, line in enumerate(found, start=1)
     ]
-    for row in rows:
-        if len(row.values) == 1 and re.search("[;\t]", next(iter(row.values)) or ""):
-            raise InputError(f"{path}: separate the columns by commas")
-        if None in row.values:
-            raise InputError(f"{row.place} has more cells than the header; quote cells that contain a comma")
-    return rows
+
+
+def _csv_lines(path: Path) -> list[list[str]]:
+    """Return the cells of each line of a CSV file, without blank lines and without empty cells beyond the header.
+
+    Raise InputError unless every line has as many cells as the header, and every cell ends in its line.
+    """
+    lines: list[list[str]] = []
+    reader = csv.reader(io.StringIO(storage.read(path).decode("utf-8-sig"), newline=""), skipinitialspace=True)
+    begin = 1  # the line in which the cells begin
+    try:
+        for cells in reader:
+            if begin < reader.line_num:
+                raise csv.Error
+            begin += 1
+            while cells and not cells[-1] and (not lines or len(cells) > len(lines[0])):
+                cells.pop()
+            if any(cells):
+                lines.append(cells)
+    except csv.Error:  # the reader raises it if such a cell is too long
+        where = f'{path}: line {begin} has a cell that begins with " and does not end in this line'
+        raise InputError(f"{where}; correct the cell, or remove its column") from None
+    if lines and len(lines[0]) == 1 and re.search("[;\t]", lines[0][0]):
+        raise InputError(f"{path}: separate the columns by commas")
+    for number, cells in enumerate(lines):
+        if len(cells) != (count := len(lines[0])):
+            hint = "quote cells that contain a comma"
+            if len(cells) < count:
+                hint = "copy the file again, or complete or remove the row"
+            raise InputError(f"{path}: row {number} has {len(cells)} and the header {count} cells; {hint}")
+    return lines
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
@@ -244,9 +313,9 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
     ``value`` and ``loss`` are names of columns. In run folders of leaven, ``value`` is a hyperparameter or a path in
     the recipe. docs/concepts/checks.md describes the files. Raise InputError if the runs cannot be compared.
     """
-    value = value.strip()
-    folders = _own_runs(path, loss)
-    found, axes, columns = _runs_by_size(path, folders, value if folders else value.lower(), loss)
+    logs = _Logs.at(path, loss)
+    value = value.strip() if logs.own else value.strip().lower()
+    found, axes, columns = _runs_by_size(path, logs, value, loss)
     scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
     names = {scale: _scale_name(scale, axes) for scale in scales}
     if len(scales) < 2:
@@ -267,28 +336,33 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         "rule": None,
         "scales": list(names.values()),
         value: sorted({number for values in found.values() for number in values}),
-        "unit": "in base coordinates" if folders else "as in the rows",
+        "unit": "in base coordinates" if logs.own else "as in the rows",
         "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
         "columns not used": sorted(set(columns) - {"loss", loss.lower(), "seed", value, *axes}),
+        "files not read": logs.unread,
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 
 
 def _runs_by_size(
-    path: Path, folders: Sequence[Path], value: str, loss: str
+    path: Path, logs: _Logs, value: str, loss: str
 ) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str]]:
     """Return the losses by size, value and seed; the columns that give the size; and the names of all columns."""
     if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
-    if folders:
-        rows = _rows_of_own_runs(folders, value)
+    used = {*AXES, value, "seed"}
+    if logs.own:
+        rows = _rows_of_own_runs(logs.own, value)
     else:
-        rows, logged = [], []
-        for file in _data_files(path):
-            found_here = _rows(file, path, loss, {*AXES, value, "seed"})
+        rows, logged, curves = [], [], dict[Hashable, str]()
+        for file in logs.others:
+            found_here = _rows(file, path, loss, used)
             if _is_one_run(file):
-                found_here = [_last(found_here)]
-                logged += found_here
+                logged.append(end := _last(found_here))
+                if math.isfinite(end.loss()):
+                    curve = hash(tuple((row.number("step"), str(row.values["loss"])) for row in found_here))
+                    _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
+                found_here = [end]
             rows += found_here
         _refuse_unfinished(logged, value)
     columns = dict.fromkeys(column for row in rows for column in row.values)
@@ -298,15 +372,39 @@ def _runs_by_size(
             raise InputError(f"{path} has no column {column}; its columns are {', '.join(columns)}{hint}")
     if not axes:
         raise InputError(f"{path} has no column {' or '.join(AXES)}; add the size of the runs, e.g. width")
-    found: dict[RunScale, dict[float, dict[Hashable, float]]] = {}
+    found: dict[RunScale, dict[float, dict[Hashable, LoggedRow]]] = {}
     for row in rows:
         runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
         seed = row.place if (written := row.seed()) is None else written
-        if seed in runs:
-            twice = f"{row.place} repeats the size, {value} and seed of an earlier row"
+        if (first := runs.setdefault(seed, row)) is not row:
+            twice = f"{row.place} repeats the size, {value} and seed of {first.place}"
             raise InputError(f"{twice}; remove one of the two, or name another swept column with --value")
-        runs[seed] = row.loss()
-    return found, axes, list(columns)
+    losses = {
+        scale: {number: {seed: row.loss() for seed, row in runs.items()} for number, runs in values.items()}
+        for scale, values in found.items()
+    }
+    for values in found.values():
+        _refuse_copies(runs.values() for runs in values.values())
+    return losses, axes, [*columns, *_unused(logs.others, path, used)]
+
+
+def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
+    """Raise InputError if each of ``values`` that has several runs has two with the same loss, as after a copy.
+
+    If only some have, this may be chance: losses may have few digits. Diverged runs do not count.
+    """
+    twins = []
+    for rows in values:
+        firsts: dict[float, LoggedRow] = {}
+        runs = [row for row in rows if math.isfinite(row.loss())]
+        if len(runs) > 1:
+            twins.append([(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row])
+    if twins and all(twins):
+        row, first = twins[0][0]
+        raise InputError(
+            f"{row.place} repeats the loss of {first.place}, and no runs of this size show the noise of seeds; "
+            "remove copies of runs, or write losses with more digits"
+        )
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
@@ -323,19 +421,33 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
             )
 
 
+def collapse_of_runs(path: Path, irreducible: float | None = None, loss: str = "loss") -> CheckDocument:
+    """Check whether the normalised loss curves of logged runs coincide. See :func:`curves_of` and ``collapse``."""
+    logs = _Logs.at(path, loss)
+    curves, unused = _curves(path, logs, loss)
+    settings = {"rule": None, "columns not used": unused, "files not read": logs.unread}
+    return collapse(str(path), curves, irreducible, settings)
+
+
 def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
     """Return the loss curves of all runs in a folder or file. The keys name the sizes, the smallest first.
 
     ``loss`` is the name of a column; rows without a loss are left out. docs/concepts/checks.md describes the
     files. Raise InputError if the runs cannot be used, or if the size of a curve is unclear.
     """
-    if folders := _own_runs(path, loss):
-        return _curves_of_own_runs(folders)
+    return _curves(path, _Logs.at(path, loss), loss)[0]
+
+
+def _curves(path: Path, logs: _Logs, loss: str) -> tuple[dict[str, list[Points]], list[str]]:
+    """Return the curves by size, and the names of numbers in the paths of runs that are not used."""
+    if logs.own:
+        return _curves_of_own_runs(logs.own), []
+    used = {"width", "depth", "batch", "seed"}
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
-    seeds: dict[Hashable, Path] = {}  # size and seed, and the file that has them
-    for file in _data_files(path):
-        rows = _rows(file, path, loss, {"width", "depth", "batch", "seed"})
+    seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
+    for file in logs.others:
+        rows = _rows(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
         rows = [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
@@ -353,8 +465,10 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
                 runs.setdefault((_scale_name(_scale_of(row, axes), axes) or own_name, row.seed()), []).append(row)
         for (name, seed), run in runs.items():
             if seed is not None:
-                _require_new(seeds, (name, seed), file)
-            found.setdefault(name, []).append(_points(run, time))
+                _require_new(seen, (name, seed), str(file), "size and seed")
+            found.setdefault(name, []).append(points := _points(run, time))
+            if all(math.isfinite(value) for _, value in points):
+                _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
     if not found:
         raise InputError(f"{path} has no losses; fill the column loss")
     if len(sized) > 1:
@@ -367,13 +481,14 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add width"
         )
-    return {name: found[name] for name in sorted(found, key=_by_numbers)}
+    unused = _unused(logs.others, path, used) if any(sized) else []  # else the names of files are the sizes
+    return {name: found[name] for name in sorted(found, key=_by_numbers)}, unused
 
 
-def _require_new(seen: dict[Hashable, Path], run: Hashable, path: Path) -> None:
-    """Add ``run``, a size and a seed, to ``seen``. Raise InputError if another path has the same."""
-    if (first := seen.setdefault(run, path)) != path:
-        raise InputError(f"{path} repeats the size and seed of {first}; move one of the two to another folder")
+def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
+    """Add what identifies a run to ``seen``. Raise InputError if another place has the same: a copy is no seed."""
+    if (first := seen.setdefault(run, place)) != place:
+        raise InputError(f"{place} repeats the {what} of {first}; remove one of the two, or move it elsewhere")
 
 
 def _points(rows: Sequence[LoggedRow], time: str) -> Points:
@@ -412,18 +527,9 @@ def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
 
 def _by_numbers(name: str) -> list[str | float]:
     """Return a sort key that compares the numbers in names: 900k is before 1b."""
-    texts = re.split(r"(\d+(?:\.\d+)?(?:e\d+)?)(?:([kmbt])(?![a-z]))?", name.lower())
+    texts = re.split(NUMBER, name.lower())
     numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
     return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
-
-
-def _own_runs(path: Path, loss: str) -> list[Path]:
-    """Return leaven's runs at or below ``path``. Raise InputError if there are any and ``loss`` is not "loss"."""
-    every = _folders(path) if path.is_dir() else ()
-    folders = sorted(folder for folder, names in every if _is_own_run(folder, names))
-    if folders and loss != "loss":
-        raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
-    return folders
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
@@ -483,9 +589,9 @@ def _final_loss(run: RunFolder) -> float:
 
 def _curves_of_own_runs(folders: Sequence[Path]) -> dict[str, list[Points]]:
     found: dict[RunScale, list[Points]] = {}
-    seeds: dict[Hashable, Path] = {}
+    seen: dict[Hashable, str] = {}
     for scale, recipe, run in _read_own_runs(folders, "data.seed"):
-        _require_new(seeds, (scale, recipe.data.seed), run.path)
+        _require_new(seen, (scale, recipe.data.seed), str(run.path), "size and seed")
         if run.finish() is None:
             _final_loss(run)  # raises InputError if the run was interrupted
             raise InputError(f"the run in {run.path} diverged, so its curve is cut; move it to another folder")

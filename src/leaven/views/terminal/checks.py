@@ -15,6 +15,7 @@ _DIFFERENCES = {  # by the key of the settings
     "changed for the check": "the check trained small models and changed for this",
     "left out": "left out, because a run diverged",
     "columns not used": "columns not used",
+    "files not read": "files not read",
 }
 
 
