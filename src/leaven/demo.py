@@ -89,7 +89,7 @@ def run_demo(
     """Run or resume the demo in a folder, and return its document.
 
     Args:
-        size: "full" or "quick". None: the resumed demo's size, or full, or quick if full takes over `MOST_SECONDS`.
+        size: "full" or "quick". None: the resumed demo's. A new demo is full if `MOST_SECONDS` suffice, else quick.
         source: ``data.source`` of the recipe. None: the resumed demo's text, or that of demo.toml.
         stop: returns true once the user has asked to stop.
 

@@ -53,7 +53,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` fits this stack. None here fits every value. Adam counts as AdamW."""
+        """Return whether ``other`` fits. None in this stack fits every value. Adam counts as AdamW."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)

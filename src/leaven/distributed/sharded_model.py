@@ -356,7 +356,7 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(pieces: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill the blocks of this process with the same initial values as in a run with a single process."""
+    """Fill the pieces of this process with the same initial values as in a run with a single process."""
     for piece in pieces:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

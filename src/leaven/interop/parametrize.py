@@ -115,8 +115,8 @@ def parametrize(
 
     The rules are for decoders, dense or with mixtures of experts:
 
-    - Norms on the outputs of branches are found by running a copy of ``base`` on a few tokens. If ``base`` needs more
-      than token ids, list all norms of the blocks in ``modules``. Norms on branch outputs are
+    - Norms on branch outputs are found by running a copy of ``base`` on a few tokens. If ``base`` needs more than
+      token ids, list all norms of the blocks in ``modules``. Call norms on branch outputs
       ``norm.attention_out`` and ``norm.mlp_out``.
     - A block's routed experts are in a module ``experts``. It is a list of MLPs, or has a tensor (experts, fan out,
       fan in) for each matrix. The router is a matrix ``gate`` or ``router`` beside this module. ``base`` must have

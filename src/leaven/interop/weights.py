@@ -153,7 +153,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 def _joined(
     stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
 ) -> Tensor:
-    """Make a tensor for a file out of leaven's weights. A bias that leaven's model lacks is 0."""
+    """Make a file's tensor from leaven's weights. A bias that leaven's model lacks is 0."""
     parts = []
     for name, shape in stored.parts.items():
         part = torch.zeros(shape)

@@ -122,9 +122,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m.
+    """A transformer block: x + a * attention(norm(x)), then x + m * mlp(norm(x)).
 
-    With norms on outputs, the term is a norm(attention(...)). Parallel branches read the same input.
+    The factors a and m are constant. Norms on outputs come before the factors. Parallel branches read the
+    same input.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the model size that a law gives. ``size`` computes the law: parameters from training FLOPs."""
+        """Return the model size that a law gives. ``size`` is the law: it converts FLOPs to parameters."""
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

@@ -26,7 +26,7 @@ class Factors:
     def beta(self, base: float, multiplier: float = 1.0) -> float:
         """Return Adam's beta at this scale: ``base ** r``, where r is ``multiplier / half_life``.
 
-        ``multiplier`` is that of the tensor's module. The papers multiply ``1 - beta`` by r instead, which may
+        ``multiplier`` is that of the tensor's module. Papers multiply ``1 - beta`` by r instead, which may
         give a beta outside (0, 1).
         """
         return float(base ** (multiplier / self.half_life))
@@ -59,9 +59,9 @@ def tensor_ratios(
 ) -> TensorRatios:
     """Return the ratios (target scale / base scale) of one tensor.
 
-    Shapes are (fan out, fan in), as in ``nn.Linear``, (experts, fan out, fan in), or (rows, width) in
-    embeddings. ``at`` has the ratios of the run, and ``head`` is the ratio of head dimensions. Raise
-    ValueError if a matrix has the wrong number of dimensions, or the number of experts changes.
+    Matrices are (fan out, fan in), experts (experts, fan out, fan in), embeddings (rows, width). ``at`` has
+    the ratios of the run, and ``head`` is the ratio of head dimensions. Raise ValueError if a matrix has the
+    wrong number of dimensions, or the number of experts changes.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     sides = 3 if role is Role.EXPERT_WEIGHT else 2

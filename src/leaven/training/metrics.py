@@ -58,7 +58,7 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped for a non-finite loss or gradient (in fp16, a gradient at loss scale 1)."""
+        """Whether a non-finite loss or gradient caused a skip. In fp16, a gradient counts only at loss scale 1."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 

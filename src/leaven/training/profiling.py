@@ -91,7 +91,7 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write plan.json, and add the last batch size to the history, if one is kept, after ``ENOUGH`` steps."""
+        """Write plan.json. If a history is kept, add the last batch size if it had ``ENOUGH`` steps."""
         for record in self.write():
             if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
                 remember(record)

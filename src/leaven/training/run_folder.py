@@ -171,7 +171,7 @@ class RunFolder:
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
         """Return (recipe, {path: value before}) of the last change to the recipe. Return None without a change, or
-        if events may be lost. Raise InputError if the event's recipe is damaged."""
+        if events may be lost. Raise InputError if that recipe is damaged."""
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
         if not changes or self.rewinds_ahead(events) > 0:
@@ -297,7 +297,7 @@ class RunFolder:
             storage.write_text(self.tokenizer_file, read_text(path))
 
     def lines_of(self, path: Path) -> list[bytes]:
-        """Return the lines of a file with newlines. A last line without newline counts only if it is whole JSON."""
+        """Return a file's lines, each with a newline. A last line without newline counts only if it is JSON."""
         *lines, last = _content(path).split(b"\n")
         return [line + b"\n" for line in (lines if storage.json_object(last) is None else [*lines, last])]
 

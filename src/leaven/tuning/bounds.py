@@ -62,7 +62,7 @@ BOUNDS = {
 
 
 def why_fixed(recipe: Recipe, path: str) -> str | None:
-    """Return why the value at a path is fixed within its bounds, or None if the value can move."""
+    """Return why the value at a path cannot move within its bounds, or None if it can."""
     if path in CHOICES or any(reach(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"{point.value_at(recipe, path):g} cannot move within its bounds: {bounds_of(path).why}"

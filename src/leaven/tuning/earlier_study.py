@@ -101,7 +101,7 @@ def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: 
 
 
 def require_start(document: StudyDocument, start: Recipe | CommandFile, what: str) -> None:
-    """Raise InputError if a study did not begin at ``start``, read from its centre.toml."""
+    """Raise InputError unless a study began at ``start`` (from its centre.toml)."""
     for each in document.dimensions:
         value = start_of(start, each.path)
         if value != each.centre:
@@ -142,7 +142,7 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance (top of this file) at ``path`` from the recipe of ``space`` to ``there``."""
+    """Return the distance at ``path`` from the recipe of ``space`` to ``there``."""
     here = space.recipe
     if path in since:
         return since[path]

@@ -63,7 +63,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Count tensors that are created inside this context as ``part``."""
+        """Inside this context, count new tensors as ``part``."""
         self._part, before = part, self._part
         try:
             yield

@@ -253,7 +253,7 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Fit a line to each interval, and return the mean deviation of each block: (count, BLOCKS), or None."""
+    """Fit lines to ``count`` intervals. Return the mean deviation of each block, or None with few points."""
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
     found = []

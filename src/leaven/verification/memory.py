@@ -116,8 +116,7 @@ def tensors(recipe: Recipe) -> TrainingCode:
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
     """Return rows that compare the planned memory of a rank with its dry run.
 
-    Rows of single parts get no verdict. The plan has the largest size of a part, the dry run the size at the
-    peak.
+    Single parts get no verdict: the plan has their largest sizes, the dry run their sizes at the peak.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

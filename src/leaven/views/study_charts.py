@@ -201,7 +201,7 @@ Curves = Mapping[int, Sequence[Point]]  # points (tokens, loss) by the number of
 
 
 def known_curves(study: StudyView) -> Curves:
-    """Return the loss curves with at least two points after token 0, by the number of the trial."""
+    """Return loss curves after token 0, by trial number. Each has at least two points."""
     curves = {trial.number: [point for point in trial.curve if point[0] > 0] for trial in study.trials}
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 

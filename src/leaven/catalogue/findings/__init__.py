@@ -150,7 +150,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with the values of this recipe, or None if the check does not apply."""
+    """Return the check with the values of ``case``, or None if the check does not apply."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)

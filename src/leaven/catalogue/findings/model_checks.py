@@ -169,7 +169,7 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Return the check with ``changes``, and the runs and range of published MoEs."""
+    """Apply ``changes`` to the check. Add the runs and range of published MoEs."""
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

@@ -345,7 +345,7 @@ def _predicted_batch(request: StarterRequest) -> float:
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """Add the values of ``model``, from :func:`choose_shape`, and their reasons to the draft."""
+    """Add to the draft the values of ``model`` (see :func:`choose_shape`) and their reasons."""
     run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
     aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
     experts, alike = (mixtures(request.params_active, like, run) for like in (None, request.experts))

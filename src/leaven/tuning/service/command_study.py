@@ -172,7 +172,7 @@ class CommandTrainer:
                 )
 
     def _check_folder(self, folder: Path, *, retry: bool) -> None:
-        """Check the folder of an attempt. Rename it if a trial that is not in the store has left it. If the folder
+        """Check the folder of an attempt. Rename it if it belongs to a trial that the store lacks. If the folder
         of a ``retry`` is gone, tell the user, or raise InputError if the disk seems unmounted."""
         made_before = self.folder.exists()
         make_folder(self.folder)

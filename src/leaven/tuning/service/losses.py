@@ -131,12 +131,12 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[Row]:
-    """Yield the rows up to the last loss. Then yield the rows with null as NaN, if null means NaN.
+    """Yield the rows up to the last loss. If later nulls mean NaN, also yield their rows, with NaN for null.
 
-    Many loggers write null for NaN, but null may also mean a step without a loss. Null means NaN if more
-    rows with null follow the last loss than lie before the first loss or between two losses. With only one
-    row more, raise InputError. Rows that look like a summary or an evaluation do not count. If another loss
-    is finite in the last row, null means no loss.
+    Many loggers write null for NaN, but null may also mean a step without a loss. Null means NaN if the
+    nulls after the last loss outnumber those in every earlier gap. If there is only one more, raise
+    InputError. Rows that look like a summary or an evaluation do not count. If another loss is finite in the
+    last row, null means no loss.
     """
     key = str(source.key)
     losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]

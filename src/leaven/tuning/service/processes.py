@@ -51,8 +51,7 @@ class Commands:
     def start(self, command: str, environment: Mapping[str, str], output: BinaryIO) -> "subprocess.Popen[bytes]":
         """Start a shell command in the current folder. ``environment`` is added to leaven's variables.
 
-        The command writes to the file ``output``. If leaven has locked it, it stays locked until the command
-        ends.
+        The command writes to the file ``output``. A lock on this file lasts until the command ends.
         """
         process = subprocess.Popen(
             [*SHELL, command],
@@ -108,7 +107,7 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return the processes that descend from ``leaders``, or have their session or mark (``MARK``)."""
+    """Return ``leaders``, processes with their session or mark (``MARK``), and all descendants."""
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):

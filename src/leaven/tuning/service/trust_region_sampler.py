@@ -211,7 +211,7 @@ def _check(study: optuna.Study) -> None:
 
 
 def _fitted_noise(axes: Axes, points: Array, losses: Array) -> float | None:
-    """Return the noise between runs, fitted to the lowest losses, or None if fewer than ``FEWEST`` are finite."""
+    """Return the noise between runs, fitted to the lowest losses, or None below ``FEWEST`` finite losses."""
     lowest = np.argsort(losses, kind="stable")[: min(FITTED, int(np.isfinite(losses).sum()))]
     columns = Features(np.zeros(points.shape[1]), axes.scale, axes.levels).of(points[lowest])
     return fitted_noise(columns, losses[lowest]) if len(lowest) >= FEWEST else None

@@ -1,4 +1,4 @@
-"""Show the accelerators that the planner knows in the terminal."""
+"""Show in the terminal which accelerators the planner knows."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
