@@ -196,7 +196,7 @@ def print_document(
 
 
 def _has_reader(descriptor: int) -> bool:
-    """Return whether a file descriptor is a terminal, pipe or socket. Its other end can be closed."""
+    """Return whether a file descriptor is a terminal, pipe or socket. Each of these has a reader."""
     with suppress(OSError):
         mode = os.fstat(descriptor).st_mode
         return os.isatty(descriptor) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

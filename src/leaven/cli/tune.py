@@ -289,7 +289,7 @@ def _study_of_recipe(
     """Return the study in which leaven's own trainer trains a recipe. Tokenise the recipe's text first.
 
     Each worker trains at most ``stack`` trials at once, by default 1. If ``gpus`` is above 0 on a CUDA GPU,
-    leaven chooses this number.
+    leaven chooses ``stack``.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

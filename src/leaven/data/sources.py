@@ -151,7 +151,7 @@ def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[
 
 
 def _is_behind_link(file: File) -> bool:
-    """Return whether the path ``key`` contains a link."""
+    """Return whether the path ``file.key`` has a link."""
     root = file.path.parents[file.key.count("/")]
     return file.path.resolve() != root.resolve() / file.key
 

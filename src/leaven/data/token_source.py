@@ -40,7 +40,7 @@ _BLOCK = 2**20  # ids that are read at once
 
 @dataclass(frozen=True)
 class TokenSurvey:
-    """Hashes and counts of all token ids in a file, or in a split of a data set."""
+    """Facts about all token ids in a file, or in a split of a data set."""
 
     digest: str  # hash of the ids, their dtype and the ends of documents
     lowest: int  # smallest id if it is negative, else 0

@@ -149,7 +149,7 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 
 
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
-    """Yield training text for a tokenizer: from each of n sources, about `TRAINING_BYTES` / n bytes or less.
+    """Yield training text for a tokenizer: from each of n sources, at most about `TRAINING_BYTES` / n bytes.
     The weights of the sources do not matter. So mixtures of the same sources have the same tokenizer, and
     their losses can be compared."""
     for corpus in corpora:

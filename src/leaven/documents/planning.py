@@ -154,7 +154,7 @@ class CalibrationRow(Entry):
 
 
 class PublishedTimes(Entry):
-    """Measured / planned step times of published runs on one kind of accelerator."""
+    """Ratios (measured / planned step time) of published runs on an accelerator."""
 
     accelerator: str  # the first word of the accelerator's name, e.g. H100
     experts: bool  # whether the models are mixtures of experts

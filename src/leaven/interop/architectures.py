@@ -272,7 +272,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return an architecture's table. Entries that it lacks come from the table that its key ``like`` names."""
+    """Return an architecture's table. Missing entries, except ``without``, come from the table ``like``."""
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {

@@ -53,7 +53,7 @@ def all_reduce(size: float, ranks: int, stride: int, accelerator: Accelerator, m
 
 
 def all_to_all(size: float, ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the seconds of an all-to-all of ``size`` bytes per rank, the maximum over links and network."""
+    """Return the seconds of an all-to-all of ``size`` bytes per rank. Links and network work in parallel."""
     if ranks == 1:
         return 0.0
     near = _in_a_node(ranks, stride, accelerator)

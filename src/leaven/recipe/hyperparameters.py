@@ -104,7 +104,7 @@ class Muon(Part):
 
 
 class Hyperparameters(Part):
-    """The hyperparameters of the base. The scaling rule converts them to the scale of this recipe."""
+    """Hyperparameters of a recipe's base. The scaling rule converts them to the recipe's scale."""
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101). muon:

@@ -124,7 +124,7 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak speed of a device by its data sheet. Else measure the faster of ``compute`` and fp32."""
+    """Return a device's peak speed from its data sheet, or else measure the faster of ``compute`` and fp32."""
     known = known_peak(device, compute)
     if known is not None:
         return known

@@ -132,8 +132,8 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how far the baseline's loss falls, in nats, from the last :data:`SMOOTH` points of ``curve`` to its
-    own last."""
+    """Return the fall of the baseline's loss after ``curve`` ends, in nats. An end is the
+    last :data:`SMOOTH` points."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

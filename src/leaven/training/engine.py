@@ -281,8 +281,8 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. Copies that do not count in the loss fill them up,
-        because all processes need equally many micro-batches of the same size."""
+        """Yield the first ``count`` windows as micro-batches. All processes need equally many of the same size,
+        so copies of a window are added. The copies do not count in the loss."""
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):

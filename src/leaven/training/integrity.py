@@ -91,7 +91,7 @@ def require_run_of(run: RunFolder, recipe: Recipe) -> None:
 
 
 def faults(run: RunFolder) -> Iterator[str]:
-    """Yield a sentence about each file of a run that is changed, missing, unreadable, or of another run."""
+    """Yield a sentence about each file that is changed, missing, unreadable, or of another run."""
     finish = finish_of(run.read_events())
     for file, why in changed_since(run, finish).items() if finish is not None else ():
         yield f"{run.path / file} is not as it was when the run finished: {why}"
@@ -257,8 +257,8 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was started on a text with another ``fingerprint``. If no event has a
-    fingerprint, the checkpoint's fingerprint ``saved`` counts."""
+    """Raise InputError if the run was started on a text with another ``fingerprint``. If events.jsonl has none,
+    the checkpoint's fingerprint ``saved`` counts."""
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text

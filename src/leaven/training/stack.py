@@ -373,8 +373,8 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return each trial's validation loss in nats per token, over ``recipe.evaluation.tokens`` tokens. Batch
-        size and gradients are as in training, for the compiled pass."""
+        """Return each trial's validation loss (nats per token) over ``recipe.evaluation.tokens`` tokens. Batch size
+        and gradients are as in training, so nothing recompiles."""
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

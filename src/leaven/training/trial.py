@@ -213,7 +213,7 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Saves a trial every ``every_seconds`` seconds in ``folder``, from :func:`checkpoint_folder`. If saving
+    """Saves a trial every ``every_seconds`` seconds in ``folder`` (see :func:`checkpoint_folder`). If saving
     fails, it only warns. Checkpoints of other trials, or with parameters unlike ``recipe``, are ignored."""
 
     def __init__(

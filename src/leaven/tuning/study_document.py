@@ -80,8 +80,7 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return the distance that a trial at ``x`` uses. Whole-number values are rounded, increased by ``more``
-        and limited to their range."""
+        """Return ``x``, or for whole-number values the distance of (rounded value + ``more``), within the range."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)

@@ -408,7 +408,7 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run without divergence is shorter than another of its size. ``ends``: last rows."""
+    """Raise InputError if a run has not diverged, but ends before an equally large run. ``ends``: last rows."""
     if value in AXES:  # with another batch, a run has another number of steps
         return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}

@@ -286,7 +286,7 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return a run's values of `_CHOICES`. Unknown values are leaven's defaults, except QK-norm: off."""
+    """Return a run's `_CHOICES`. An unknown QK-norm is off; other unknowns are leaven's defaults."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)

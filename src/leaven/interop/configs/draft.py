@@ -181,7 +181,7 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value or default. If a number has neither, raise InputError. Other kinds are then empty."""
+        """Return the value or default. With neither, raise InputError for numbers; other kinds are empty."""
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
         if kind == "switch":

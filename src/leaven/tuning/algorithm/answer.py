@@ -349,7 +349,7 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point`` is the only finalist, with a predicted gain over ``least`` nats."""
+        """Return whether ``point``, as only finalist, was repeated and should gain ``least`` nats."""
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 

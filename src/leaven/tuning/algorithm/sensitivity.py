@@ -1,10 +1,10 @@
-"""Compute how much each searched value contributes to the gain of the best point, and what more trials would gain.
+"""Compute each searched value's part in the gain of the best point, and the possible gain of more trials.
 
 The possible gain is the loss at the best point minus the minimum within ``TRUST`` steps of this point.
 It is a median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` searched
-values, this median is too high, because the prior has one typical curvature for all values. The possible
-gain is then at most the gain of the second half of the trials. After n trials, the possible gain is
-about proportional to 1 / n. So n more trials bring half of it. docs/concepts/search.md says how accurate
+values, this median is too high, because the prior has one typical curvature for all values. So it is
+limited to the gain of the second half of the trials. After n trials, the possible gain is about
+proportional to 1 / n. So n more trials bring half of it. docs/concepts/search.md says how accurate
 this is.
 """
 

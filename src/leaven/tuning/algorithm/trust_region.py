@@ -327,7 +327,7 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point of the columns ``wanted``, moved into the box and away from risky values."""
+        """Convert the columns ``wanted`` to a point, moved into the box and away from risky values."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)

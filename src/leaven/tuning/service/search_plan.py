@@ -419,7 +419,7 @@ def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
 
 
 def _fresh(others: Sequence[StoredTrial], point: Params, count: int) -> list[int]:
-    """Return the ``count`` lowest seeds above 0 that no trial at ``point`` in ``others`` has used."""
+    """Return the ``count`` lowest seeds above 0 that no trial of ``others`` has used at ``point``."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 
