@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
@@ -395,17 +396,108 @@ def test_a_lock_file_that_is_removed_is_made_again(recipe: Recipe, tokens: Token
 def test_events_that_cannot_be_read_at_a_save_do_not_end_a_run(
     recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digest, calls = RunLines.events_digest, list[int]()
+    def away(*_: Any) -> None:
+        raise InputError("events.jsonl: cannot be read: Input/output error")
 
-    def away_once(lines: RunLines) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise InputError("events.jsonl: cannot be read: Input/output error")
-        return digest(lines)
+    def on_step(step: Step) -> None:
+        if step.step == 2:
+            (tmp_path / "events.jsonl").unlink()
+            monkeypatch.setattr(RunFolder, "lines_of", away)
 
-    monkeypatch.setattr(RunLines, "events_digest", away_once)
-    assert train(recipe.replace({"data.tokens": 4_096}), tokens, tmp_path / "run").finished
-    assert len(calls) > 3
+    assert train(recipe.replace({"data.tokens": 2_048}), tokens, tmp_path, on_step=on_step).finished
+
+
+@pytest.mark.parametrize(
+    ("name", "older", "why"),
+    [
+        ("events.jsonl", True, r"it had \d+ lines and now has \d+"),
+        ("events.jsonl", False, r"it had \d+ lines and now has \d+"),
+        ("metrics.jsonl", True, "steps 2 to 5 are missing"),
+        ("metrics.jsonl", False, "steps 1 to 5 are missing"),
+    ],
+)
+def test_lines_that_are_lost_while_a_run_trains_are_named(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, name: str, older: bool, why: str
+) -> None:
+    """At step 5, the file is removed or replaced by an older copy. The next checkpoints are after steps 8 and 12."""
+    run, short, told = RunFolder(tmp_path / "run"), recipe.replace({"data.tokens": 3_072}), list[str]()
+
+    def on_step(step: Step) -> None:
+        if step.step == 1:
+            shutil.copy(run.path / name, tmp_path)
+        if step.step == 5:
+            (run.path / name).unlink()
+            if older:
+                shutil.copy(tmp_path / name, run.path)
+
+    def on_event(event: str, values: dict[str, Any]) -> None:
+        if "changed" in event:
+            assert values["file"] == name
+            assert re.fullmatch(why, values["why"])
+            told.append(f"{event} {values['tokens']}")
+
+    assert train(short, tokens, run.path, on_step=on_step, on_event=on_event).finished
+    assert told == ["file_changed 2048"]
+    assert [event["tokens"] for event in run.events() if event["event"] == "file_changed"] == [2_048]
+    assert train(short, tokens, run.path, on_event=on_event).finished
+    assert told[1:] == ["finished_file_changed 3072"]
+
+
+def test_lines_that_are_lost_after_the_last_checkpoint_are_named(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    told: list[tuple[str, Any]] = []
+
+    def on_event(event: str, values: dict[str, Any]) -> None:
+        told.append((event, values.get("file")))
+        if event == "finish":
+            (tmp_path / "metrics.jsonl").unlink()
+
+    train(recipe.replace({"data.tokens": 1_024}), tokens, tmp_path, on_event=on_event)
+    assert told[-1] == ("finished_file_changed", "metrics.jsonl")
+
+
+def test_lines_that_a_crash_and_a_disk_have_touched_are_not_lost(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash has cut the files, and then lines are written with an error, or only later."""
+    os.truncate(run.events_file, run.events_file.stat().st_size - 1)
+    with run.metrics_file.open("a") as file:
+        file.write('{"st')
+    append, told, calls = storage.append, list[str](), list[Path]()
+
+    def fails(path: Path, line: bytes) -> None:
+        calls.append(path)
+        if len(calls) % 3:
+            append(path, line)
+        if len(calls) % 3 != 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(storage, "append", fails)
+    train(recipe, tokens, run.path, on_event=lambda event, values: told.append(event))
+    train(recipe, tokens, run.path, on_event=lambda event, values: told.append(event))
+    assert "unwritten" in told
+    assert not [event for event in told if "changed" in event]
+    assert len(run.metrics_file.read_text().splitlines()) == 40
+
+
+def test_a_call_in_python_warns_of_what_is_lost_and_of_nothing_else(
+    run: RunFolder, recipe: Recipe, tokens: TokenSet, tmp_path: Path
+) -> None:
+    newest = checkpoints(run.checkpoints)[-1]
+    shutil.rmtree(newest)
+    rewrite(run.metrics_file, lambda lines: lines[:4] + lines[9:])
+    shutil.copytree(run.path, tmp_path / "copy")
+    with pytest.warns(UserWarning, match="is missing") as seen:
+        train(recipe, tokens, run.path)
+    changed, missing = (str(each.message) for each in seen)
+    assert changed.startswith(f"{run.path}: metrics.jsonl is not as the run wrote it up to ")
+    assert changed.endswith(" tokens: steps 5 to 9 are missing; the run continues")
+    assert missing == f"{run.path}: checkpoint {newest.name} is missing; the steps up to it are trained again"
+    assert {each.filename for each in seen} == {__file__}
+    with warnings.catch_warnings(action="error"):
+        train(recipe, tokens, run.path)
+        train(recipe, tokens, tmp_path / "copy", on_event=lambda event, values: None)
 
 
 def test_a_run_goes_on_with_its_own_tokenizer(run: RunFolder, recipe: Recipe, tokens: TokenSet) -> None:
@@ -833,6 +925,29 @@ def test_a_network_disk_that_is_away_at_the_end_is_waited_for(
     monkeypatch.setattr(checkpoint, "sync_file", fails)
     assert train(short, tokens, tmp_path, on_event=lambda event, values: seen.append(event)).finished
     assert seen.count("waits") == 1
+
+
+def test_a_call_in_python_warns_once_that_it_waits(
+    recipe: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leaven.training.trainer.SHORT_PAUSE", 0)
+    write, failed = checkpoint.write_checkpoint, list[int]()
+
+    def full(folder: Path, saved: Checkpoint, *more: Any) -> Path:
+        if saved.progress.tokens and len(failed) < 4:
+            failed.append(1)
+            raise checkpoint.NotSaved(os.strerror(errno.ENOSPC))
+        return write(folder, saved, *more)
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", full)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        assert train(recipe.replace({"data.tokens": 1_024}), tokens, tmp_path).finished
+    not_saved, waits = (str(each.message) for each in seen)
+    assert not_saved.startswith(f"{tmp_path}: the checkpoint at 1.02 k tokens is not saved: No space left")
+    assert waits.startswith(
+        f"{tmp_path}: the run is done, and waits until it can write its last checkpoint and lines"
+    )
 
 
 def test_a_newer_checkpoint_that_a_network_disk_shows_late_changes_nothing(

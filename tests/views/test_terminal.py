@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from tests.cli.conftest import Verb
 
 from leaven.recipe.files import read_recipe
+from leaven.training.integrity import FAULTS
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views.terminal import console
 from leaven.views.terminal.study import TuneScreen
@@ -70,7 +71,7 @@ def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:
     values |= dict(changes=[{"path": "layout.dp", "before": 2, "after": 1}])
     renamed = {"emulated": "start", "full_batch": "ramp", "slow_rank": "ranks"}
     with TrainScreen(read_recipe(tiny_file)) as screen:
-        for event in EVENTS:
+        for event in (*EVENTS, *FAULTS):
             before = len(seen.getvalue())
             screen.event(renamed.get(event, event), values)
             assert len(seen.getvalue()) > before, event

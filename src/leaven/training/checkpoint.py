@@ -533,14 +533,15 @@ class Checkpoints(Callback):
         self.trainer.run.require_there()
         self.trainer.run.require_own_checkpoints()
         training = self.training
+        for file, why in self.trainer.lines.changes(training.progress.step).items():
+            self.trainer.event("file_changed", file=file, why=why)
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
         state[IDENTITY] = self.trainer.run.identity
         state[RECIPE] = saved_recipe(training.recipe)
         if self._tokenizer is not None:
             state[TOKENIZER] = self._tokenizer
-        with suppress(InputError):  # if the disk is away, the save reports that
-            state[EVENTS] = asdict(self.trainer.lines.events_digest())
+        state[EVENTS] = asdict(self.trainer.lines.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 

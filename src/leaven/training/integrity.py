@@ -19,6 +19,7 @@ from leaven.documents import is_sealed
 from leaven.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import NOT_NUMBERS, Difference, Recipe, differing
+from leaven.recipe.units import format_quantity
 from leaven.training.run_folder import (
     IDENTITY,
     LOCK,
@@ -35,7 +36,7 @@ from leaven.training.run_folder import (
     newest_document,
     tokens_of,
 )
-from leaven.training.run_lines import EVENTS, digest, kept_metrics, lines_digest
+from leaven.training.run_lines import EVENTS, changed_events, kept_metrics, lines_digest
 
 RECIPE = "recipe"  # key of the recipe in the state of a checkpoint
 TOKENIZER = "tokenizer"  # key of the digest of tokenizer.json in the state of a checkpoint
@@ -444,11 +445,30 @@ def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
     event, or the state of the callbacks in a checkpoint."""
     if not is_sealed(since):
         return "its finish event has been changed"
-    lines, written = run.lines_of(run.events_file), lines_digest(since.get(EVENTS))
-    if not lines:
-        return "its lines are missing"
-    if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:
-        return None
-    if len(lines) < written.lines:
-        return f"it had {written.lines:,} lines and now has {len(lines):,}"
-    return f"its first {written.lines:,} lines have been changed"
+    return changed_events(run.lines_of(run.events_file), lines_digest(since.get(EVENTS)))
+
+
+# Messages of events
+
+
+FAULTS = {
+    "checkpoint_failed": "the checkpoint at {tokens} tokens is not saved: {why}; the run continues, and older "
+    "checkpoints are kept",
+    "unwritten": "files cannot be written at {tokens} tokens: {why}; the run continues and writes them later",
+    "waits": "the run is done, and waits until it can write its last checkpoint and lines: {why}; Ctrl-C gives them "
+    "up",
+    "lines_lost": "the last lines of metrics and events are lost: {why}",
+    "curves_lost": "{writer} receives no curves from {tokens} tokens on: {why}",
+    "file_changed": "{file} is not as the run wrote it up to {tokens} tokens: {why}; the run continues",
+    "finished_file_changed": "{file} is not as the run wrote it up to {tokens} tokens: {why}",
+}
+
+
+def faults_in(event: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the messages of an event about what is lost, damaged or cannot be written."""
+    if event in FAULTS:
+        yield FAULTS[event].format(**{**values, "tokens": format_quantity(values["tokens"])})
+    for name in values.get("damaged_checkpoints", ()):
+        yield f"checkpoint {name} is damaged and was not used"
+    if values.get("missing_checkpoint"):
+        yield f"checkpoint {values['missing_checkpoint']} is missing; the steps up to it are trained again"

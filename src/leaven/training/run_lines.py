@@ -39,15 +39,13 @@ class RunLines:
         self.unwritten: str | None = None  # why lines are kept in memory; None if all are written
         self.no_room = False  # whether lines are kept because a disk is full, away or may not be written
         self._waiting: deque[tuple[Path, bytes]] = deque()  # (file, line) of the lines that are kept in memory
-        self._lines, self._digest = 0, digest(())  # number and digest of the lines of metrics.jsonl
+        # The lines that each file should have. Those of metrics.jsonl are unknown until :meth:`truncate_metrics`.
+        self._lines = {run.metrics_file: _Lines(()), run.events_file: _Lines(run.lines_of(run.events_file))}
 
     def record(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. Numbers that are not finite become null."""
-        first = not self._lines and self._run.identity
-        written = _json_line({IDENTITY: self._run.identity} | line if first else line)
-        self._lines += 1
-        self._digest.update(written)
-        self._append(self._run.metrics_file, written)
+        first = not self.metrics_digest().lines and self._run.identity
+        self._append(self._run.metrics_file, _json_line({IDENTITY: self._run.identity} | line if first else line))
 
     def event(self, event: str, **values: Any) -> None:
         """Append a line to events.jsonl, with the time in seconds since 1970."""
@@ -64,6 +62,7 @@ class RunLines:
                     storage.sync_file(file)
 
     def _append(self, path: Path, line: bytes) -> None:
+        self._lines[path].add(line)
         if not self._run.writes:
             return
         self._run.require_there()
@@ -75,7 +74,8 @@ class RunLines:
         while self._waiting:
             path, line = self._waiting[0]
             try:
-                storage.append(path, line)
+                if self.unwritten is None or not storage.ends_with(path, json.loads(line)):
+                    storage.append(path, line)
             except OSError as error:
                 self.unwritten = error.strerror or str(error)
                 self.no_room = error.errno in storage.FULL | storage.AWAY | storage.DENIED
@@ -96,7 +96,7 @@ class RunLines:
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove from metrics.jsonl the lines after ``step``, which will be repeated, and a torn last line. Return
         a sentence if the remaining lines differ from the digest ``written``, or None."""
-        waiting = [line for path, line in self._waiting if path == self._run.metrics_file]
+        waiting = self._waiting_for(self._run.metrics_file)
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
         if not self._run.writes:
             return None
@@ -108,18 +108,49 @@ class RunLines:
             with storage.open_to_write(self._run.metrics_file) as file:
                 file.truncate(size)  # in place, which works even on a full disk
         self._waiting.extend((self._run.metrics_file, line) for line in lines[len(on_disk) : kept])
-        self._lines, self._digest = kept, digest(lines[:kept])
+        self._lines[self._run.metrics_file] = _Lines(lines[:kept])
         return difference
 
     def metrics_digest(self) -> LinesDigest:
         """Return number and digest of all lines of metrics.jsonl, including lines still in memory."""
-        return LinesDigest(self._lines, self._digest.hexdigest())
+        return self._lines[self._run.metrics_file].written()
 
     def events_digest(self) -> LinesDigest:
         """Return the number and the digest of the lines of events.jsonl, including unwritten lines."""
-        waiting = (line for path, line in self._waiting if path == self._run.events_file)
-        lines = [*self._run.lines_of(self._run.events_file), *waiting]
-        return LinesDigest(len(lines), digest(lines).hexdigest())
+        return self._lines[self._run.events_file].written()
+
+    def changes(self, step: int) -> dict[str, str]:
+        """Return {file name: how its lines up to ``step`` differ from those that were written}. A file is only read
+        if its size is wrong. A change that was returned is not returned again."""
+        found: dict[str, str] = {}
+        for path, lines in self._lines.items() if self._run.writes else ():
+            waiting = self._waiting_for(path)
+            with suppress(OSError, InputError):  # the disk is away
+                if (path.stat().st_size if path.exists() else 0) + sum(map(len, waiting)) == lines.size:
+                    continue
+                there, written = [*self._run.lines_of(path), *waiting], lines.written()
+                metrics = path == self._run.metrics_file
+                why = kept_metrics(there, step, written)[1] if metrics else changed_events(there, written)
+                if why is not None:
+                    found[path.name], lines.size = why, sum(map(len, there))
+        return found
+
+    def _waiting_for(self, path: Path) -> list[bytes]:
+        return [line for each, line in self._waiting if each == path]
+
+
+class _Lines:
+    """The number, size and digest of the lines that a file should have."""
+
+    def __init__(self, lines: Sequence[bytes]) -> None:
+        self.count, self.size, self.digest = len(lines), sum(map(len, lines)), digest(lines)
+
+    def add(self, line: bytes) -> None:
+        self.count, self.size = self.count + 1, self.size + len(line)
+        self.digest.update(line)
+
+    def written(self) -> LinesDigest:
+        return LinesDigest(self.count, self.digest.hexdigest())
 
 
 def lines_digest(document: Any) -> LinesDigest | None:
@@ -149,6 +180,17 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
     if missing:
         return kept, f"{_in_words(missing)} missing"
     return kept, None if written is None else f"its values up to step {step:,} have been changed"
+
+
+def changed_events(lines: Sequence[bytes], written: LinesDigest | None) -> str | None:
+    """Return how the ``lines`` of events.jsonl differ from those that were ``written``, or None."""
+    if not lines:
+        return "its lines are missing"
+    if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:
+        return None
+    if len(lines) < written.lines:
+        return f"it had {written.lines:,} lines and now has {len(lines):,}"
+    return f"its first {written.lines:,} lines have been changed"
 
 
 def _in_words(ranges: Sequence[tuple[int, int]]) -> str:

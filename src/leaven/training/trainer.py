@@ -43,7 +43,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -79,6 +79,7 @@ from leaven.training.engine import StopRequested, Training
 from leaven.training.integrity import (
     changed_since,
     events_changed,
+    faults_in,
     identity_of,
     missing_checkpoint,
     newest_saved,
@@ -122,7 +123,7 @@ def train(
     folder: Path | str,
     *,
     on_step: Callable[[Step], None] = lambda step: None,
-    on_event: Callable[[str, dict[str, Any]], None] = lambda event, values: None,
+    on_event: Callable[[str, dict[str, Any]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
     log_to: Sequence[str] = (),
     rewind: ManualRewind | None = None,
@@ -140,7 +141,8 @@ def train(
 
     Args:
         on_step: called with the metrics of each step.
-        on_event: called with the name and values of each event; most are also lines of events.jsonl.
+        on_event: called with the name and values of each event; most are also lines of events.jsonl. Without it,
+            warnings say what is lost, damaged or cannot be written.
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
             saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
             until ``stop`` returns True.
@@ -155,6 +157,7 @@ def train(
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
+    on_event = on_event or _warnings_of_faults(folder, sys._getframe(1), group)
     with _stopped_by_ctrl_c(stop) as asked:
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
@@ -162,6 +165,20 @@ def train(
             message = f"{folder}: stopped at {summary.tokens:,} tokens, {saved}; the same call resumes the run"
             warnings.warn(message, stacklevel=2)
     return summary
+
+
+def _warnings_of_faults(
+    folder: Path, caller: FrameType, group: ProcessGroup
+) -> Callable[[str, Mapping[str, Any]], None]:
+    """Return an ``on_event`` that warns, on rank 0, of each message of :func:`faults_in`. Equal warnings are shown
+    once, as warnings of the line that ``caller`` executes."""
+    where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[str, int]()
+
+    def warn(event: str, values: Mapping[str, Any]) -> None:
+        for fault in faults_in(event, values) if group.is_first else ():
+            warnings.warn_explicit(f"{folder}: {fault}", UserWarning, *where, registry=shown)
+
+    return warn
 
 
 @contextmanager
@@ -397,6 +414,8 @@ class RunTrainer:
             time.sleep(SHORT_PAUSE)
             self.lines.write_waiting()
         self.lines.require_written()
+        for file, why in self.lines.changes(self.training.progress.step).items():
+            self._on_event("finished_file_changed", self._at | {"file": file, "why": why})
         return _summary(self.run, self.training.progress, result)
 
     def _save_when_possible(self, error: str | None, stop: Callable[[], bool]) -> str | None:

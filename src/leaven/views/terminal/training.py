@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
+from leaven.training.integrity import faults_in
 from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.views import numbers
 from leaven.views.tables import Column
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 SLOW = 1.5  # a rank is reported as slow if it takes more than this many times as long as the median rank
 LONGEST_SILENCE = 60.0  # seconds; the next step gets a row if the last row is older
 
-# The messages of events, by the name of the event. :q formats a count, such as 2.5 M, and :v any other number.
+# The messages of events, by the name of the event. :q formats a count, such as 2.5 M, and :v any other number. The
+# messages about lost or damaged files are in :func:`faults_in`.
 EVENTS = {
     "emulated": "caution: this device only emulates {compute}, so matrix products take {emulated:.1f} times as long "
     "as in fp32; to train faster, start a new run with --set precision.compute=fp32",
@@ -30,18 +32,9 @@ EVENTS = {
     "rollback": "anomaly at {tokens:q} tokens: {why}\n"
     "  rolled back to {from_tokens:q} tokens, skipping the data from {skip_from:q} to {skip_to:q}{lower}, "
     "attempt {attempt} of {attempts}",
-    "checkpoint_failed": "the checkpoint at {tokens:q} tokens is not saved: {why}; the run continues, and older "
-    "checkpoints are kept",
-    "unwritten": "files cannot be written at {tokens:q} tokens: {why}; the run continues and writes them later",
-    "waits": "the run is done, and waits until it can write its last checkpoint and lines: {why}; Ctrl-C gives them "
-    "up",
-    "lines_lost": "the last lines of metrics and events are lost: {why}",
     "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
     "{micro_batch}",
     "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
-    "curves_lost": "{writer} receives no curves from {tokens:q} tokens on: {why}",
-    "file_changed": "{file} has changed since the checkpoint at {tokens:q} tokens: {why}; the run continues",
-    "finished_file_changed": "{file} has changed since the run finished at {tokens:q} tokens: {why}",
     "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so losses may differ in the last "
     "bits",
 }
@@ -138,10 +131,8 @@ class TrainScreen(LiveScreen):
             self.line(f"  {epochs:.3g} epochs of {source}")
         if values.get("mfu_convention"):
             self.line(f"  MFU: {values['mfu_convention']}")
-        for name in values.get("damaged_checkpoints", ()):
-            self.line(f"  checkpoint {name} is damaged and was not used")
-        if values.get("missing_checkpoint"):
-            self.line(f"  checkpoint {values['missing_checkpoint']} is missing; the steps up to it are trained again")
+        for fault in faults_in(event, values):
+            self.line(f"  {fault}")
 
     def _say_waiting(self) -> None:
         if self._waiting is not None:
