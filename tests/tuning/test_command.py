@@ -881,7 +881,16 @@ def test_null_is_told_from_nan_without_steps(rows: list[dict[str, object]], mean
         ("loss 1,234.5 loss 3,25 loss 1_000.5 loss 1.2.3 loss 12,345 loss 1", [1.0]),
         ("loss 1\nother 3\nloss -1,234.5", "-1,234.5"),
         ("loss 1\nloss *****", "*****"),
-        ("loss 1\nloss *", [1.0]),
+        ("loss 1\nloss *", "*"),
+        ("loss 1\nloss 1.#QNAN", "1.#QNAN"),
+        ("loss 1\nloss 1.234,5", "1.234,5"),
+        ("loss 1\nloss 1'234.5", "1'234.5"),
+        ("loss 1\nloss 1\u202f234.5", "1\u202f234.5"),
+        ("loss 1\nloss 0x1.8p1", "0x1.8p1"),
+        ("loss 1\nloss 2.3k", "2.3k"),
+        ("loss 2.3D+01 loss 2.3", [2.3]),
+        ("{'loss': '2.3', loss 2.3' loss 2.3\u202fs loss 2.3 1 loss 2.3s.", [2.3, 2.3, 2.3]),
+        ("loss 2.345,0.5 loss 2.3) loss 2.3% loss 2.3\x1b[0m loss 2.3,acc", [2.345, 2.3, 2.3, 2.3, 2.3]),
         ("loss 1\nloss 1.2.3 loss null", "1.2.3"),
         ("loss information loss nano loss nan_count 0 loss infinite", []),
         ("loss nan, loss -inf loss Infinity. loss NaN_100", ["nan", "-inf", "inf", "nan"]),
@@ -919,6 +928,46 @@ def test_decoration_is_not_the_last_loss(tmp_path: Path, pattern: str, last: str
     (tmp_path / "log").write_text(f"step 2: val loss 2.9\n{last}\n")
     with refused("the last loss may be", "not a number") if is_loss else nullcontext():
         assert read_losses(source, tmp_path / "log", complete=True)[-1][1] == 2.9
+
+
+LOSSES = "loss: mse\nbest val loss: none\nstep 100: val loss 2.9\nstep 200: val loss 2.5\n"
+
+
+@pytest.mark.parametrize(
+    "last", ["None", "", "N/A", "--", "overflow", "∞", "'2.3'", "[2.3]", "(1,234.5)", "None | lr 1"]
+)
+def test_a_word_in_place_of_the_last_number_is_an_error(tmp_path: Path, last: str) -> None:
+    source = LossSource.model_validate({"pattern": "step {step}: val loss {loss}"})
+    (tmp_path / "log").write_text(f"{LOSSES.replace('2.5', '2.5 | lr 1')}step 300: val loss {last}\ndone\n")
+    with refused(f"the last loss may be {(last.split() or ['empty'])[0]}, which is", "print it as 1234.5 or nan"):
+        read_losses(source, tmp_path / "log", complete=True)
+    read_losses(source, tmp_path / "log", complete=False)  # a number may follow
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("val loss {loss}", f"{LOSSES}step 300: val loss improved from 2.9 to 2.5\n"),
+        ("val loss {loss}", f"{LOSSES}step 300: val loss history: [2.9, 2.5]\nBest val loss None\n"),
+        ("loss: {loss}", "loss: mse\nloss: 2.5\nloss: saved to loss.png\n"),
+        ("val loss {loss}", LOSSES + "".join(f"step 30{i}: val loss None\nstep 400: val loss 2.5\n" for i in "123")),
+        ("val loss {loss}", f"step 1: val loss None\n{LOSSES}step 201: val loss None\n"),  # a step without a loss
+        ("{loss}", "2.5\ndone\n"),
+        ("^{step},{loss}", "step,val,train\n100,2.345,7\n200,2.5,9\n"),
+        ("^{step},[^,]*,{loss}", "step,train,val\n100,2.1,\n200,2.1,2.5\n210,2.1,\n"),
+    ],
+)
+def test_a_word_on_another_line_is_not_the_last_loss(tmp_path: Path, pattern: str, text: str) -> None:
+    (tmp_path / "log").write_text(text)
+    source = LossSource.model_validate({"pattern": pattern})
+    assert read_losses(source, tmp_path / "log", complete=True)[-1][1] == 2.5
+
+
+def test_words_after_the_last_loss_count_if_more_than_between_losses(tmp_path: Path) -> None:
+    source = LossSource.model_validate({"pattern": "^{step},{loss}"})
+    (tmp_path / "log").write_text("1,2.9,1\n2,,1\n3,2.5,1\n4,,1\n5,,1\n")
+    with refused("the last loss may be ,1, which is"):
+        read_losses(source, tmp_path / "log", complete=True)
 
 
 def test_tensorboard_and_wandb_are_read(tmp_path: Path) -> None:

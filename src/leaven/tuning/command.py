@@ -52,13 +52,18 @@ NAME = r"[A-Za-z_][\w-]*"
 _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][\w.\-\[\]]*)\}")
 _QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
-# A complete number: not a part of another number or of a word. In "1,234.5" there is no match.
-_BEFORE, _AFTER = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])", r"(?!\.?\d|[eE][-+]?\d)"
-_DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
+# A complete number: not a part of another number or of a word. In "1,234.5", "1'234.5", "1.#QNAN" and "2.3k" there is
+# no match; "2.3nats" is a number with its unit.
+_THOUSANDS = "['\u2019\u00a0\u2009\u202f]"  # an apostrophe, or a space at which no line breaks
+_BEFORE = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])"
+_AFTER = rf"(?!\.?(?:{_THOUSANDS}?\d|#|[a-zA-Z](?![a-zA-Z])))"
+# In "1.234,5" there is no match, either. After or before another comma, it is two columns of CSV.
+_NO_COMMA = r"(?:(?<=,)|(?!\d{1,3}(?:\.\d{3})+,\d+(?![\d.,eE])))"
+_DIGITS = rf"{_BEFORE}[-+]?{_NO_COMMA}(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 # A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
-_UNREADABLE = r"(?:[-+]?[.,]?\d[\d.,_]*|\*{2,})(?!\S)"
-_STEP = r"\d[\d,_]*"
+_UNREADABLE = r"(?:[-+]?\.?\d[\d.,_]*|\*{2,})(?![^ \t\n])"
+_STEP = r"\d+(?:[,_]\d{3})*"
 SOURCES = ("pattern", "jsonl", "tensorboard", "wandb")
 # Keys that may differ between the processes of one study, for example on another machine.
 OF_MACHINE = ("timeout_seconds", "prune", "devices", "resume")
@@ -133,6 +138,11 @@ class LossSource(Part):
     def unreadable(self) -> str:
         """The regular expression for losses that :attr:`expression` cannot read, such as 1,234.5."""
         return self._with_loss(_UNREADABLE)
+
+    @property
+    def any_text(self) -> str:
+        """The ``pattern`` as a regular expression in which {loss} is any text without spaces, perhaps empty."""
+        return self._with_loss(r"[^ \t\n]*")
 
     def _with_loss(self, loss: str) -> str:
         once = (self.pattern or "").replace("{loss}", f"(?P<loss>{loss})", 1)

@@ -20,10 +20,12 @@ from leaven.tuning.command import LossSource
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
 Row = tuple[Any, dict[str, Any]]  # (step, values by name)
 MOST_NAMES = 20  # names of values that a message lists
-MOST_BEFORE = 1000  # characters before a loss on its line that are compared
+MOST_BEFORE = 1000  # characters before a loss, and after it, on its line that are compared
 LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 # Words in names of values that are logged because of NaN, and of losses that stay finite while the loss is NaN.
 _OF_NAN = re.compile("(?<![a-z])(?i:nan|inf|skip|skipped|overflow)(?![a-z])")
+_LIKE_NUMBER = re.compile(r"[^\w,;|]*\d|\*\*")  # a text that begins like a number, perhaps after quotes
+_ANY_NUMBER = re.compile(r"[-+]?(?:\.?\d(?:[\d.,_]*\d)?(?:e[-+]?\d+)?|\b(?:nan|inf)\b)", re.IGNORECASE)
 _OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")
 
 
@@ -83,27 +85,67 @@ def _losses(source: LossSource, where: Path, complete: bool, resumed: bool) -> L
 
 def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
     text = storage.read(file).decode(errors="replace").replace("\r", "\n") if file.is_file() else ""
-    last: re.Match[str] | None = None
+    losses = list[re.Match[str]]()
     for found in re.finditer(source.expression, text if complete else text[: text.rfind("\n") + 1], re.MULTILINE):
         step = re.sub("[,_]", "", found.groupdict().get("step") or "")
         if len(step) > len(str(LARGEST_STEP)):
             raise InputError(f"{file}: a loss has the step {step:.60}, which is too large")
         if found["loss"] is not None:  # the pattern may have an alternative without a loss
-            last = found
+            losses.append(found)
             yield int(step) if step else None, float(found["loss"])
-    later = re.compile(source.unreadable, re.MULTILINE).finditer(text, last.end() if last else 0) if complete else ()
-    for found in later:
-        # On a line that begins in another way, it is probably no loss, as in "*** loss *** done".
-        if (unreadable := found["loss"]) is not None and (last is None or _before(last) == _before(found)):
-            raise InputError(
-                f"{file}: the last loss may be {unreadable:.60}, which is not a number; print it as 1234.5"
-            )
+    finite = all(math.isfinite(float(loss["loss"])) for loss in losses)  # otherwise, the command has diverged
+    if complete and finite and (unreadable := _unreadable(source, text, losses)) is not None:
+        raise InputError(
+            f"{file}: the last loss may be {unreadable[:60] or 'empty'}, which is not a number; print it as 1234.5 "
+            "or nan, and print no such line for a step without a loss"
+        )
 
 
-def _before(found: re.Match[str]) -> str:
-    """Return the line's text before a match, without numbers and spaces, as these differ between lines."""
-    line = found.string[max(0, found.start() - MOST_BEFORE) : found.start()].rpartition("\n")[2]
-    return re.sub(r"\d[\d.,_]*|\s", "", line)
+def _unreadable(source: LossSource, text: str, losses: list[re.Match[str]]) -> str | None:
+    """Return what stands in place of a number after the last loss, or None.
+
+    On a line that begins in another way, it is probably no loss, as in "*** loss *** done". A text such as "None"
+    counts only if there are more after the last loss than between two losses: it may mean a step without a loss.
+    """
+    last = losses[-1] if losses else None
+    for found in re.compile(source.unreadable, re.MULTILINE).finditer(text, last.end() if last else 0):
+        same = last is None or _before(text, last.start()) == _before(text, found.start())
+        if same and found["loss"] is not None:
+            return found["loss"]
+    if last is None or not (after := _texts(source, last, last.end(), len(text))):
+        return None
+    if numbers := [each for each in after if _LIKE_NUMBER.match(each)]:
+        return numbers[0]
+    parts = ((one.end() if one else 0, other.start()) for one, other in pairwise([None, *losses]) if other)
+    return after[-1] if len(after) > max(len(_texts(source, last, *part)) for part in parts) else None
+
+
+def _texts(source: LossSource, last: re.Match[str], start: int, end: int) -> list[str]:
+    """Return what stands in place of a number in a part of a log, on lines like that of the ``last`` loss.
+
+    Such a line begins in the same way, not only with numbers, and then ends or goes on with the same word: "val loss
+    improved from 2.5" is not like "val loss 2.5".
+    """
+    text, begin, word = last.string, _before(last.string, last.start("loss")), _after(last)
+    every = re.compile(source.any_text, re.MULTILINE).finditer(text, start, end) if begin.strip("0") else ()
+    return [
+        found["loss"]
+        for found in every
+        if found["loss"] is not None and _after(found) in {"", word} and _before(text, found.start("loss")) == begin
+    ]
+
+
+def _before(text: str, place: int) -> str:
+    """Return the text before a place on its line, without spaces, and with 0 for each number."""
+    line = text[max(0, place - MOST_BEFORE) : place].rpartition("\n")[2]
+    return re.sub(r"\s", "", _ANY_NUMBER.sub("0", line))
+
+
+def _after(loss: re.Match[str]) -> str:
+    """Return the first word after a loss on its line, or 0 for a number, or "" if there is none."""
+    line = loss.string[loss.end("loss") : loss.end("loss") + MOST_BEFORE].partition("\n")[0]
+    found = re.search(r"\d|[^\W\d]+", line)
+    return "" if found is None else re.sub(r"\d", "0", found[0])
 
 
 def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> Losses:
