@@ -770,12 +770,12 @@ def test_two_new_runs_do_not_share_a_folder_of_checkpoints(recipe: Recipe, token
 
     def on_step(step: Step) -> None:
         if step.step == 20:
-            with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {first.path}, which"):
+            with pytest.raises(InputError, match=f"is a link to the checkpoints of {first.path}, which"):
                 train(other, tokens, second.path)
             # As if both had begun at once.
             (elsewhere / ".run").write_text(f"{second.path}\n{second.path.stat().st_ino}")
 
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {second.path}, which"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of {second.path}, which"):
         train(recipe, tokens, first.path, on_step=on_step)
 
 
@@ -980,7 +980,7 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     shutil.copytree(run.path, copy.path, symlinks=True)
     before = files(elsewhere)
     for rewind in (None, ManualRewind(9_216)):
-        with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which may"):
+        with pytest.raises(InputError, match=f"is a link to the checkpoints of {run.path}, which may"):
             train(recipe, tokens, copy.path, rewind=rewind)
     assert files(elsewhere) == before
     copy.checkpoints.unlink()
@@ -991,19 +991,19 @@ def test_a_copy_with_a_link_does_not_change_the_checkpoints_of_the_original(
     shutil.copytree(elsewhere, tmp_path / "copied")
     shutil.rmtree(copy.checkpoints)
     copy.checkpoints.symlink_to(tmp_path / "copied")
-    with pytest.raises(InputError, match="is a link to the checkpoints of the run in .*, which may"):
+    with pytest.raises(InputError, match="is a link to the checkpoints of .*, which may"):
         train(recipe, tokens, copy.path, rewind=ManualRewind(8_192))
     moved = run.path.rename(tmp_path / "moved")  # it is no copy: the link leads to its own checkpoints
     shutil.copytree(moved, tmp_path / "copy of the moved one", symlinks=True)
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which may"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of {run.path}, which may"):
         train(recipe, tokens, tmp_path / "copy of the moved one", rewind=ManualRewind(9_216))
     assert files(elsewhere) == before
     shutil.copytree(moved, run.path, symlinks=True)  # as another container sees it, under the same path
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {run.path}, which may"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of {run.path}, which may"):
         train(recipe, tokens, run.path, rewind=ManualRewind(9_216))
     assert files(elsewhere) == before
     assert train(recipe, tokens, moved, rewind=ManualRewind(9_216)).finished
-    with pytest.raises(InputError, match=f"is a link to the checkpoints of the run in {moved}, which may"):
+    with pytest.raises(InputError, match=f"is a link to the checkpoints of {moved}, which may"):
         load_run(run.path)
 
 
@@ -1021,13 +1021,13 @@ def test_a_link_to_checkpoints_of_an_unknown_run_is_not_rewound(
         (elsewhere / ".run").write_text(f"{run.path}\n2")
         shutil.copytree(run.path, tmp_path / "whole copy")  # its checkpoints are no link
         RunFolder(tmp_path / "whole copy").require_own_checkpoints()
-        with refused("is a link to the checkpoints of the run in", str(run.path)):
+        with refused("is a link to the checkpoints of", str(run.path)):
             train(recipe, tokens, copy)
         RunFolder(run.path).require_own_checkpoints()
         RunFolder(run.path.rename(tmp_path / "moved")).require_own_checkpoints()
     (elsewhere / ".run").unlink()
     before = files(elsewhere)
-    with refused("is a link to checkpoints without .run, the file that names their run; if no other run uses"):
+    with refused("is a link to checkpoints without .run, the file that names their run; if no other run or study"):
         train(lower, tokens, copy, rewind=ManualRewind(6_144))
     assert files(elsewhere) == before
     (elsewhere / ".run").write_text("\n")

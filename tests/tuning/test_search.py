@@ -31,6 +31,7 @@ from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
 from leaven.tuning.service.search_plan import METHODS, Budget, NothingFound, SearchPlan, busy
 from leaven.tuning.service.stored_study import TrialRequest, trials_of
+from leaven.tuning.service.stores import open_store
 from leaven.tuning.service.study_settings import join_study
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
@@ -310,6 +311,49 @@ def test_trials_that_go_while_a_command_runs_are_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr(stored.study, "get_trials", lambda **_: kept)
     with pytest.raises(InputError, match="has lost trial 2; restore"):
         stored.read()
+
+
+@pytest.mark.parametrize(
+    ("copied", "replaced"),
+    [(1, "when it runs"), (1, "when it has ended"), (1, "later"), (2, "later"), (1, "at last"), (2, "at last")],
+)
+def test_an_older_copy_that_replaces_the_database_of_a_command_is_noticed(
+    tmp_path: Path, stores: Path, copied: int, replaced: str
+) -> None:
+    """The copy has one trial, or also the second one, which runs."""
+    file, first, axes = tmp_path / "store", stores / "one trial", Axes({"lr": (-3.0, 3.0)})
+
+    def opened(file: Path) -> stored_study.StoredStudy:
+        return join_study(
+            open_store(f"sqlite:///{file}"), "s", "s", "", method="random", axes=axes, seed=0, noise=None
+        )
+
+    def begin(study: stored_study.StoredStudy, number: int) -> None:
+        assert study.create(TrialRequest("search", f"search:{number}", point={"lr": 1.0}), "x", None)
+
+    def replace(now: str) -> None:
+        if now == replaced:
+            file.write_bytes(copies[copied - 1])
+
+    if not first.exists():
+        begin(new := opened(first), 0)
+        new.record(0, Outcome(1.0))
+    shutil.copy(first, file)
+    begin(stored := opened(file), 1)
+    copies = first.read_bytes(), file.read_bytes()
+    replace("when it runs")
+    with refused("lost trial"):
+        stored.read()
+        stored.record(1, Outcome(1.0))
+        replace("when it has ended")
+        stored.read()
+        replace("later")
+        stored.read()
+        replace("at last")
+        begin(stored, 2)
+    replace(replaced)
+    begin(same := opened(file), copied)  # between two commands, an older copy may replace it
+    assert len(same.trials) == copied + 1
 
 
 def test_with_many_trials_the_surrogate_is_not_fitted_after_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ import optuna
 import psutil
 import pytest
 import torch
+from tests.errors import refused
 from typer.testing import CliRunner
 
 from leaven.cli import INTERRUPTED, app
@@ -47,7 +48,7 @@ from leaven.tuning.service.command_study import CommandStudy
 from leaven.tuning.service.recipe_study import Study
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
 from leaven.tuning.service.study import NoScreen
-from leaven.tuning.service.study_folder import write_results
+from leaven.tuning.service.study_folder import StudyFolder, write_results
 from leaven.tuning.space import Space, space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
@@ -288,7 +289,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     assert "no trial ended: 2 died at every attempt" in done.stderr
     assert [trial["state"] for trial in saved(tmp_path / "study")] == ["failed"] * 2
     assert left == [[], [f"{3:024x}"], [], [f"{3:024x}"]]
-    copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("*")}
+    copies = {file.name for file in (tmp_path / "study" / "checkpoints").glob("[!.]*")}
     assert copies == {f"{name}.bak" for name in ("000000-000000", "000000-000001", "000002-000002", "000002-000003")}
 
 
@@ -329,12 +330,22 @@ def test_a_copy_with_a_link_to_checkpoints_leaves_those_of_the_original(
     shutil.copytree(folder, copy, symlinks=True)
     folder.rename(original)
     copy.rename(folder)
-    (line,) = attempt()
-    assert re.match("trial 1 begins again, because .* has no folder of its earlier attempt; possible causes", line)
+    with refused(f"is a link to the checkpoints of {folder}, which may have been moved", "put a folder in place of"):
+        attempt()
+    (folder / "checkpoints").unlink()  # as the message says
+    shutil.copytree(tmp_path / "scratch", folder / "checkpoints")
+    assert attempt() == []
     folder.rename(copy)
     original.rename(folder)
     assert attempt() == []
-    assert found == [[], [], [f"{3:024x}"]]
+    assert found == [[], [f"{3:024x}"], [f"{3:024x}"]]
+    shutil.copytree(folder, original, symlinks=True)
+    with monkeypatch.context() as patched:  # as if both were the first folder of a disk
+        patched.setattr("leaven.training.run_folder._inode", lambda folder: bool(folder.stat()) and 2)
+        (tmp_path / "scratch" / ".run").unlink()
+        StudyFolder(folder, "").claim_checkpoints()
+        with refused(f"is a link to the checkpoints of {folder}, which may have been moved"):
+            StudyFolder(original, "").remove_checkpoints([])
     shutil.rmtree(tmp_path / "scratch")  # or its disk is not mounted
     monkeypatch.setattr(recipe_study, "WorkerPool", dying_pool(lambda checkpoint: stopping.set()))
     (line,) = attempt()
@@ -446,7 +457,7 @@ def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Make, tm
     assert {each.path for each in state.coordinates} == set(state.space)
     assert state.fewest_octaves is not None
     assert state.front
-    assert not list((tmp_path / "study").glob("checkpoints/*"))
+    assert not list((tmp_path / "study").glob("checkpoints/[!.]*"))
     best = read_recipe(tmp_path / "study" / "best.toml")
     assert best.scaling.base == best.base
     assert "study tiny, trial" in best.why[LR]

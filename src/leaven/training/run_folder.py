@@ -25,7 +25,7 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 NumberedLine = tuple[int, dict[str, Any]]  # number of a line, from 1, and its JSON object
 
 LOCK = ".lock"
-OWNER = ".run"  # file in the folder of checkpoints: path and inode of the run folder that uses it
+OWNER = ".run"  # file in the folder of checkpoints: path and inode of the folder of the run or study that uses it
 UNFINISHED = ".tokens-*.tmp"  # names of checkpoints that are being written, or whose writing was killed
 _CHECKPOINT = re.compile(r"tokens-([0-9]{15}|[1-9][0-9]{15,17})")
 WRONG_TYPES = ValueError, LookupError, TypeError, AttributeError  # errors that reading a damaged JSON document raises
@@ -208,7 +208,7 @@ class RunFolder:
             self._write_recipe(current, also_in_events=True)
 
     def claim_checkpoints(self) -> None:
-        """Mark the folder of checkpoints as used by this run. Raise InputError if another run uses it."""
+        """Mark the folder of checkpoints as used by this run or study. Raise InputError if another one uses it."""
         if self._claimed is not None or not self.writes:
             return
         file, content = self.checkpoints / OWNER, b"%b\n%d" % (os.fsencode(self.path.resolve()), _inode(self.path))
@@ -230,29 +230,35 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
+<<<<<<< ours
         """Raise InputError if another run may use these checkpoints, as after ``cp -r`` of a run whose folder of
         checkpoints is a link. ``rewinds`` means that checkpoints will be deleted. Then a linked folder must name
         its run (``OWNER``)."""
+=======
+        """Raise InputError if another run or study uses, or may use, the same folder of checkpoints through a link,
+        as after ``cp -r``. With ``rewinds``, checkpoints are to be removed: a linked folder must then have the file
+        ``OWNER``, which names its run."""
+>>>>>>> theirs
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             other = Path(os.fsdecode(path))
             if self._is_owner(other, int(inode)):
                 return
-            whose = f"the checkpoints of the run in {other}, which may have been moved"
+            whose = f"the checkpoints of {other}, which may have been moved"
         except (OSError, ValueError) as error:
             if not (rewinds and self.checkpoints.is_symlink() and isinstance(error, FileNotFoundError)):
                 return
             whose = f"checkpoints without {OWNER}, the file that names their run"
         folder, link = self.checkpoints.resolve(), shlex.quote(str(self.checkpoints))
-        unused = f"if no other run uses these checkpoints, type: echo > {shlex.quote(str(folder / OWNER))}"
+        unused = f"if no other run or study uses these checkpoints, type: echo > {shlex.quote(str(folder / OWNER))}"
         if not self.checkpoints.is_symlink():
             raise InputError(
-                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, first give the other run a folder of "
-                "its own in place of its link to this folder"
+                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, first put a folder there in place of "
+                "the link to this one"
             )
         raise InputError(
-            f"{self.checkpoints} is a link to {whose}; {unused}; otherwise, give this run a folder of its own: if it "
-            f"is a copy of the other run, type: rm {link} && cp -r {shlex.quote(str(folder))} {link}; if not, type: "
+            f"{self.checkpoints} is a link to {whose}; {unused}; otherwise, put a folder in place of the link: if "
+            f"{self.path} is a copy, type: rm {link} && cp -r {shlex.quote(str(folder))} {link}; if not, type: "
             f"rm {link} && mkdir {link}"
         )
 

@@ -25,7 +25,7 @@ from leaven.tuning.point import BATCH, COOLDOWN, DECAY, DROPOUT, OPTIMIZER, TOKE
 from leaven.tuning.service.search_loop import Objectives, Proposal, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import LEAST_ROUNDS, Budget, check_search, known_trials
 from leaven.tuning.service.study import BaseStudy
-from leaven.tuning.service.study_folder import attempts
+from leaven.tuning.service.study_folder import CHECKPOINTS, attempts
 from leaven.tuning.service.study_settings import TENSORS
 from leaven.tuning.space import Space
 
@@ -280,12 +280,16 @@ class Study(BaseStudy):
             about={"durations": tuple(durations)},
         )
 
+    def _claim_folder(self) -> None:
+        super()._claim_folder()
+        self._folder.claim_checkpoints()
+
     def _trainer(self, devices: Sequence[str | None]) -> AbstractContextManager[Objectives]:
         return TrialTrainer(
             self.space,
             self._tokens,
             self._durations,
-            self._folder.checkpoints,
+            self.out / CHECKPOINTS,
             devices,
             self._stop,
             self._note,

@@ -155,6 +155,8 @@ class StoredStudy:
                 raise InputError(f"trial {at} of {self.what} was changed in its store: {changes[at]}; {RESTORE}")
             suspects |= changes.keys()
         for number, attempt in new.items():
+            if _replaces(attempt, log.attempts.get(number, attempt)):
+                raise InputError(f"{self.what} has lost trial {number}; {RESTORE}")
             about, job = attempt.user_attrs, str(attempt.user_attrs.get(JOB, ""))
             # The job search:N is created when there are at least N jobs. In a journal without the line that created
             # an attempt, all later attempts have other numbers.
@@ -373,6 +375,12 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
         finals=first.user_attrs.get(FINAL),
         spans=tuple(span for attempt in attempts if (span := _span(attempt)) is not None),
     )
+
+
+def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
+    """Return whether ``attempt`` is another one than ``before``, or an earlier state of it."""
+    earlier = before.state.is_finished() and not attempt.state.is_finished()
+    return earlier or attempt.system_attrs.get(TICKET) != before.system_attrs.get(TICKET)
 
 
 def _change_of(attempt: FrozenTrial) -> str:

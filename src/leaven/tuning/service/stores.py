@@ -156,7 +156,18 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage. If Optuna retries the creation of a trial, no second trial is created."""
+        """Optuna's RDBStorage. If Optuna retries the creation of a trial, no second trial is created. Trials that
+        disappear are noticed."""
+
+        def _get_trials(
+            self, study_id: int, states: Any, included_trial_ids: set[int], trial_id_greater_than: int
+        ) -> list[FrozenTrial]:
+            # Those that ran when Optuna last read them, and the last one that had ended, which Optuna would not read.
+            known = {*included_trial_ids, trial_id_greater_than} - {-1}
+            trials = super()._get_trials(study_id, states, known, trial_id_greater_than)
+            if known - {trial._trial_id for trial in trials}:
+                raise LookupError("it has lost trials; an older copy may have replaced it")
+            return trials
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session

@@ -31,7 +31,7 @@ from leaven.documents import sealed
 from leaven.errors import InputError
 from leaven.recipe.units import format_number
 from leaven.storage import AWAY, digest, make_folder, read, require_folder_name, write_text
-from leaven.training.run_folder import describe_changes
+from leaven.training.run_folder import RunFolder, describe_changes
 from leaven.tuning.service.stored_study import StoredTrial, TrialLog
 from leaven.tuning.space import SearchSpace
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, signed
@@ -100,7 +100,7 @@ class StudyFolder:
         elif self.path.exists() and not (self.path / "journal.log").exists() and not self.saved_results()[0]:
             others = [entry for entry in self.path.iterdir() if not any(fnmatch(entry.name, name) for name in own)]
             # CHECKPOINTS may be a link to an empty disk.
-            if any(entry.name != CHECKPOINTS or any(entry.glob("*")) for entry in others):
+            if any(entry.name != CHECKPOINTS or any(entry.glob("[!.]*")) for entry in others):
                 raise InputError(f"{self.path} is not empty and contains no study; use another folder")
 
     @contextmanager
@@ -169,6 +169,7 @@ class StudyFolder:
             f"{self.path} has {results}, but the store of {self.study} has {missing}; restore the store, or {way}"
         )
 
+<<<<<<< ours
     @property
     def checkpoints(self) -> Path:
         """The folder of the trials' checkpoints. Several studies may link to one folder, so a linked folder has a
@@ -178,8 +179,18 @@ class StudyFolder:
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
         """Remove the checkpoints of the ended trials in ``trials``."""
+=======
+    def claim_checkpoints(self) -> None:
+        """Mark the folder of checkpoints as used by this study. Raise InputError if another study or run uses it."""
+        RunFolder(self.path).claim_checkpoints()
+
+    def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
+        """Remove the checkpoints of those of the ``trials`` that have ended. Raise InputError if another study or run
+        uses them."""
+        RunFolder(self.path).require_own_checkpoints()
+>>>>>>> theirs
         ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
-        for origin, folder in attempts(self.checkpoints):
+        for origin, folder in attempts(self.path / CHECKPOINTS):
             if origin in ended:
                 shutil.rmtree(folder, ignore_errors=True)
 
