@@ -6,7 +6,8 @@ folder on this machine.
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,9 @@ INPUT_IDS = "input_ids"
 MASK = "attention_mask"
 """The columns of Hugging Face tokenizers: the token ids, and the mask that is 0 at padding and 1 elsewhere."""
 
+_DATA_FILE = re.compile(r"\.(arrow|csv|jsonl|ndjson|parquet|tsv)(\.(bz2|gz|xz|zst))?$")
+_ABOUT_DATA = re.compile(r"(?i)readme|licen[cs]e|copying|notice|requirements|config|state|dataset_(info|dict)")
+
 
 @dataclass(frozen=True)
 class _Split:
@@ -35,6 +39,7 @@ class _Split:
     name: str  # name of the split in messages
     dataset: Any  # a datasets.Dataset
     column: str  # name of the column with the text or with the token ids
+    notes: tuple[str, ...] = ()  # lines about files that are not read
 
     @property
     def size(self) -> int:
@@ -130,7 +135,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         raise InputError(
             f"data.source {source!r} needs the package datasets; run: pip install 'leaven[hf]'"
         ) from None
-    folder = Path(place)
+    folder, builder = Path(place), None
     splits = (folder / "dataset_dict.json").exists()
     try:
         if splits or (folder / "state.json").exists():
@@ -154,18 +159,70 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         found = None
     if not found:
         raise InputError(f"the split {name} of data.source {source!r} has no rows; choose another split or data set")
+    _require_whole_streams(source, [*_data_files(builder), *(file["filename"] for file in found.cache_files)])
+    notes = tuple(_left_out(source, folder, builder)) if builder is not None and folder.is_dir() else ()
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
     # Lists that are all empty have the type null.
     kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer", "is_null") else HubSplit
-    return kind(name, f"{source}:{name}", found, text)
+    return kind(name, f"{source}:{name}", found, text, notes)
+
+
+def _data_files(builder: Any) -> list[str]:
+    """Return the files of all splits. ``builder`` is None for a folder written by save_to_disk."""
+    chosen = {} if builder is None else builder.config.data_files or {}
+    return [file for files in chosen.values() for file in files]
+
+
+def _require_whole_streams(source: str, files: Sequence[str]) -> None:
+    """Raise InputError if an Arrow file has bytes that readers ignore. They take zeros for the end of its stream."""
+    import pyarrow
+
+    for path in files:
+        if not path.endswith(".arrow") or not os.path.exists(path):
+            continue
+        with pyarrow.memory_map(path) as file:
+            if file.read(6) == b"ARROW1":  # a file with a footer, which readers need
+                continue
+            file.seek(0)
+            for _ in pyarrow.ipc.MessageReader.open_stream(file):
+                pass
+            spare = file.size() - file.tell()
+        if spare:
+            raise InputError(
+                f"data.source {source!r}: {path} has {spare:,} bytes after the end of its Arrow stream, such as the "
+                "zeros of an interrupted copy; copy or write it again (if it is in the cache of the package "
+                "datasets, remove its folder)"
+            )
+
+
+def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
+    """Yield a note if ``datasets`` leaves out data files of a folder, or links to folders outside. Files that
+    README.md chooses need no note."""
+    if len(builder.builder_configs) > 1 or any(isinstance(split, str) for split in builder.config.data_files or {}):
+        return
+    files, left = _data_files(builder), []
+    read, suffixes = {os.path.realpath(file) for file in files}, {Path(file).suffix for file in files}
+    for base, inner, names in os.walk(folder):
+        inner[:] = [name for name in inner if not name.startswith((".", "__"))]
+        left += [path for name in inner if not (path := Path(base, name)).resolve().is_relative_to(folder.resolve())]
+        for name in names:
+            path = Path(base, name)
+            data = _DATA_FILE.search(name) or (path.suffix in suffixes and not _ABOUT_DATA.match(name))
+            if data and not name.startswith(".") and os.path.realpath(path) not in read:
+                left.append(path)
+    if left:
+        yield (
+            f"data.source {source!r}: {len(left):,} of {len(left) + len(read):,} data files or links to folders are "
+            f"not read, such as {min(left)}, because the package datasets chooses files by name and format and "
+            "follows no such link; rename or convert them, or give a pattern of files"
+        )
 
 
 def _is_outdated(builder: Any) -> bool:
     """Return whether files on this machine may have changed since ``datasets`` cached them. That package compares
     modification times, but files from an archive may keep old ones."""
-    files = [file for files in (builder.config.data_files or {}).values() for file in files]
-    changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
+    changed = [os.stat(file).st_ctime_ns for file in _data_files(builder) if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
     return copied.exists() and max(changed, default=0) >= copied.stat().st_mtime_ns
 
