@@ -86,6 +86,15 @@ def read(path: Path | str, most: float = LARGEST) -> bytes:
         return file.read()
 
 
+def require_target(path: Path, advice: str) -> None:
+    """Raise InputError, which ends with ``advice``, if ``path`` or a folder above it is a link to nothing."""
+    for each in () if path.exists() else (path, *path.parents):
+        if each.is_symlink() and not each.exists():
+            raise InputError(
+                f"{each} is a link to {os.readlink(each)}, which is missing (is its disk mounted?); {advice}"
+            )
+
+
 def require_file(path: Path | str) -> None:
     """Raise OSError if a path is not a readable regular file. Call this before a library opens the path."""
     open_file(path).close()
@@ -454,6 +463,15 @@ class JsonLines:
     damaged: list[int]  # line numbers (from 1) of complete, non-empty lines that are not JSON objects
     numbers: list[int]  # the line number of each entry of ``documents``
     torn: bool = False  # whether an incomplete last line was ignored
+
+    def skipped(self, file: Path | str) -> str:
+        """Return a sentence that counts the damaged lines of ``file``, or "" without any."""
+        if not self.damaged:
+            return ""
+        first, last = self.damaged[0], self.damaged[-1]
+        if first == last:
+            return f"line {first} of {file} is damaged and was skipped"
+        return f"{len(self.damaged)} damaged lines of {file}, from line {first} to {last}, were skipped"
 
 
 def read_json_lines(path: Path, decode: Callable[[bytes], Any] = json.loads) -> JsonLines:

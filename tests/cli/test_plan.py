@@ -10,6 +10,8 @@ from tests.cli.conftest import document
 from tests.views.planned import RYE
 
 from leaven.cli.plan import by_measurement
+from leaven.planning.budget import size_for_time
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
@@ -87,6 +89,28 @@ def test_a_measurement_calibrates_later_plans(tiny: Recipe, capsys: pytest.Captu
     assert "fastest matrix product" in capsys.readouterr().err
     assert by_measurement(bare, tiny, "cpu", measure=False, history=True).job.calibration == now.job.calibration
     assert by_measurement(bare, tiny, "cpu", measure=False, history=False) is bare
+
+
+def test_a_history_that_is_damaged_or_cannot_be_written_is_named(
+    tiny: Recipe, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    bare = plan_recipe(tiny, "cpu")
+    by_measurement(bare, tiny, "cpu", measure=False, history=True)
+    assert capsys.readouterr().err == ""
+    cache.mkdir()
+    (cache / "history.jsonl").write_text("\0\0\n")
+    by_measurement(bare, tiny, "cpu", measure=False, history=False)
+    assert capsys.readouterr().err == ""
+    by_measurement(bare, tiny, "cpu", measure=False, history=True)
+    assert "history.jsonl is damaged and was skipped; planned times are" in capsys.readouterr().err
+    told: list[str] = []
+    size_for_time(parse_cluster("cpu"), "1h", None, on_fault=told.append)
+    assert len(told) == 1
+    (cache / "history.jsonl").unlink()
+    (cache / "history.jsonl").symlink_to("away")
+    by_measurement(bare, tiny, "cpu", measure=True, history=True)
+    assert "later plans do not use this measurement, because it cannot be saved: " in capsys.readouterr().err
 
 
 def test_a_measurement_that_is_stopped_leaves_nothing(

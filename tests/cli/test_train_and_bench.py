@@ -167,12 +167,19 @@ def test_a_ramp_is_proposed_from_the_noise_scale_of_a_run(leaven: Verb, tiny_fil
     assert code == 0
     assert shlex.split(out.splitlines()[-1].removeprefix("next")) == shlex.split(found["next"][0])
     assert shlex.split(found["next"][0])[-2:] == ["--set", *found["set"]]
+    lines = [f"{json.dumps(line)}\n" for line in lines]
+    zeros = [f"{chr(0) * 50}\n"] * 20
+    (run / "metrics.jsonl").write_text("".join([*lines[:20], *zeros, *lines[40:], lines[0][:9]]))
+    code, out, err = leaven("bench", tiny_file, "--noise-from", run)
+    assert "29 measurements" in out
+    assert (code, "20 damaged lines of " in err, "from line 21 to 40, were skipped" in err) == (0, True, True), err
+    (run / "metrics.jsonl").write_text("".join(lines))
     finish = {"event": "finish", "time": 1.0, "step": 60, "tokens": 7_680, "seconds": 1.0, "loss": 3.0}
     written = RunFolder(run).lines_of(run / "metrics.jsonl")
     finish["metrics"] = {"lines": 60, "blake2b": digest(written).hexdigest()}
     (run / "events.jsonl").write_text(json.dumps(finish) + "\n")
     code, _, err = leaven("bench", tiny_file, "--noise-from", run)
-    assert code == 0, err
+    assert (code, err) == (0, "")
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('": 11.', '": 12.', 1))
     code, _, err = leaven("bench", tiny_file, "--noise-from", run)
     assert (code, "metrics.jsonl is not as it was when the run finished" in " ".join(err.split())) == (2, True), err

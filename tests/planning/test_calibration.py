@@ -171,7 +171,7 @@ def numbers() -> list[int]:
 
 def test_a_record_is_read_back(cache: Path) -> None:
     one = record(layout=Layout(dp=8, zero=3, recompute="full"), measured=StepCost(step_seconds=2.0), threads=4)
-    assert remember(one)
+    assert remember(one) is None
     assert history() == [one]
 
 
@@ -188,19 +188,43 @@ def test_lines_that_are_not_records_are_skipped(cache: Path) -> None:
     ]
     file.write_bytes(b"\n".join(foreign) + b"\n" + whole[: len(whole) // 2])  # the last line is incomplete
     remember(record(2))
-    assert numbers() == [2]
+    faults: list[str] = []
+    assert [int(each.seconds) for each in history(faults.append)] == [2]
+    assert [fault.partition(" and was skipped;")[0] for fault in faults] == [f"line 1 of {file} is damaged"]
     file.write_bytes(whole.replace(b'"steps":50', b'"steps":50,"of a later version":[1,2]'))
     assert numbers() == [1]
 
 
+def test_damaged_lines_are_named(cache: Path) -> None:
+    """As after a crash: two of three lines are zeros."""
+    for number in (1, 2, 3):
+        remember(record(number))
+    first, second, third = (file := cache / "history.jsonl").read_bytes().splitlines(keepends=True)
+    file.write_bytes(bytes(len(first) - 1) + b"\n" + bytes(len(second) - 1) + b"\n" + third)
+    faults: list[str] = []
+    assert [int(each.seconds) for each in history(faults.append)] == [3]
+    assert len(faults) == 1
+    assert faults[0].startswith(f"2 damaged lines of {file}, from line 1 to 2, were skipped; planned times are")
+
+
 def test_a_missing_folder_or_a_full_disk_loses_only_the_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: list[str] = []
+    assert history(faults.append) == []  # before the first run
+    assert faults == []
     cache.write_text("in the way")
-    assert not remember(record())
+    assert "File exists" in remember(record())
     assert history() == []
     cache.unlink()
+    cache.symlink_to("away")
+    assert "File exists" in remember(record())
+    assert history(faults.append) == []
+    assert len(faults) == 1
+    assert f"{cache} is a link to away, which is missing" in faults.pop()
+    cache.unlink()
     (cache / "history.jsonl").mkdir(parents=True)
-    assert not remember(record())
-    assert history() == []
+    assert "this is a folder" in remember(record())
+    assert history(faults.append) == []
+    assert "history.jsonl: cannot be read: Is a directory; make it readable" in faults.pop()
     (cache / "history.jsonl").rmdir()
     remember(record(1))
 
@@ -208,7 +232,7 @@ def test_a_missing_folder_or_a_full_disk_loses_only_the_line(cache: Path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.storage, "append", full)
-    assert not remember(record(2))
+    assert "No space left on device" in remember(record(2))
     assert numbers() == [1]
 
 
@@ -225,7 +249,7 @@ def test_the_history_keeps_the_newest_records_within_its_limit(cache: Path, monk
 def write_many(first: int) -> None:
     module.LIMIT_BYTES = 20_000
     for number in range(first, first + 25):
-        assert remember(record(number))
+        assert remember(record(number)) is None
 
 
 def test_concurrent_processes_lose_no_record(cache: Path) -> None:

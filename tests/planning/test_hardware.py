@@ -229,6 +229,19 @@ def test_a_file_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.
             parse_cluster("8xH100")
 
 
+@pytest.mark.parametrize("link", ["config", "config/leaven", "config/leaven/accelerators.toml"])
+def test_a_file_behind_a_link_to_a_missing_disk_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / link).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path / "disk")
+    with pytest.raises(InputError, match=rf"{link} is a link to .*disk, which is missing"):
+        parse_cluster("8xH100")
+    (tmp_path / "disk").write_text(MINE) if link.endswith("toml") else (tmp_path / "disk").mkdir()
+    assert parse_cluster("8xH100").accelerator.memory_gib == 80  # an empty folder at the end of a link has no file
+
+
 def test_cost_of_64_boards_of_700_w_for_a_fortnight() -> None:
     found = cluster_cost(parse_cluster("64xH100"), 14 * 86_400, Price(amount=2.5))
     assert found.days == 14

@@ -1,5 +1,6 @@
 """Test the pages of `leaven serve`: access, updates and the planner, also in a real browser."""
 
+import errno
 import html
 import http.client
 import json
@@ -117,6 +118,22 @@ def test_the_list_has_every_folder_with_its_state(port: int, roots: Path) -> Non
     for words in ("runs/wheat", "finished", "invalid JSON"):
         assert words in page
     shutil.rmtree(broken)
+
+
+def test_a_folder_that_cannot_be_listed_is_named(port: int, roots: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a network disk that is away, or a folder of another user. A folder may also be removed meanwhile."""
+    scandir, fault = os.scandir, OSError(errno.ESTALE, "Stale file handle", str(roots / "runs"))
+
+    def away(path: object) -> object:
+        if str(path) == str(roots / "runs"):
+            raise fault
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", away)
+    page = get(port, "/")[2]
+    assert f"1 study. Folders that cannot be listed: {roots / 'runs'} (Stale file handle)." in page
+    fault = FileNotFoundError(errno.ENOENT, "No such file or directory", str(roots / "runs"))
+    assert "cannot be listed" not in get(port, "/")[2]
 
 
 def test_the_list_reads_of_a_run_only_what_it_shows(roots: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from leaven.training.engine import Training
 from leaven.training.profiling import TIMED_STEPS, UNTIMED_STEPS, WARM_UP, RunProfile, measure
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
+from leaven.views.terminal.training import TrainScreen
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +105,23 @@ def test_errors_of_the_profile_do_not_stop_a_run(
         assert RunProfile(RunFolder(folder), Training(tiny, tokens), 0, True)._before == []
     (folder / "plan.json").unlink()
     (folder / "plan.json").mkdir()
-    assert train(tiny, tokens, folder).finished
+    events: list[str] = []
+    assert train(tiny, tokens, folder, on_event=lambda name, values: events.append(name)).finished
+    assert "history_lost" not in events  # too few steps to be added
     assert alone.read_text() == "in the way"
+
+
+def test_a_step_time_that_cannot_be_added_to_the_history_is_named(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
+) -> None:
+    alone.mkdir()
+    (alone / "history.jsonl").symlink_to("nowhere")
+    told: list[str] = []
+    screen = TrainScreen(tiny)
+    screen.line = lambda text: told.append(str(text))  # type: ignore[method-assign]
+    assert train(tiny, tokens, tmp_path / "run", on_event=screen.event).finished
+    assert told[-1].startswith("  the step time of this run is not saved")
+    assert told[-1].endswith("history.jsonl: this is a link to nowhere; replace it with the file itself")
 
 
 def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:

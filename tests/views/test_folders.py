@@ -196,6 +196,32 @@ def test_a_best_toml_of_another_study_is_named_and_not_shown(folder):
     assert f"The file best.toml is not shown: {path} is {best.hyperparameters.lr / 2} there" in folder_page(study)
 
 
+def test_damaged_events_and_links_to_a_missing_disk_are_named(folder: Path) -> None:
+    run, study = folder / "runs/moved", folder / "proxy"
+    events = run / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["event"] != "finish"]
+    events.write_text("".join(kept))
+    assert read_run(run).gaps == ""
+    events.write_text("".join([kept[0], "\0" * 50 + "\n", *kept[2:]]))
+    assert "line 2 of events.jsonl is damaged and was skipped" in read_run(run).gaps
+    for file in (events, run / "metrics.jsonl"):
+        content = file.read_bytes()
+        file.unlink()
+        file.symlink_to("away")
+        with refused(f"{file.name} is a link to away, which is missing"):
+            read_folder(run)
+        (run / "away").write_bytes(content)
+        read_folder(run)  # a link to a file is read
+        (run / "away").unlink()
+        file.unlink()
+        file.write_bytes(content)
+    (study / "best.toml").unlink()
+    assert read_study(study).gap == ""
+    (study / "best.toml").symlink_to("away")
+    assert "best.toml is a link to away, which is missing" in folder_page(study)
+
+
 def test_a_bug_in_a_page_is_not_blamed_on_the_files(folder, monkeypatch):
     def bug(check: CheckDocument) -> str:
         raise KeyError("a bug")

@@ -22,6 +22,7 @@ from leaven.cli.common import (
 from leaven.errors import InputError
 from leaven.planning.ramp import fit_noise, noise_ramp
 from leaven.views.terminal.bench import bench_screen, ramp_screen
+from leaven.views.terminal.console import warn
 from leaven.views.terminal.live import LiveScreen
 
 
@@ -63,12 +64,15 @@ def bench(
         from leaven.training.run_folder import RunFolder, finish_of
 
         run = RunFolder(noise_from)
-        lines = run.metrics()
+        read = run.read_metrics()
+        lines = read.documents
         if not lines:
             raise InputError(f"--noise-from {noise_from}: no steps in its metrics.jsonl; give the folder of a run")
         finish = finish_of(run.read_events())
         if finish is not None and (why := changed_since(run, finish).get(run.metrics_file.name)) is not None:
             raise InputError(f"{run.metrics_file} is not as it was when the run finished: {why}; bring the file back")
+        if skipped := read.skipped(run.metrics_file):
+            warn([f"{skipped}; if there is a whole copy of the file, bring it back"])
         fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
         ramp = noise_ramp(loaded, fit, noise_multiple)
         following = [next_commands.launch(recipe, [*(overrides or ()), *ramp.set])] if ramp.set else []

@@ -125,7 +125,9 @@ def new(
         if cluster is None and gpus_here():
             raise InputError("--gpus is missing; name this machine's GPUs, for example --gpus 1xRTX-4090")
         machine = cluster or parse_cluster("cpu")
-        params, tokens, fit = size_for_time(machine, time, text_tokens, vocab=vocab, seq_len=seq_len)
+        params, tokens, fit = size_for_time(
+            machine, time, text_tokens, vocab=vocab, seq_len=seq_len, on_fault=lambda fault: warn([fault])
+        )
     if from_run is not None:
         reference = find_reference(from_run)
         mixture = reference.experts

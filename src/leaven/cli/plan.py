@@ -28,7 +28,7 @@ from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
 from leaven.recipe.recipe import Recipe
 from leaven.storage import write_page
-from leaven.views.terminal.console import errors
+from leaven.views.terminal.console import errors, warn
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.plan import budget_screen, plan_screen
 
@@ -146,7 +146,8 @@ def plan(
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
     """Correct the plan's times by steps on this machine (``measure``) or else by past runs (``history``)."""
     if not measure:
-        return plan.calibrated(past_runs() if history else [], recipe.precision.compute)
+        records = past_runs(lambda fault: warn([fault])) if history else []
+        return plan.calibrated(records, recipe.precision.compute)
 
     from leaven.training.profiling import measure as take_steps
 
@@ -162,4 +163,6 @@ def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: boo
     errors.print(
         f"measured {found.record.device}: the fastest matrix product reached {found.matmul_tflops:.3g} TFLOP/s{short}"
     )
+    if found.unsaved is not None:
+        warn([f"later plans do not use this measurement, because it cannot be saved: {found.unsaved}"])
     return plan.calibrated([found.record], recipe.precision.compute)

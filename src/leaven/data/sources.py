@@ -297,11 +297,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _require_target(path: Path) -> None:
-    if path.is_symlink() and not path.exists():
-        raise InputError(
-            f"{path} is a link to {os.readlink(path)}, which is missing (is its disk mounted?); remove the link, or "
-            "give a pattern without it in data.source"
-        )
+    storage.require_target(path, "remove the link, or give a pattern without it in data.source")
 
 
 def _standard_library() -> list[tuple[str, Path]]:

@@ -195,7 +195,10 @@ def user_file() -> Path:
 def accelerators() -> dict[str, Accelerator]:
     """Return every known accelerator by name, the built-in first. Raise InputError if the user's file is wrong."""
     path = user_file()
-    return _read(path if path.exists() or os.environ.get("LEAVEN_ACCELERATORS") else None)
+    if path.exists() or os.environ.get("LEAVEN_ACCELERATORS"):
+        return _read(path)
+    storage.require_target(path, "bring it back, or remove the link to use the built-in numbers")
+    return _read(None)
 
 
 @cache

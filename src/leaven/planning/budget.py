@@ -102,18 +102,25 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
 
 
 def size_for_time(
-    cluster: Cluster, time: str, text_tokens: int | None, *, vocab: int | None = None, seq_len: int | None = None
+    cluster: Cluster,
+    time: str,
+    text_tokens: int | None,
+    *,
+    vocab: int | None = None,
+    seq_len: int | None = None,
+    on_fault: Callable[[str], None] = lambda fault: None,
 ) -> tuple[int, int, TimeFit]:
     """Return (parameters, tokens, details) of the largest model that trains on 20 tokens per parameter in ``time``.
 
     A text of ``text_tokens`` tokens is read at most 4 times (`MOST_EPOCHS`), so a short text gives a smaller model.
-    Earlier runs on the same accelerator correct the planned speed.
+    Earlier runs on the same accelerator correct the planned speed. For ``on_fault``, see
+    :func:`leaven.planning.calibration.history`.
     Raise InputError if ``time`` is not a time such as ``3h``, or no model can be trained in it.
     """
     match = re.fullmatch(_TIME, time.strip(), re.IGNORECASE)
     if match is None or not (seconds := _seconds(match)):
         raise InputError(f"--time {time}: not a time in h, d or w; write for example 3h or 2d")
-    speeds = _Speeds(cluster, seconds, records=history(), vocab=vocab, seq_len=seq_len)
+    speeds = _Speeds(cluster, seconds, records=history(on_fault), vocab=vocab, seq_len=seq_len)
     try:
         full = speeds.row("", partial(_params_at, RULE_OF_THUMB))
     except InputError as error:

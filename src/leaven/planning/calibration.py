@@ -1,11 +1,11 @@
 """Record the measured step time and memory of runs in the calibration history, and use them to correct later plans.
 
 The history is two JSON Lines files in leaven's cache folder (``LEAVEN_CACHE``): the current file, and the previous
-file, which is full. A record that cannot be written is dropped.
+file, which is full. A record that cannot be written is dropped, and :func:`remember` returns why.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import pairwise
 from typing import Literal
@@ -86,8 +86,8 @@ def predicted(
         return None
 
 
-def remember(record: CalibrationRecord) -> bool:
-    """Append a record to the calibration history, and return whether it was written."""
+def remember(record: CalibrationRecord) -> str | None:
+    """Append a record to the calibration history. Return None, or why the record was not written."""
     folder = cache_folder()
     path = folder / _NAME
     try:
@@ -96,19 +96,38 @@ def remember(record: CalibrationRecord) -> bool:
             storage.append(path, record.model_dump_json(exclude_defaults=True).encode() + b"\n")
             if path.stat().st_size > LIMIT_BYTES:
                 path.replace(folder / _FULL)
-    except (OSError, InputError):
-        return False
-    return True
+    except InputError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror or error}"
+    return None
 
 
-def history() -> list[CalibrationRecord]:
-    """Return the records in this user's calibration history, the oldest first."""
-    found = []
-    for name in (_FULL, _NAME):
-        with suppress(OSError):
-            for line in storage.read_json_lines(cache_folder() / name).documents:
+def history(on_fault: Callable[[str], None] = lambda fault: None) -> list[CalibrationRecord]:
+    """Return the records in this user's calibration history, the oldest first.
+
+    Records of other versions of leaven that this version cannot read are left out. ``on_fault`` is called with a
+    sentence about each file that cannot be read or has damaged lines.
+    """
+    found, faults = [], []
+    for path in (cache_folder() / _FULL, cache_folder() / _NAME):
+        try:
+            storage.require_target(path, "bring it back to correct planned times by earlier runs")
+            read = storage.read_json_lines(path)
+        except InputError as error:
+            faults.append(str(error))
+        except OSError as error:
+            faults.append(
+                f"{path}: cannot be read: {error.strerror}; make it readable to correct planned times by it"
+            )
+        else:
+            if skipped := read.skipped(path):
+                faults.append(f"{skipped}; planned times are corrected by the other lines; remove the damaged ones")
+            for line in read.documents:
                 with suppress(ValidationError):
                     found.append(CalibrationRecord.model_validate(line))
+    for fault in dict.fromkeys(faults):  # both files may be behind the same link
+        on_fault(fault)
     return found
 
 

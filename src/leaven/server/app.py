@@ -108,7 +108,8 @@ def _page(request: Request, here: str, make: Callable[[], str], found: list[Foun
 
 
 def _folders(request: Request, roots: list[Path]) -> Response:
-    found = list(find(roots))
+    errors: list[OSError] = []
+    found = list(find(roots, errors.append))
 
     def make() -> str:
         now = time.time()
@@ -121,7 +122,7 @@ def _folders(request: Request, roots: list[Path]) -> Response:
             kind="folders",
             title=roots[0].name if len(roots) == 1 else "Folders",
             rows=rows,
-            verdict=f"In {where}: {_counted(found)}." if rows else nothing,
+            verdict=(f"In {where}: {_counted(found)}." if rows else nothing) + _unlisted(errors),
         )
 
     return _page(request, "folders", make, found)
@@ -131,6 +132,15 @@ def _counted(found: list[Found]) -> str:
     plural = {"run": "runs", "study": "studies", "check": "checks", "demo": "demos"}
     kinds = Counter(each.kind for each in found)
     return ", ".join(f"{n} {kind if n == 1 else plural[kind]}" for kind in plural if (n := kinds[kind]))
+
+
+def _unlisted(errors: list[OSError]) -> str:
+    """Return a sentence about the folders that cannot be listed, or "". A folder may also have been removed."""
+    lost = [error for error in errors if not isinstance(error, FileNotFoundError)]
+    if not lost:
+        return ""
+    others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f" Folders that cannot be listed: {lost[0].filename} ({lost[0].strerror}){others}."
 
 
 def _named(roots: list[Path], root: str, name: str) -> Found | None:

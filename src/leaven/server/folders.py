@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -74,11 +74,12 @@ class FolderRow:
     has_recipe: bool = False  # whether `found` has a recipe to show beside published runs
 
 
-def find(roots: list[Path]) -> Iterator[Found]:
+def find(roots: list[Path], on_error: Callable[[OSError], None] = lambda error: None) -> Iterator[Found]:
     """Yield the runs, studies, checks and demos in each of ``roots``, at most `DEEPEST` levels deep. Skip
-    hidden folders, folders in `SKIPPED`, and folders inside a found folder."""
+    hidden folders, folders in `SKIPPED`, and folders inside a found folder. ``on_error`` is called for each folder
+    that cannot be listed."""
     for index, root in enumerate(roots):
-        for path, folders, files in os.walk(root):
+        for path, folders, files in os.walk(root, onerror=on_error):
             folder = Path(path)
             depth = len(folder.relative_to(root).parts)
             kind = next((KINDS[name] for name in KINDS if name in files), None)

@@ -57,8 +57,15 @@ class RunProfile(Callback):
     """Measures the step time and peak memory of a run, from a start to the next stop. ``plan.json`` gets a row
     for each batch size. A row replaces an older one of equal settings, unless that has more steps."""
 
-    def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
-        self._run, self._training, self._keep_history = run, training, keep_history
+    def __init__(
+        self,
+        run: RunFolder,
+        training: Training,
+        memory_before: int,
+        keep_history: bool,
+        on_event: Callable[[str, dict[str, Any]], None] = lambda event, values: None,
+    ) -> None:
+        self._run, self._training, self._keep_history, self._on_event = run, training, keep_history, on_event
         self._memory_before = memory_before  # bytes in use before the model was built
         self._seen: Counter[int] = Counter()
         self._seconds: dict[int, deque[float]] = {}
@@ -91,10 +98,16 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
+<<<<<<< ours
         """Write plan.json. If a history is kept, add the last batch size if it had ``ENOUGH`` steps."""
+=======
+        """Write plan.json, and add the last batch size to the history, if one is kept, after ``ENOUGH`` steps. A record
+        that cannot be added is a ``history_lost`` event."""
+>>>>>>> theirs
         for record in self.write():
-            if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
-                remember(record)
+            add = self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH
+            if add and (why := remember(record)) is not None:
+                self._on_event("history_lost", {"tokens": self._training.tokens, "why": why})
 
     def _record(self, batch_tokens: int) -> CalibrationRecord:
         training, seconds = self._training, self._seconds.get(batch_tokens)
@@ -181,6 +194,7 @@ class Measurement:
     record: CalibrationRecord  # time and memory at the recipe's depth
     layers: tuple[int, ...]  # the depths that were measured: that of the recipe, or two smaller ones
     matmul_tflops: float  # speed of the fastest matmul on this device in the recipe's dtype
+    unsaved: str | None  # why the record is not in the calibration history; None if it is
 
 
 def measure(
@@ -231,8 +245,7 @@ def measure(
         return None
     took = costs[0] if depths == (full,) else _extrapolated(depths, costs, full)
     record = record_of(recipe, device, recipe.batch.tokens, how, took, by="measurement", steps=TIMED_STEPS)
-    remember(record)
-    return Measurement(record, depths, flops / 1e12)
+    return Measurement(record, depths, flops / 1e12, remember(record))
 
 
 def _require_accelerator(device: torch.device, gpus: str) -> None:

@@ -341,7 +341,11 @@ class RunFolder:
 
     def read_events(self) -> list[dict[str, Any]]:
         """Return the events in events.jsonl without checking their values."""
-        return _named_events(_read(self.events_file))
+        return _named_events(self.event_lines())
+
+    def event_lines(self) -> storage.JsonLines:
+        """Return the lines of events.jsonl with their line numbers, and the line numbers of damaged lines."""
+        return _read(self.events_file)
 
     def rollbacks(self) -> list[dict[str, Any]]:
         """Return the events of the automatic rewinds since the last manual rewind."""
@@ -429,6 +433,7 @@ _DECODER = json.JSONDecoder(parse_int=_parse_int)
 
 
 def _read(path: Path) -> storage.JsonLines:
+    storage.require_target(path, "bring it back")
     try:
         return storage.read_json_lines(path, lambda line: _DECODER.decode(line.decode("utf-8-sig")))
     except OSError as error:

@@ -253,7 +253,7 @@ def _train(  # noqa: PLR0917
         if tokens.tokenizer_path is not None:
             run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing may have used more than training does
-        profile = RunProfile(run, training, memory_before, history)
+        profile = RunProfile(run, training, memory_before, history, on_event)
         trainer = RunTrainer(run, training, tokens, factor, profile, on_step, on_event, log_to)
         with _closing(trainer.callbacks):
             about = {"mfu_convention": mfu_convention(peak), "peak_tflops": peak.flops / 1e12}

@@ -46,7 +46,7 @@ class RunView:
     stopped: str | None  # the reason why the run stopped; None if the last event is not a stop
     returns: Sequence[dict[str, Any]]  # events of events.jsonl that set the run back: rollbacks and manual rewinds
     folder: RunFolder
-    damaged: int = 0  # lines of metrics.jsonl that are damaged; their steps are missing in ``steps``
+    skipped: Sequence[str] = ()  # sentences about damaged lines of metrics.jsonl and events.jsonl
     averaged: Sequence[tuple[int, float]] = ()  # (tokens, validation loss of the averaged weights)
 
     @property
@@ -61,12 +61,17 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
+<<<<<<< ours
         """Faults in the run's files as text, or "". The files are read on first use."""
         found = []
         if self.damaged:
             lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
             found.append(f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
         return "; ".join([*found, *faults(self.folder)])
+=======
+        """The faults in the files of the run as text, or "". Read on first use: a list of runs does not show them."""
+        return "; ".join([*self.skipped, *faults(self.folder)])
+>>>>>>> theirs
 
 
 class StudyView(StudyDocument):
@@ -129,7 +134,7 @@ def read_folder(folder: Path) -> FolderView:
     readers: dict[str, Callable[[Path], FolderView]]
     readers = {"demo": read_demo, "study": read_study, "run": read_run, "check": read_check}
     for file, kind in KINDS.items():
-        if (folder / file).exists():
+        if os.path.lexists(folder / file):  # exists is false for a link to a missing disk
             return readers[kind](folder)
     if (folder / "runs.jsonl").exists():
         raise InputError(
@@ -149,6 +154,7 @@ def read_run(folder: Path) -> RunView:
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
     logged = written.read_events()
+    skipped = (metrics.skipped(written.metrics_file.name), written.event_lines().skipped(written.events_file.name))
     events = [
         line
         for line in map(_numbers, logged)
@@ -177,7 +183,7 @@ def read_run(folder: Path) -> RunView:
         finished=finish is not None,
         stopped=events[-1].get("why") if events and events[-1]["event"] == "stop" else None,
         returns=[event for event in events if event["event"] in RETURNS],
-        damaged=len(metrics.damaged),
+        skipped=[*filter(None, skipped)],
         averaged=averaged,
         folder=written,
     )
@@ -223,8 +229,12 @@ def read_study(folder: Path) -> StudyView:
         centre=start,
         folder=os.path.relpath(os.path.realpath(folder), os.path.realpath(folder / state.command_folder)),
     )
-    if state.best is None or of_file or not best.exists():
+    if state.best is None or of_file or not os.path.lexists(best):
         return view
+    try:
+        storage.require_target(best, "bring it back")
+    except InputError as error:
+        return view.model_copy(update={"gap": str(error)})
     recipe = read_recipe(best)
     for searched, value in view.values(state.octaves).items():
         there = start_of(recipe, searched)
