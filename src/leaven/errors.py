@@ -28,11 +28,7 @@ def _masked(found: re.Match[str]) -> str:
 
 
 def shown(text: str) -> str:
-<<<<<<< HEAD
-    """Make text safe to print: ``***`` for passwords, escapes such as ``\\u001b`` for control characters."""
-=======
-    """Return text that is safe to print: secrets become ``***``, control characters escapes such as ``\\u001b``."""
->>>>>>> r6
+    """Make text safe to print: ``***`` for secrets, escapes such as ``\\u001b`` for control characters."""
     text = _PASSWORD.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 

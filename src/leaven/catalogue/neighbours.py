@@ -231,7 +231,7 @@ def mixtures(params: int, alike: tuple[int, int] | None = None, reference: Publi
     Args:
         params: the number of parameters that a token uses.
         alike: (experts in a layer, experts per token). If given, only similar mixtures (`ALIKE`) count.
-        reference: the run of ``--from``, which decides the values that it publishes.
+        reference: the run of ``--from``. Its values replace those of other runs.
     """
 
     def fits(run: PublishedRun) -> bool:

@@ -175,9 +175,9 @@ def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the command that tunes the proxy in ``path``, after a plan if this machine is too small.
+    """Return the command that tunes the proxy in ``path``, after ``leaven plan`` if this machine is too small.
 
-    If ``target`` is given, the command has the number of trials that are worth their cost.
+    With ``target``, ``--trials`` depends on the costs of a trial and the target.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)

@@ -221,7 +221,7 @@ def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
 
 def _is_outdated(builder: Any) -> bool:
     """Return whether files on this machine may have changed since ``datasets`` cached them. That package compares
-    modification times, but files from an archive may keep old ones."""
+    modification times, but files from archives may have old times."""
     changed = [os.stat(file).st_ctime_ns for file in _data_files(builder) if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
     return copied.exists() and max(changed, default=0) >= copied.stat().st_mtime_ns

@@ -141,8 +141,8 @@ def same_files(files: Sequence[File]) -> list[list[int]]:
 
 
 def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
-    """Return each file under one path, and pairs (left-out path, kept path). So no document is in both splits.
-    A path without links is preferred, so that links that are added later do not change keys."""
+    """Return each file once, and pairs (left-out path, kept path). So no link puts a document in both splits.
+    Paths without links are preferred, so that links that are added later do not change keys."""
     links: dict[int, File] = {}
     for same in same_files(files):
         kept = min(same, key=lambda at: (_is_behind_link(files[at]), files[at].key))

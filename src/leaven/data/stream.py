@@ -51,7 +51,7 @@ class Stream:
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples with these ``numbers``, [N, seq_len + 1]. ``skip`` has no effect."""
+        """Return the samples ``numbers``, [N, seq_len + 1]. ``skip`` is not left out."""
         epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
 

@@ -74,8 +74,8 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``. Each source gives up to its share
-        of ``limit_tokens`` / T windows, but at least one. Raise InputError if a source does not fill one."""
+        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source has at most its share of
+        ``limit_tokens`` / T windows, but at least one. Raise InputError if a source has no whole window."""
         return np.concatenate(
             [
                 validation_windows(source.validation, seq_len, int(limit_tokens * share))

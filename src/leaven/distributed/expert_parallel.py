@@ -24,7 +24,7 @@ from leaven.model.transformer import Stage
 
 
 def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
-    """Distribute the routed experts of a stage on the meta device over the expert- and tensor-parallel ranks."""
+    """Distribute routed experts over expert- and tensor-parallel ranks. The stage must be on the meta device."""
     axes = [axis for axis in ("ep", "tp") if group.degree(axis) > 1]
     mesh = group.expert_mesh or group.mesh
     for block in stage.layers:

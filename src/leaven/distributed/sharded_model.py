@@ -189,8 +189,8 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """For each group, return the 2-norm over all processes of every row of the parameter table. A group has one
-        tensor, such as the gradient, for each of ``local_parameters``."""
+        """Return the 2-norm of every row of the parameter table over all processes, for each group. A group has
+        one tensor, such as the gradient, for each of ``local_parameters``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine

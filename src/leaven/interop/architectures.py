@@ -128,7 +128,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key. Keys in ``words`` have "none" instead of None."""
+        """Return the values of a shape by key. For keys in ``words``, None becomes "none"."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 
@@ -211,11 +211,11 @@ class Architecture:
             )
 
     def parameters(self, shape: ModelShape) -> Iterator[Stored]:
-        """Yield the trainable parameters of a model in memory, which excludes biases of routers.
+        """Yield the trainable parameters of a model in memory, without biases of routers.
 
-        Only experts differ from the checkpoint. In transformers 5, a layer has two tensors for all experts.
-        ``gate_up_proj`` has gate and input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has
-        the last matrices.
+        In transformers 5, unlike in the checkpoint, a layer has two tensors for all experts. ``gate_up_proj``
+        has gate and input matrix of expert 0, then those of expert 1, and so on. ``down_proj`` has the output
+        matrices.
         """
         for stored in self.tensors(shape):
             if stored.expert is None and not stored.of_router_bias:

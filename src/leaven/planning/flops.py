@@ -1,7 +1,7 @@
 """Count the floating-point operations (FLOPs) of training.
 
-A multiply-add counts as two operations, and the backward pass costs twice the forward pass. As in PaLM
-(appendix B), Narayanan 2021 and torchtitan, only matrix products count, also the unembedding.
+A multiply-add is two operations, and the backward pass costs twice the forward pass. As in PaLM
+(appendix B), Narayanan 2021 and torchtitan, only matrix products count, including the unembedding.
 Recomputation in a flash attention kernel does not count. Other conventions:
 benchmarks/planner/conventions.py.
 """

@@ -239,7 +239,7 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self, averaged: bool = False) -> float:
-        """Return the mean validation loss in nats per token. If ``averaged``, use averaged weights if available."""
+        """Return the mean validation loss in nats per token. If ``averaged``, use averaged weights, if any."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._own_sequences(len(windows))

@@ -231,8 +231,8 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between the recipe with which the run was trained and recipe.toml. Ignore values
-    from before the last change: the process may have been killed before it wrote recipe.toml."""
+    """Return the differences between the trained recipe and recipe.toml. A value in recipe.toml from before the
+    last change is no difference: the process may have been killed before it wrote the file."""
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -459,6 +459,7 @@ FAULTS = {
     "up",
     "lines_lost": "the last lines of metrics and events are lost: {why}",
     "curves_lost": "{writer} receives no curves from {tokens} tokens on: {why}",
+    "history_lost": "the step time of this run is not saved, so it does not correct the times of later plans: {why}",
     "file_changed": "{file} is not as the run wrote it up to {tokens} tokens: {why}; the run continues",
     "finished_file_changed": "{file} is not as the run wrote it up to {tokens} tokens: {why}",
 }

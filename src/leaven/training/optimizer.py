@@ -238,7 +238,7 @@ class NoiseScale:
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
         """Add a measurement: the norms of the mean gradients over ``small`` and over ``big`` tokens. Return the
-        noise scale in tokens (a scalar), or nan while the estimate of |G|^2 is not positive."""
+        noise scale in tokens, or nan while the estimated squared gradient is not positive."""
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)
         found = torch.stack((noise, squared_gradient(widened(small), small_squared, big, big_squared)))

@@ -55,7 +55,7 @@ ENOUGH = 10  # steps that a measurement needs to be added to the calibration his
 
 class RunProfile(Callback):
     """Measures the step time and peak memory of a run, from a start to the next stop. ``plan.json`` gets a row
-    for each batch size. A row replaces an older one of equal settings, unless that has more steps."""
+    for each batch size. A row replaces an older row with equal settings and no more steps."""
 
     def __init__(
         self,
@@ -98,12 +98,10 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-<<<<<<< ours
-        """Write plan.json. If a history is kept, add the last batch size if it had ``ENOUGH`` steps."""
-=======
-        """Write plan.json, and add the last batch size to the history, if one is kept, after ``ENOUGH`` steps. A record
-        that cannot be added is a ``history_lost`` event."""
->>>>>>> theirs
+        """Write plan.json. If a history is kept, add the last batch size if it had ``ENOUGH`` steps.
+
+        A record that cannot be added is a ``history_lost`` event.
+        """
         for record in self.write():
             add = self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH
             if add and (why := remember(record)) is not None:

@@ -230,15 +230,10 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
-<<<<<<< ours
-        """Raise InputError if another run may use these checkpoints, as after ``cp -r`` of a run whose folder of
-        checkpoints is a link. ``rewinds`` means that checkpoints will be deleted. Then a linked folder must name
-        its run (``OWNER``)."""
-=======
-        """Raise InputError if another run or study uses, or may use, the same folder of checkpoints through a link,
-        as after ``cp -r``. With ``rewinds``, checkpoints are to be removed: a linked folder must then have the file
-        ``OWNER``, which names its run."""
->>>>>>> theirs
+        """Raise InputError if another run or study may use these checkpoints through a link, as after ``cp -r``.
+
+        ``rewinds``: checkpoints will be deleted, so a linked folder must name its run in the file ``OWNER``.
+        """
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
             other = Path(os.fsdecode(path))

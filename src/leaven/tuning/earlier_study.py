@@ -120,7 +120,7 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial. Values of ``space`` that the trial lacks get the distance 0."""
+    """Return the point of a trial. Values of ``space`` that the trial lacks are at the start."""
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]

@@ -188,7 +188,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS of all tensors with the same label. ``values`` has the tensors by parameter name."""
+    """Return the RMS over all tensors of each label. ``values`` has the tensors by parameter name."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)

@@ -61,17 +61,8 @@ class RunView:
 
     @cached_property
     def gaps(self) -> str:
-<<<<<<< ours
         """Faults in the run's files as text, or "". The files are read on first use."""
-        found = []
-        if self.damaged:
-            lines = "one damaged line" if self.damaged == 1 else f"{self.damaged} damaged lines"
-            found.append(f"{lines} of metrics.jsonl {'was' if self.damaged == 1 else 'were'} skipped")
-        return "; ".join([*found, *faults(self.folder)])
-=======
-        """The faults in the files of the run as text, or "". Read on first use: a list of runs does not show them."""
         return "; ".join([*self.skipped, *faults(self.folder)])
->>>>>>> theirs
 
 
 class StudyView(StudyDocument):

@@ -95,7 +95,7 @@ def _first_suggestions(found: Sequence[FindingRow]) -> list[Suggestion]:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return the finding of one check, or None. Its suggested changes are untried."""
+    """Return a check's finding, or None. The suggested changes are untested."""
     read = _read(check, case)
     if read is None:
         return None

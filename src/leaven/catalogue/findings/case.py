@@ -212,7 +212,7 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the change of a hyperparameter that moves its median over the hidden weights to about ``wanted``.
+        """Return a change of ``quantity`` that brings its median over the hidden weights to about ``wanted``.
 
         ``to`` rounds to two digits: ``math.ceil`` to at least ``wanted``, ``math.floor`` to at most ``wanted``.
         """

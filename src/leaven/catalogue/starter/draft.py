@@ -229,9 +229,10 @@ class StarterDraft:
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Finish a step named ``title`` with all values that were decided since the previous step.
+        """Finish a step named ``title`` with all values decided since the previous step.
 
-        The step's text is the message ``message`` or ``title``, filled in with ``facts`` and the recipe so far.
+        The step's text is the template ``message`` (or else ``title``), filled in with ``facts`` and the recipe
+        so far.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):

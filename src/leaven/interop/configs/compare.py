@@ -134,11 +134,11 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return what an export does not preserve, as (rows, number of differences).
 
-    A row is one setting, such as lr, its values in recipe and target, and their modules. Each module of a
-    row is one difference, as is the attention scale.
+    A row has a setting, such as lr, its values in recipe and target, and the modules with these values. Each
+    module in a row is a difference, and so is a different attention scale.
 
     Args:
-        given: the target's settings by leaven's name of the parameter. Only these parameters are compared.
+        given: the target's settings by leaven's name of each compared parameter.
         attention_scale: the target's factor on query . key; None if it is folded into the weights.
         reasons: by setting, why the target cannot have the recipe's value; "*" stands for all other settings.
         plain: whether the target's model has no multipliers.

@@ -34,8 +34,8 @@ GIVEN.remove("hyperparameters.lr")
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """Convert a folder with config.json, and usually training_args.json, to a recipe called ``name``.
 
-    ``path``: the folder or one of these files. ``ranks``: number of processes; by default the dp of leaven's
-    export, or 1.
+    ``path``: the folder or one of these files. ``ranks``: number of processes; by default 1, or the dp
+    leaven exported.
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))

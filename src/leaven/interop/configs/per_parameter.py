@@ -225,7 +225,7 @@ def _by_pattern(
 
 
 def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
-    """Return a regular expression for names with a prefix in ``places``. ``blocks``: path of the block list."""
+    """Return a regex for names that begin with one of ``places``. ``blocks`` is the path of the block list."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:

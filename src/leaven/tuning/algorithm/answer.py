@@ -221,8 +221,8 @@ class FittedTrials:
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the candidates for final trials, the best first. Without a finite loss, the list is empty.
 
-        ``by_surrogate`` ranks points by predicted loss. It adds the surrogate's minimum, and this minimum with
-        as few changes as possible. Otherwise, points are ranked by measured loss.
+        ``by_surrogate`` ranks points by predicted loss, not by measured loss. It also adds the surrogate's
+        minimum, and a variant of this minimum with as few changed values as possible.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -291,7 +291,7 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials. Return None if it is the start or a single finalist."""
+    """Return the best point if it needs confirmation trials: if it is neither the start nor the only finalist."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -354,7 +354,7 @@ class _LossesByPurpose:
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose gain in complete confirmation trials is at most ``noise``."""
+        """Return points that gain at most ``noise`` in a full set of confirmation trials."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -363,7 +363,7 @@ class _LossesByPurpose:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def best(self, noise: float) -> Point | None:
-        """Return the best candidate if it gains over ``noise``, else the start, or None if neither has losses."""
+        """Return the best candidate if it gains more than ``noise``, else the start, or None without losses."""
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))

@@ -388,8 +388,7 @@ class SearchPlan:
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search stopped early because several rounds gained less than the noise. The search must
-        have ended by itself."""
+        """Return whether a search that ended by itself did so early: after rounds with gains below the noise."""
         # A plan without caches, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))

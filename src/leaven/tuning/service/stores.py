@@ -373,7 +373,7 @@ class Journal(JournalFileBackend):
 
 
 def _remove_dead_link(lock: Path) -> None:
-    """Remove Optuna's lock if it remains a dangling symlink. JournalFileOpenLock would wait for it forever."""
+    """Remove Optuna's lock if it stays a dangling symlink: JournalFileOpenLock would wait for it forever."""
     with suppress(OSError):  # the lock was released
         made, until = os.lstat(lock), time.monotonic() + GRACE_SECONDS
         while lock.is_symlink() and not lock.exists() and os.path.samestat(os.lstat(lock), made):

@@ -169,26 +169,14 @@ class StudyFolder:
             f"{self.path} has {results}, but the store of {self.study} has {missing}; restore the store, or {way}"
         )
 
-<<<<<<< ours
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the trials' checkpoints. Several studies may link to one folder, so a linked folder has a
-        subfolder for each study."""
-        folder = self.path / CHECKPOINTS
-        return folder / str(self.path.stat().st_ino) if folder.is_symlink() else folder
-
-    def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
-        """Remove the checkpoints of the ended trials in ``trials``."""
-=======
     def claim_checkpoints(self) -> None:
         """Mark the folder of checkpoints as used by this study. Raise InputError if another study or run uses it."""
         RunFolder(self.path).claim_checkpoints()
 
     def remove_checkpoints(self, trials: Sequence[StoredTrial]) -> None:
-        """Remove the checkpoints of those of the ``trials`` that have ended. Raise InputError if another study or run
-        uses them."""
+        """Remove the checkpoints of the ended trials in ``trials``. Raise InputError if another study or run uses
+        them."""
         RunFolder(self.path).require_own_checkpoints()
->>>>>>> theirs
         ended = {trial.origin for trial in trials if trial.state not in UNDER_WAY}
         for origin, folder in attempts(self.path / CHECKPOINTS):
             if origin in ended:

@@ -58,8 +58,8 @@ def join_study(
         recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
-        InputError: if the study was created by another program or with other settings, if only this command has prior
-            knowledge, or if the settings in the store were changed or damaged.
+        InputError: if the study was created by another program, with other settings or without this command's
+            prior knowledge, or if its stored settings were changed or damaged.
     """
     here: dict[str, Any] = {
         "method": method,

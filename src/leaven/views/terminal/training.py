@@ -35,13 +35,6 @@ EVENTS = {
     "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
     "{micro_batch}",
     "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
-<<<<<<< ours
-=======
-    "curves_lost": "{writer} receives no curves from {tokens:q} tokens on: {why}",
-    "history_lost": "the step time of this run is not saved, so it does not correct the times of later plans: {why}",
-    "file_changed": "{file} has changed since the checkpoint at {tokens:q} tokens: {why}; the run continues",
-    "finished_file_changed": "{file} has changed since the run finished at {tokens:q} tokens: {why}",
->>>>>>> theirs
     "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so losses may differ in the last "
     "bits",
 }
