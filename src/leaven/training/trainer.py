@@ -172,7 +172,7 @@ def _warnings_of_faults(
 ) -> Callable[[str, Mapping[str, Any]], None]:
     """Return an ``on_event`` that warns, on rank 0, of each message of :func:`faults_in`. Equal warnings are shown
     once, as warnings of the line that ``caller`` executes."""
-    where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[str, int]()
+    where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 
     def warn(event: str, values: Mapping[str, Any]) -> None:
         for fault in faults_in(event, values) if group.is_first else ():
