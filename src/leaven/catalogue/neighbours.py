@@ -198,7 +198,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return votes with the values ``by`` run id and their weighted geometric median."""
+        """Return votes with their weighted geometric median. ``by``: values by run id."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:

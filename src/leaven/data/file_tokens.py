@@ -163,7 +163,7 @@ class MappedFile:
 
 
 class ArrayTokens(CheckedTokens):
-    """The token ids in an array. ``files`` are mapped into the memory of the array."""
+    """The token ids in an array. ``files``: the memory-mapped files of the array."""
 
     def __init__(self, ids: NDArray[Any], files: tuple[MappedFile, ...]) -> None:
         super().__init__(ids.dtype, len(ids))

@@ -67,8 +67,8 @@ class File:
 
     @property
     def inode(self) -> Hashable:
-        """The device and inode of the file, or the path of a missing file. All links to a file share them. Some
-        network disks give them to unrelated files, too."""
+        """The device and inode of the file, or the path of a missing file. Links to a file share this value, and
+        so may unrelated files on some network disks."""
         try:
             found = self.path.stat()
         except OSError:

@@ -261,8 +261,8 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         sequences: SequenceWeights | None = None,
     ) -> Tensor:
-        """Run the blocks on ``x_BTD``, and return (B, T, D). A whole sequence has ``length`` tokens. T may be only
-        a part of it. With ``sequences``, the backward pass adds the gradients of the routers' losses."""
+        """Run the blocks on ``x_BTD``, and return (B, T, D). ``length`` is the length of a whole sequence. T may be
+        smaller. With ``sequences``, the backward pass adds the gradients of the routers' losses."""
         positions = Positions(self.shape, length, x_BTD, documents_BT, sequences)
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)

@@ -69,7 +69,7 @@ class Sustained(_Group):
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The published, measured or guessed numbers of an accelerator. Link and network speeds count one direction."""
+    """The published, measured or guessed data of an accelerator. Link and network speeds count one direction."""
 
     name: str
     peaks: tuple[tuple[Dtype, float], ...]  # dense TFLOP/s by dtype

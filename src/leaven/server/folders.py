@@ -55,7 +55,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run or study, or None. A study gives its best recipe, or the start until then."""
+        """The recipe of a run, or the best recipe of a study, or else the study's start recipe, or None."""
         files = [self.folder / name for name in ("recipe.toml", "best.toml", "centre.toml")]
         file = next(filter(Path.is_file, files), None)
         return None if file is None or is_command_file(file) else read_recipe(file)

@@ -474,8 +474,8 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the checkpoints to keep. ``due`` has all scheduled checkpoints. Both are token counts in ascending
-    order. These are kept:
+    """Return the checkpoints to keep. ``due`` has all scheduled checkpoints. Both lists have ascending token
+    counts. These are kept:
 
     - the newest ``keep``;
     - the last checkpoint at or before ``good_tokens``;

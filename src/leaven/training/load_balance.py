@@ -15,9 +15,9 @@ BIASES = "router.bias"  # name of the biases in a checkpoint
 
 @dataclass
 class LoadBalance:
-    """Measures the load of each expert: its number of tokens in a step, over all processes. Adapts biases, if used.
-    The bias of an expert rises by ``bias_step`` if its load is below the mean of its layer, and falls by this amount
-    if its load is above (Wang et al. 2024, arXiv 2408.15664)."""
+    """Measures the load of each expert: its number of tokens in a step, over all processes. Adapts experts'
+    biases, if used: a bias rises by ``bias_step`` if its expert's load is below the layer's mean, and falls
+    by as much if the load is above (Wang et al. 2024, arXiv 2408.15664)."""
 
     model: ShardedModel
     bias_step: float  # change of a bias in a step; 0 if the biases are not used

@@ -42,9 +42,9 @@ class Optimizer:
 
     @classmethod
     def build(cls, groups: list[dict[str, Any]], tuned: Hyperparameters, **of_muon: Any) -> "Optimizer":
-        """Return the optimizer that ``tuned`` selects. ``groups`` are from
-        :func:`leaven.scaling.table.optimizer_groups`. ``adam`` adds weight decay to the gradient (L2).
-        ``of_muon`` are further arguments of :class:`MuonWithAdamW`."""
+        """Return the optimizer that ``tuned`` selects. Adam adds weight decay to the gradient (L2). ``groups`` are
+        from :func:`leaven.scaling.table.optimizer_groups`. ``of_muon`` are further arguments of
+        :class:`MuonWithAdamW`."""
         if tuned.muon:
             how = {"nesterov": tuned.muon.nesterov, "ns_steps": tuned.muon.ns_steps} | of_muon
             return cls(MuonWithAdamW(groups, fused=True, **how))

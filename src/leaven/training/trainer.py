@@ -440,7 +440,7 @@ class RunTrainer:
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
         """Restore the newest undamaged checkpoint at or before the target of ``rewind``. Log a ``rollback`` event
-        with ``values``. Raise InputError if only damaged ones are left, and Diverged if none is left."""
+        with ``values``. Raise Diverged if no checkpoint is left, and InputError if all are damaged."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None and self.damaged:  # the user may be able to repair one

@@ -193,7 +193,7 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails without a look at its slopes, or "" if they must be judged."""
+    """Return why a module fails whatever its slopes, or "" if the slopes must be judged."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):

@@ -169,12 +169,14 @@ class _Runs:
 def estimate(
     of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], *, paired: bool = False
 ) -> Estimate:
-    """Return ``of(grids)`` with its 95% bootstrap interval over seeds. Without residuals, the interval is None.
+    """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
     The bootstrap draws residuals of losses, scaled up to the size of the noise. A further factor allows for
-    few runs: the ratio of the 97.5% quantiles of Student's t and the normal distribution. Set ``paired`` if
-    ``of`` depends only on differences of losses within each grid. Then a seed's effect does not count as
-    noise.
+    few runs: the ratio of the 97.5% quantiles of Student's t and the normal distribution. Without residuals,
+    the interval is None.
+
+    Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then a seed's effect
+    does not count as noise.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -121,7 +121,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the factors of ``quantity``. For init stds they scale variances, and for betas half-lives."""
+    """Return the factors of ``quantity``: of variances for init stds, and of half-lives for betas."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

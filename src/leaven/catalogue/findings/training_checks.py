@@ -109,7 +109,7 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay with published values, if the scaling rule does not change it."""
+    """Check the weight decay, unless the scaling rule changes it or the optimizer is Adam."""
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
     return None if moved or tuned.optimizer == "adam" else check

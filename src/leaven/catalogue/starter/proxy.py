@@ -52,7 +52,7 @@ _Size = tuple[int, int, int]  # parameters, width and depth
 
 
 class Proxy(ProxyRow):
-    """A smaller model and its shape, to tune instead of the target."""
+    """A smaller model to tune instead of the target."""
 
     shape: ModelShape
 

@@ -198,9 +198,9 @@ def as_written(value: Any) -> Any:
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that the target supports, and a row for each replaced value.
 
-    ``holds`` lists the supported values of each key of ``[model]``. The first of them replaces an
-    unsupported value. ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. Other keys
-    keep their values, but if ``holds`` is not empty, those in ``ModelShape.added`` get their defaults.
+    ``holds`` lists the supported values of each key of ``[model]``. The first replaces unsupported values.
+    ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. If ``holds`` is not
+    empty, keys of ``ModelShape.added`` that it lacks get their defaults. Other keys keep their values.
     """
     changes = {
         key: default

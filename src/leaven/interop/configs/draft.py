@@ -164,7 +164,7 @@ class Settings:
     - ``path``: the recipe key with the same meaning as the setting;
     - ``values``: the recipe's value for each possible word, or the recipe's two values for off and on;
     - ``optional``: if true, ``path`` stays unset when the setting is not given;
-    - ``unused``: why the setting has no effect on a recipe, if it has none.
+    - ``unused``: the reason, if the setting has no effect on a recipe.
     """
 
     draft: Draft  # the recipe that `put` and `put_all` fill
@@ -221,8 +221,8 @@ class Settings:
     def why(self, *names: str) -> str:
         """Return the reason for a recipe value that follows from the settings ``names``.
 
-        The reason is a setting's unset shell variable, or else the given settings, such as "--bf16", or else the
-        first default.
+        The reason names an unset shell variable, else the given settings, such as "--bf16", else the first
+        setting's default.
         """
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:

@@ -131,7 +131,7 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return loss and octaves (D,) of the point with the fewest changes that is about as good as ``point``."""
+    """Return loss and octaves (D,) of the point with fewest changes among those about as good as ``point``."""
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
         if trial.state != PRUNED and (trial.purpose == "rerun" or not x.any()):

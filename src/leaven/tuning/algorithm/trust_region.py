@@ -438,7 +438,7 @@ RATES = ("lr", "learning_rate", "max_lr", "peak_lr")  # names of the global lear
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return, as (D,), which ``names`` are learning rates to lower after a divergence. If the global lr is not
+    """Return which ``names`` are learning rates to lower after a divergence, (D,). If the global lr is not
     searched, these are the lrs of modules and depths."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key in RATES and folder in {"", "hyperparameters"} for folder, _, key in keys])

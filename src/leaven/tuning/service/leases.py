@@ -91,7 +91,7 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the ids in ``owners`` whose commands are dead. Call this often: only time between calls counts."""
+        """Return the dead commands in ``owners``. Call this often: long gaps between calls count only in part."""
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.
         now = self._clock()

@@ -194,7 +194,7 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved: bool, ended: int) -> BaseStorage:
-        """Return the store. ``saved``: whether study.json exists. ``ended``: how many ended trials it counts."""
+        """Return the store. ``saved``: whether study.json exists. ``ended``: its number of ended trials."""
         begun = saved or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._folder.store_lost(ended)
