@@ -117,9 +117,7 @@ def history(on_fault: Callable[[str], None] = lambda fault: None) -> list[Calibr
         except InputError as error:
             faults.append(str(error))
         except OSError as error:
-            faults.append(
-                f"{path}: cannot be read: {error.strerror}; make it readable to correct planned times by it"
-            )
+            faults.append(f"{path}: cannot be read: {error.strerror}; make it readable to use its runs")
         else:
             if skipped := read.skipped(path):
                 faults.append(f"{skipped}; planned times are corrected by the other lines; remove the damaged ones")
