@@ -1,6 +1,7 @@
 """Combine the values of a model's neighbours, the published runs nearest in size.
 
-The runs of a lineage copied one another's learning rate. Only the nearest run of a lineage votes.
+The runs of a lineage copied one another's learning rate. So only one run
+of a lineage votes: the nearest of those that fit best (:func:`nearest`).
 """
 
 import math

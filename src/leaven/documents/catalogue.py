@@ -25,7 +25,7 @@ class RunSummary(Document, schema="run-summary/1"):
 
 
 class NearRun(RunSummary, schema="near-run/1"):
-    """A published run near a given size. ``leaven recipes nearest`` prints a list of these."""
+    """One of the published runs nearest to a given size. ``leaven recipes nearest`` prints a list of these."""
 
     distance: float  # distance in parameters and tokens, in octaves (factors of 2); an octave of tokens counts as 1/8
     size_ratio: float  # larger / smaller of the run's params and the requested params

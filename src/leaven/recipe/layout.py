@@ -15,7 +15,7 @@ Degree = Annotated[int, Field(gt=0, le=2**24)]
 
 
 class Layout(Part):
-    """The parallelism of a run over dp x cp x tp x pp ranks, and options that save memory or time."""
+    """The parallelism of a run over dp x cp x tp x pp ranks, options that save memory or time, and a timeout."""
 
     dp: Degree = 1  # data-parallel degree
     tp: Degree = 1  # tensor-parallel degree

@@ -1,1 +1,1 @@
-"""``leaven serve``: a local web server with live pages of runs, studies, checks and demos, and a planner."""
+"""``leaven serve``: a local web server with live pages of folders, a planner, and a page of published runs."""

@@ -415,7 +415,8 @@ def _torchrun_mark() -> Path | None:
 
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Return the files that do not match the ``finish`` event or cannot be read: {file name: what has changed}."""
+    """Return what does not match the ``finish`` event (events.jsonl: or the newest checkpoint) or cannot be read, as
+    {file or folder name: what has changed}."""
     metrics = lines_digest(finish.get("metrics"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):

@@ -48,8 +48,8 @@ class Callback:
         """Called with the result of each step, such as a :class:`leaven.training.metrics.Step`."""
 
     def on_due(self) -> None:
-        """Called between two steps when the run has reached a multiple of :attr:`every_tokens`, after
-        ``after_step`` of all earlier steps. Not called after the last step, or after a rewind."""
+        """Called between two steps when a multiple of :attr:`every_tokens` is reached. ``after_step`` has had all
+        earlier steps. Not called after the last step, or after a rewind."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""

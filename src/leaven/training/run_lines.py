@@ -95,7 +95,7 @@ class RunLines:
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
         """Remove from metrics.jsonl the lines after ``step``, which will be repeated, and a torn last line. Return
-        a sentence if the remaining lines differ from the digest ``written``, or None."""
+        a fault of the remaining lines (see :func:`kept_metrics`), or None."""
         waiting = self._waiting_for(self._run.metrics_file)
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
         if not self._run.writes:

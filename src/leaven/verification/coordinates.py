@@ -207,7 +207,9 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope that a correct rule may give. The top of this file lists them."""
+    """Return the lowest and the highest slope that a correct rule may give. See the top of this file, but the stream
+    may fall by -1/2 at any alpha.
+    """
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)

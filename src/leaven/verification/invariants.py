@@ -143,7 +143,8 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponents of ``column`` by layer. If depths differ, use only the first and last layers."""
+    """Return the exponents of ``column`` by layer, without layers where it is 0 in both models. If depths differ,
+    use only the first and last layers."""
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

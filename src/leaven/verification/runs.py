@@ -202,7 +202,7 @@ class RunStore:
             lost = sum(key not in self._ended for key in bad)  # the others were trained again
             if (self.folder / RESULT).exists() and not self._ended:
                 raise InputError(
-                    f"{self.folder} has the result of a check, but not its runs ({LINES}); bring back {LINES}, or "
+                    f"{self.folder} has the result of a check, but no undamaged runs in {LINES}; bring back {LINES}, or "
                     "start again with another --run"
                 )
             if not self._ended and is_other_text(self.folder / LINES, "key"):

@@ -217,7 +217,7 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value. Its reason is the message ``message`` (or ``path``), filled in with ``facts``."""
+        """Set a value. Its reason is the text named ``message`` or else ``path``, with ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])

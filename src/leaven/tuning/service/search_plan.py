@@ -95,8 +95,8 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (finalists, final trials of each): the largest allowed entry of ``FINALS`` that fits both into the
-        share ``RESERVED`` of the budget and into the unused budget."""
+        """Return (finalists, trials of each): the largest allowed entry of ``FINALS`` whose trials fit. They may
+        use the share ``RESERVED`` of the budget, if so much is unused."""
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )

@@ -7,29 +7,28 @@ trial gets another attempt.
 
 1. **cli/tune.py** reads the recipe, makes the search space (**space.py**) and tokenises the recipe's text.
    :class:`BaseStudy`, in this file (**study.py**), checks the arguments and the folder (``study_folder.py``), and
-   opens the store: a journal in the folder, or a database. The store is an Optuna storage. It has all attempts at all
-   trials with their losses and curves, and so everything that the search knows. So a killed search can resume, and
+   opens the store: a journal in the folder, or a database. The store is an Optuna storage. It has everything that
+   the search knows: all attempts at all trials, with their losses and curves. So a killed search can resume, and
    several commands and machines can share a study. The first command stores the recipe and the other settings there.
    A later command with other settings is refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
-   trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start, then proposals of the
+   trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start (the recipe itself), then proposals of the
    search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a model of the loss
    fitted to the trials so far (``algorithm/surrogate.py``). The loop creates the trial in the store, and records its
    outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
-   recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). This
-   training has the loop and the step of ``leaven train``, but no run folder, no metrics and no spike guard. The loss
+   recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). Outside
+   a stack, this is the loop and the step of ``leaven train``, but without run folder, metrics and spike guard. The loss
    of the trial is the validation loss after the last step. For a shell command, the objective is the
    ``CommandTrainer`` in ``command_study.py``.
 4. A trial ends early if it diverges, or is pruned because it is too far behind the best trial
    (``training/early_stopping.py``). How far depends on the noise: the standard deviation of the loss between seeds
-   (``algorithm/noise.py``). Up to 3 trials of the start, which is the recipe itself, measure the noise before the
-   first proposal.
-5. The search ends with final trials of the best points (the finalists), with fresh seeds. The budget decides how many
-   (``FINALS``). From their losses, **algorithm/answer.py** chooses a point: the start, unless the best point gains
-   clearly more than the noise. The reported loss is the mean over the final trials of this point. Its 95% interval is
-   mean +- t x noise / sqrt(trials).
+   (``algorithm/noise.py``). Up to 3 trials of the start, which begin before the first proposal, measure the noise.
+5. The search usually ends with final trials of the best points (the finalists), with fresh seeds. The budget decides
+   how many (``FINALS``). From their losses, **algorithm/answer.py** chooses a point: the start, unless the best
+   point gains clearly more than the noise. The reported loss is the mean over trials that were not used to choose
+   the point, if there are any. Its 95% interval is mean +- t x noise / sqrt(trials).
 6. :meth:`BaseStudy.save` writes the study's document (``study_document.py``) to study.json, at the start and when
    trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml (``study_folder.py``).
 7. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
