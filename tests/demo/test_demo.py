@@ -91,7 +91,7 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
 def assert_not_started_without_its_runs(folder: Path) -> None:
     shutil.rmtree(folder / "runs")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match=r"contains a demo, but no undamaged runs in; bring back .*runs.jsonl"):
+    with pytest.raises(InputError, match=r"contains a demo, but not its runs; bring back .*runs.jsonl"):
         run(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
