@@ -209,6 +209,8 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         "steps", "num_tokens_per_train_step = 65536\nsteps"
     )
     assert imported(tmp_path, newest).recipe.batch.tokens == 65536
+    twice = TOML.replace("seq_len = 8192", "seq_len = 8192\nmax_context_length = 8192")
+    assert imported(tmp_path, twice).recipe.model.seq_len == 8192
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,16 @@ def test_schedules_keys_of_other_versions_and_what_is_ignored(tmp_path: Path) ->
         ),
         ("flavor", "flavour", "has neither name and flavor under [model] nor a model_spec"),
         ("[model]", "[model", "cannot be read as TOML or JSON"),
+        (
+            "local_batch_size = 1",
+            "local_batch_size = 16\nbatch_size = 4",
+            "training.local_batch_size and training.batch_size have different values; remove one",
+        ),
+        (
+            "seq_len = 8192",
+            "max_context_length = 4096\nseq_len = 8192",
+            "training.seq_len and training.max_context_length have different values; remove one",
+        ),
     ],
 )
 def test_unsupported_toml_files_are_refused(tmp_path: Path, old: str, new: str, says: str) -> None:

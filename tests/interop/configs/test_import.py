@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,8 @@ def test_a_script_that_grows_without_end_is_refused(script: str, says: str) -> N
 @pytest.mark.parametrize("unclosed", ["$((", "$(", "${N:-", "A=("])
 def test_a_script_is_read_in_linear_time(unclosed: str) -> None:
     start = time.process_time()
-    parse_flags("--lr 1 " + unclosed * (130_000 // len(unclosed)), "x")
+    with refused("No closing parenthesis") if unclosed.startswith("$(") else nullcontext():
+        parse_flags("--lr 1 " + unclosed * (130_000 // len(unclosed)), "x")
     assert time.process_time() - start < 8  # below 0.5 s; in quadratic time 22 s and more
 
 
@@ -232,6 +234,65 @@ def test_commands_inside_commands_are_one_unknown_value() -> None:
     assert parse_flags("--bf16\n--lr\n1\n--seed=2", "x") == {"bf16": [], "lr": ["1"], "seed": ["2"]}
     for command in ("$(f $((1+2)) x)", "$(f `g`)", "`f $(g)`", "$((1+2*3))"):
         assert parse_flags(f"--a 1 --b {command} --c 3", "x") == {"a": ["1"], "b": ["$_COMMAND_"], "c": ["3"]}
+
+
+COMMENTS = r"""
+ARGS=(
+  --lr 6e-4  # it's the best
+  # --weight-decay 0.01 \
+  --weight-decay 0.3 --adam-beta2 0.95
+)
+# --no-load-optim \
+MORE=" \
+    --clip-grad 0.5 \
+    "
+torchrun pretrain_gpt.py ${ARGS[@]} $MORE --wandb-exp-name 'sweep #3' --seed 7 `# of the data` --save a#b \
+  --load "$(echo "run #3" | sed 's/)/x/' # it's )
+  )" --bf16 |& tee log
+srun bash -c '
+  # --adam-eps 1e-3 \
+  torchrun pretrain_gpt.py --adam-eps 1e-8'
+echo "finished sweep #3"
+"""
+
+
+def test_comments_end_where_they_end_in_a_shell() -> None:
+    assert parse_flags(COMMENTS, "x") == {
+        "lr": ["6e-4"], "weight-decay": ["0.3"], "adam-beta2": ["0.95"], "clip-grad": ["0.5"],
+        "wandb-exp-name": ["sweep #3"], "seed": ["7"], "save": ["a#b"], "load": ["$_COMMAND_"], "bf16": [],
+        "adam-eps": ["1e-8"], "$_COMMAND_": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--lr 6e-4 –weight-decay 0.3",
+            "x: –weight-decay begins with a dash instead of hyphens; write --weight-decay",
+        ),
+        ('ARGS="—weight-decay 0.3"; --lr 1', "—weight-decay begins with a dash instead of hyphens"),
+        ("--lr 6e-4 weight-decay 0.3", "x: no flag takes weight-decay, which follows --lr; correct or remove"),
+        ("--lr 6e-4 -weight-decay 0.3", "no flag takes -weight-decay"),
+        ("A='--bf16 # --lr 1'", "no flag takes #, which follows --bf16"),
+    ],
+)
+def test_words_that_no_flag_takes_are_refused(flags: str, says: str) -> None:
+    with refused(says):
+        parse_flags(flags, "x")
+
+
+def test_words_after_a_value_that_are_no_part_of_it() -> None:
+    script = """\
+if [ "$1" = "--bf16" ]; then MORE="--bf16"
+fi
+torchrun pretrain_gpt.py --seed 7 "$@" $MORE --rampup-batch-size 2 2 300 --lr 6e-4 2>&1 | tee log &
+srun pretrain_gpt.py --data-path 0.3 a 0.7 b --bf16
+wait
+"""
+    found = parse_flags(script, "x")
+    assert found == {"bf16": [], "seed": ["7"], "rampup-batch-size": ["2 2 300"], "lr": ["6e-4"],
+                     "data-path": ["0.3", "a", "0.7", "b"]}  # fmt: skip
 
 
 def test_experts_on_the_processes_of_ranks() -> None:

@@ -394,8 +394,16 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([
 _OPEN = re.compile(r"\$\{?(\w+)")
 _FLAG = re.compile(r"(?:^|\s)--\w")
 _COMMAND = "$_COMMAND_"
-_COMMANDS = (("$((", "))"), ("$(", ")"), ("`", "`"))  # start and end of a substitution; $(( before $(
-_END = re.compile(r"[\n;]+|&&|\|\||[|&()]|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
+# What a shell reads at once. A comment begins where a word can begin.
+_PIECE = re.compile(
+    r"(?P<comment>(?<![^\s;&|(])#)|(?P<single>'[^']*')|(?P<continued>\\\r?\n)|(?P<command>`[^`]*`|\$\()"
+    r"|\\.|[^\\$`\"'#()]+|.",
+    re.DOTALL,
+)
+_LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
+# A word that begins with a dash: U+2010 to U+2015, or the minus sign.
+_DASH = re.compile(r"(?<![^\s\"'=(])-*[\u2010-\u2015\u2212][\u2010-\u2015\u2212-]*([A-Za-z][\w-]*)")
+_END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
 DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
@@ -416,9 +424,12 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             "the flags"
         )
     try:
-        script = _Script(text, origin)
+        plain = _plain(text)
+        script = _Script(plain, origin)
     except ValueError as error:
         raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
+    if dashed := _DASH.search(plain):
+        raise InputError(f"{origin}: {dashed[0]} begins with a dash instead of hyphens; write --{dashed[1]}")
     if not script.flags:
         raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
     flags: dict[str, list[str]] = {}
@@ -426,7 +437,16 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     for flag, given in script.flags.items():
         flags[flag] = list(given.values())[-1]
         kind = _kind_of(flag)
-        if kind is None or kind == "switch":
+        if kind is None:
+            continue
+        for words in given.values():
+            spare = {"switch": words, "word": []}.get(kind, words[1:])
+            if spare and "$" not in spare[0]:  # an unset variable may be a flag that takes the words after it
+                raise InputError(
+                    f"{origin}: no flag takes {spare[0]}, which follows --{flag}; correct or remove it, or give a "
+                    "file with only the flags"
+                )
+        if kind == "switch":
             continue
         texts = [" ".join(words if kind == "word" else words[:1]) for words in given.values() if words]
         values = [re.sub(r"\s\S*\$\S*", "", value) for text in texts for value in script.expand(text)]
@@ -454,26 +474,43 @@ def _kind_of(flag: str) -> str | None:
 
 
 def _words(text: str) -> deque[str]:
-    """Split a script into words. Each semicolon or line end is a word, too."""
-    # Remove comments here, where # begins a word. shlex would also cut a#b.
-    lexer = shlex.shlex(re.sub(r"(?m)(^|\s)#.*$", r"\1", text), posix=True, punctuation_chars="\n;")
+    """Split a script without comments into words. Each semicolon or line end is a word, too."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     return deque(lexer)
 
 
-def _without_commands(text: str) -> str:
-    """Return a script with ``_COMMAND`` in place of every substitution, such as ``$(date)`` or ``$((1 + 1))``."""
-    for start, end in _COMMANDS:
-        parts, at = [], 0
-        while (first := text.find(start, at)) >= 0 and (last := text.find(end, first + len(start))) >= 0:
-            parts += [text[at:first], _COMMAND]
-            at = last + len(end)
-        text = "".join([*parts, text[at:]])
-    return text
+def _plain(text: str, *, comments: bool = True) -> str:
+    """Return a script without comments, on one line where lines continue, and with ``_COMMAND`` for ``$(date)``.
+
+    With ``comments`` false, # is a character like any other.
+    """
+    kept: list[str] = []
+    ends: list[str] = []  # what closes each open double quote and $(, and each open ( within $(
+    at = 0
+    while piece := _PIECE.match(text, at):
+        token, kind, at = piece[0], piece.lastgroup, piece.end()
+        quoted, dropped = ends[-1:] == ['"'], ")" in ends
+        if kind == "single" and quoted:
+            token, at = "'", piece.start() + 1
+        elif kind == "comment" and comments and not quoted:
+            end = text.find("\n", at)
+            token, at = " ", end if end >= 0 else len(text)
+        elif kind == "continued":
+            token = " "
+        elif [token] == ends[-1:]:
+            ends.pop()
+        elif token in {'"', "$("} or (token == "(" and dropped and not quoted):
+            ends.append('"' if token == '"' else ")")
+        if not dropped:
+            kept.append(_COMMAND if kind == "command" else token)
+    if ")" in ends:
+        raise ValueError("No closing parenthesis")
+    return "".join(kept)
 
 
 class _Script:
-    """The flags and variables of a shell script.
+    """The flags and variables of a shell script without comments.
 
     ``flags[flag][n]`` has the words after a flag in command n. ``values`` has each variable's values that
     are not flags. ``loose`` has the variables that stand where a flag may be.
@@ -485,16 +522,17 @@ class _Script:
         self.values: dict[str, list[str]] = {}
         self._origin = origin
         self._expanded = 0  # characters that variables have inserted so far
-        self._read(_words(_without_commands(re.sub(r"\\\r?\n", " ", text))))
+        self._read(_words(text))
 
     def _read(self, words: deque[str]) -> None:
         current: list[str] | None = None
-        command, takes_flags = 0, True
+        command, takes_flags, flag = 0, True, ""
         while words:
             word = words.popleft()
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
             if word.split() != [word] and _FLAG.search(word):
-                words.extendleft(part.strip("'\"") for part in reversed(word.replace(";", " ; ").split()))
+                inside = _plain(_LINE_OF_COMMENT.sub("", word), comments=False)
+                words.extendleft(part.strip("'\"") for part in reversed(inside.replace(";", " ; ").split()))
             elif 0 < closes < len(word) and word.endswith(")" * closes):
                 words.extendleft([")", word[:-closes]])
             elif assigned := _ASSIGNMENT.fullmatch(word):
@@ -508,7 +546,8 @@ class _Script:
                 words.appendleft(";")
             elif _END.fullmatch(word):
                 alone = word.isspace() and (len(words) < 2 or words[1].isspace())
-                current = current if alone and not current else None  # a word alone in its line may be a value
+                value_may_follow = alone and not current and _kind_of(_name(flag)) != "switch"
+                current = current if value_may_follow else None  # a word alone in its line may be a value
                 command, takes_flags = command + 1, True
             elif word.startswith("--") and len(word) > 2:
                 flag, equals, value = word[2:].partition("=")
@@ -518,7 +557,7 @@ class _Script:
                 if takes_flags and current != [] and _VARIABLE.fullmatch(word):
                     self.loose.append(word)
                 if current is not None:
-                    current += [word] if word else []
+                    current += [word] if word.strip() else []
                 else:
                     takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
 

@@ -80,7 +80,11 @@ def _settings(document: Mapping[str, Any], draft: Draft, *, saved: bool) -> Sett
                 continue
             if name in TABLE["keys"]:
                 # without clipping, the limit is infinite in torchtitan and 0 in leaven
-                given.given[name] = 0.0 if name == "training.max_norm" and value == math.inf else value
+                number = 0.0 if name == "training.max_norm" and value == math.inf else value
+                if name in given and given.given[name] != number:
+                    other = next(old for old, new in TABLE["aliases"].items() if new == name)
+                    raise InputError(f"{draft.origin}: {name} and {other} have different values; remove one")
+                given.given[name] = number
             elif not any(fnmatchcase(f"{name}.", f"{pattern}.") for pattern in chain(*TABLE["ignored"].values())):
                 draft.unread.append(stated)
     return given
