@@ -33,4 +33,5 @@ def train(steps: int = 20) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 if __name__ == "__main__":
-    leaven.save_folded(train()[0], "runs/accelerate_loop")  # for from_pretrained; a state dict lacks the multipliers
+    # for from_pretrained; a state dict lacks the multipliers
+    leaven.save_folded(train()[0], "runs/accelerate_loop", overwrite=True)

@@ -33,4 +33,5 @@ def trainer(folder: str, steps: int = 20) -> Trainer:
 if __name__ == "__main__":
     run = trainer("runs/hf_trainer")
     run.train()
-    leaven.save_folded(run.model, "runs/hf_trainer/model")  # for from_pretrained; run.save_model() lacks multipliers
+    # for from_pretrained; run.save_model() lacks the multipliers
+    leaven.save_folded(run.model, "runs/hf_trainer/model", overwrite=True)

@@ -33,4 +33,5 @@ if __name__ == "__main__":
     run = Llama()
     data = torch.utils.data.DataLoader(torch.randint(512, (64, 128)), batch_size=8)  # your tokens
     lightning.Trainer(max_steps=20, gradient_clip_val=1.0, logger=False).fit(run, data)
-    leaven.save_folded(run.model, "runs/lightning_module")  # for from_pretrained; a checkpoint lacks the multipliers
+    # for from_pretrained; a checkpoint lacks the multipliers
+    leaven.save_folded(run.model, "runs/lightning_module", overwrite=True)

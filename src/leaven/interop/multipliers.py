@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -251,13 +252,15 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
+def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model does not change. ``options`` are passed to ``save_pretrained``.
+    The model does not change. ``options`` are passed to ``save_pretrained``. With ``overwrite``, or in a group of
+    several processes, a model in the folder is replaced.
 
     Raises:
-        InputError: as :func:`fold`, and if the model has no ``save_pretrained`` or is sharded over processes.
+        InputError: as :func:`fold`, if the model has no ``save_pretrained`` or is sharded over processes, and if the
+            folder has a model.
     """
     target: Any = unwrapped(model, "save_folded")
     if not hasattr(target, "save_pretrained"):
@@ -269,6 +272,13 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
         raise InputError(
             "the model is sharded over processes; call leaven.fold on it and save it as you save sharded models"
         )
+    path = Path(folder)
+    several = dist.is_initialized() and dist.get_world_size() > 1  # each of them may save the model here
+    has_model = (path / "config.json").exists() or any(path.glob("model*.safetensors*"))
+    if path.is_file():
+        raise InputError(f"{path} exists already; give another name")
+    if has_model and not overwrite and not several:
+        raise InputError(f"{path} has a model already; give another name, or overwrite=True to replace it")
     factors, offset = _factors(target)
     guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
