@@ -11,8 +11,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 # everything up to the last @ of the line counts as password. A quotation mark at the end of an option is not part of
 # its value.
 _PASSWORD = re.compile(
-    r"""(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
-    |(?<=[?&])(\w*password)=[^&\s]*?(?=['"]?:?(?:[&\s]|$))  # an option of a URL
+    r"""http://127\.0\.0\.1:\d+/\?token=[\w-]+  # the page of leaven serve: it stays
+    |(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
+    |(?<=[?&])([\w-]*(?:password|token|signature|sig|key|secret)|x-amz-[\w-]+)  # an option of a URL
+        =[^&\s]*?(?=['"]?:?(?:[&\s]|$))
     |\b(\w*password)[ ]*=[ ]*(?:'(?:[^'\\\n]|\\.)*'|\S*?(?=['"]?:?(?:\s|$)))  # of a database without a URL""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -20,11 +22,13 @@ _PASSWORD = re.compile(
 
 def _masked(found: re.Match[str]) -> str:
     user, option, key = found.groups()
-    return f"{option or key}=***" if user is None else f"{user}:***@"
+    if user is None:
+        return f"{option or key}=***" if option or key else found[0]
+    return f"{user}:***@"
 
 
 def shown(text: str) -> str:
-    """Return text that is safe to print: passwords become ``***``, control characters escapes such as ``\\u001b``."""
+    """Return text that is safe to print: secrets become ``***``, control characters escapes such as ``\\u001b``."""
     text = _PASSWORD.sub(_masked, text)
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 

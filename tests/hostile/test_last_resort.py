@@ -36,8 +36,13 @@ URLS = [
     f"host=h password={PASSWORD} user=me",
     f"host=h PASSWORD = {PASSWORD}&'{PASSWORD}",
     f"password='a {PASSWORD} \\' {PASSWORD}' host=h",
+    f"hf://org/name?token={PASSWORD}",
+    f"hf:/org/name?revision=a&access_token={PASSWORD}",
+    f"https://host/x?X-Amz-Credential={PASSWORD}&X-Amz-Signature={PASSWORD}",
+    f"https://host/x?sv=1&sig={PASSWORD}&Signature={PASSWORD}&api-key={PASSWORD}&client_secret={PASSWORD}",
 ]
 PLAIN = ["http://127.0.0.1:8000/?x=1 is open", "sqlite:////a/b:c.db", "C:/a:b/c", "a: b@c", "s3://bucket/a:b"]
+PLAIN += ["open http://127.0.0.1:8000/?token=a_b-c", "https://host/x?tokens=3&keys=a&design=b", "token = 3, key=a"]
 PLAIN += ["me@host:5432", "a passwordless login = me", "lines\nand\ttabs, ä 漢字 🙂"]
 
 
