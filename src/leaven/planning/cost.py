@@ -6,7 +6,10 @@ from leaven.documents.planning import CostRow, Price
 from leaven.errors import InputError
 from leaven.planning.hardware import Cluster
 
-_PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
+# An amount, and a currency before or after it. The k in 2.5k is no currency.
+_PRICE = re.compile(
+    r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?![kKmMgGbBtT]\s*$)([^\d\s.,+\-]{0,3})\s*"
+)
 # Power of the building / power of the boards. 1 counts only the boards, because what hosts, network and cooling add
 # (often 50%) differs from place to place.
 _PUE = 1.0
