@@ -2,12 +2,15 @@
 
 import json
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Verb
 
 from leaven.cli import next_commands
+from leaven.errors import shown
 from leaven.planning import hardware
 from leaven.planning.plan import cluster_for, plan_recipe
 from leaven.recipe.files import read_recipe, write_recipe
@@ -118,6 +121,16 @@ def test_printed_commands_of_plan_export_import_and_transfer_work(leaven: Verb, 
     proxy = road / "wheat-proxy.toml"
     (like,) = printed(leaven("transfer", proxy, "--like", recipe)[1])
     assert shlex.split(like)[2:] == [str(proxy), "--like", str(recipe), "-o", str(road / "wheat-tuned-2.toml")]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("name", ["run", "a run", "it's", "\x1b[31mred", "it's\x1b\\u001b\n", "ä\xa0b"])
+def test_a_printed_command_names_its_folder_in_a_shell(name: str) -> None:
+    command = shown(next_commands._line("report", name))
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True, env={"LC_ALL": "C.UTF-8"}
+    )
+    assert words.stdout.decode().split("\0")[:-1] == ["leaven", "report", name]
 
 
 def test_a_plan_of_many_gpus_prints_a_torchrun_command(leaven: Verb, road: Path) -> None:

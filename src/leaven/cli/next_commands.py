@@ -249,7 +249,14 @@ def again(*words: str) -> str:
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
     options = [word for change in sets for word in ("--set", change)]
-    return shlex.join([*start, *map(str, words), *options])
+    return " ".join(_quoted(word) for word in [*start, *map(str, words), *options])
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for a shell. Consoles show ESC as ``\\u001b``, which bash and zsh read as ESC in ``$'...'``."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
