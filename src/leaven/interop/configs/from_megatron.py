@@ -401,6 +401,7 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
+# A word that begins with a dash: U+2010 to U+2015, or the minus sign.
 _DASH = re.compile(r"(?<![^\s\"'=(])-*[\u2010-\u2015\u2212][\u2010-\u2015\u2212-]*([A-Za-z][\w-]*)")
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
