@@ -202,8 +202,8 @@ class RunStore:
             lost = sum(key not in self._ended for key in bad)  # the others were trained again
             if (self.folder / RESULT).exists() and not self._ended:
                 raise InputError(
-                    f"{self.folder} has the result of a check, but no undamaged runs in {LINES}; bring back {LINES}, or "
-                    "start again with another --run"
+                    f"{self.folder} has the result of a check, but no undamaged runs in {LINES}; bring this file "
+                    "back, or start again with another --run"
                 )
             if not self._ended and is_other_text(self.folder / LINES, "key"):
                 raise InputError(f"{self.folder / LINES} has lines that are no runs of a check; use another --run")

@@ -12,15 +12,15 @@ trial gets another attempt.
    several commands and machines can share a study. The first command stores the recipe and the other settings there.
    A later command with other settings is refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
-   trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start (the recipe itself), then proposals of the
-   search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a model of the loss
-   fitted to the trials so far (``algorithm/surrogate.py``). The loop creates the trial in the store, and records its
-   outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
+   trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start (the recipe itself), then
+   proposals of the search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a
+   model of the loss fitted to the trials so far (``algorithm/surrogate.py``). The loop creates the trial in the store,
+   and records its outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
    recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). Outside
-   a stack, this is the loop and the step of ``leaven train``, but without run folder, metrics and spike guard. The loss
-   of the trial is the validation loss after the last step. For a shell command, the objective is the
+   a stack, this is the loop and the step of ``leaven train``, but without run folder, metrics and spike guard. The
+   trial's loss is the validation loss after the last step. For a shell command, the objective is the
    ``CommandTrainer`` in ``command_study.py``.
 4. A trial ends early if it diverges, or is pruned because it is too far behind the best trial
    (``training/early_stopping.py``). How far depends on the noise: the standard deviation of the loss between seeds
