@@ -14,7 +14,7 @@ trial gets another attempt.
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
    trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start (the recipe itself), then
    proposals of the search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a
-   model of the loss fitted to the trials so far (``algorithm/surrogate.py``). The loop creates the trial in the store,
+   model of the loss fitted to the trials so far (``algorithm/surrogate.py``). It creates the trial in the store,
    and records its outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
