@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer, models
 
 from leaven.data.corpus import Corpus, open_corpora
 from leaven.data.hub import fetch_tokenizer
+from leaven.data.sources import source_parts
 from leaven.data.tokens import prepare
 from leaven.errors import InputError
 from leaven.recipe.data import Data, DataSource
@@ -105,6 +108,57 @@ def test_bad_data_sets_are_refused_in_one_line(folder: Path) -> None:
     ):
         with refused(message):
             opened(source, text)
+
+
+def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path: Path) -> None:
+    def notes(*names: str, more: str = "") -> tuple[str, ...]:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        for name in names:
+            (folder / name).write_text("{}" if "infos" in name else json.dumps({"text": "a text"}))
+        (folder / "README.md").write_text(f"---\nlicense: mit\n{more}---\n")
+        (folder / ".cache").mkdir()
+        (folder / ".cache" / "old.jsonl").touch()
+        if "train.link" in names:
+            (folder / "train.link").unlink()
+            (folder / "train.link").symlink_to(tempfile.mkdtemp(dir=tmp_path), target_is_directory=True)
+        return source_parts(DataSource(source=f"hf://{folder}")).notes
+
+    configs = "configs:\n- config_name: default\n  data_files: train.jsonl\n"
+    for names, more in (
+        (["a.jsonl", "b.jsonl", "dataset_infos.json"], ""),
+        (["train-0.jsonl", "train-1.jsonl", "test.jsonl", "LICENSE.txt", "config.json"], ""),
+        (["train.txt", "LICENSE.txt", "requirements.txt"], ""),
+        (["train.jsonl", "other.jsonl"], configs),
+    ):
+        assert notes(*names, more=more) == ()
+    for names, says in (
+        (["train.jsonl", "extra.jsonl", "more.jsonl"], ": 2 of 3 data files or links to folders are not read, such as"),
+        (["train.jsonl", "notes.md", "extra.csv"], "extra.csv, because the package datasets chooses files by name and"),
+        (["train.txt", "poems.txt"], "poems.txt, because"),
+        (["train.jsonl", "train.link"], "train.link, because"),
+    ):
+        (note,) = notes(*names)
+        assert says in note
+
+
+def test_an_arrow_file_with_zeros_at_its_end_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+
+    rows = pyarrow.table({"text": [f"document {number}" for number in range(3_000)]})
+    files = [tmp_path / "saved" / "data-00000-of-00001.arrow", *(tmp_path / name / "train.arrow" for name in "ab")]
+    datasets.Dataset(rows).save_to_disk(tmp_path / "saved")
+    for file in files[1:]:
+        file.parent.mkdir()
+    shutil.copy(files[0], files[1])
+    with pyarrow.ipc.new_file(files[2], rows.schema) as writer:  # with a footer, as Feather files have
+        writer.write_table(rows)
+    for file in files:
+        assert opened(f"hf://{file.parent}").n_documents == 3_000
+    for file in files[:2]:
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
+        with refused(f"{file} has ", " bytes after the end of its Arrow stream", "copy or write it again"):
+            opened(f"hf://{file.parent}")
 
 
 @pytest.fixture

@@ -391,6 +391,10 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
         lambda p: _changed(Path(numpy_file(p / "a.npy", TEXTS)), lambda raw: raw[:-4]),
         ("a.npy cannot be read",),
     ),
+    "two arrays in one numpy file": (
+        lambda p: _changed(Path(numpy_file(p / "a.npy", TEXTS)), lambda raw: raw + raw),
+        ("a.npy has", "its header says", "write each array to a file of its own"),
+    ),
 }
 
 

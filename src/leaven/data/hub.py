@@ -6,7 +6,8 @@ folder on this machine.
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,9 @@ INPUT_IDS = "input_ids"
 MASK = "attention_mask"
 """The columns of Hugging Face tokenizers: the token ids, and the mask that is 0 at padding and 1 elsewhere."""
 
+_DATA_FILE = re.compile(r"\.(arrow|csv|jsonl|ndjson|parquet|tsv)(\.(bz2|gz|xz|zst))?$")
+_ABOUT_DATA = re.compile(r"(?i)readme|licen[cs]e|copying|notice|requirements|config|state|dataset_(info|dict)")
+
 
 @dataclass(frozen=True)
 class _Split:
@@ -35,6 +39,7 @@ class _Split:
     name: str  # name of the split in messages
     dataset: Any  # a datasets.Dataset
     column: str  # name of the column with the text or with the token ids
+    notes: tuple[str, ...] = ()  # lines about files that are not read
 
     @property
     def size(self) -> int:
@@ -130,7 +135,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         raise InputError(
             f"data.source {source!r} needs the package datasets; run: pip install 'leaven[hf]'"
         ) from None
-    folder = Path(place)
+    folder, files, notes = Path(place), list[str](), tuple[str, ...]()
     splits = (folder / "dataset_dict.json").exists()
     try:
         if splits or (folder / "state.json").exists():
@@ -146,25 +151,68 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         else:
             builder = datasets.load_dataset_builder(place, options.get("config"), revision=options.get("revision"))
             again = {"download_mode": "reuse_cache_if_exists", "verification_mode": "no_checks"}
-            builder.download_and_prepare(**again if _is_outdated(builder) else {})
+            files = [file for some in (builder.config.data_files or {}).values() for file in some]
+            builder.download_and_prepare(**again if _is_outdated(builder, files) else {})
             found = builder.as_dataset(split=name)
+            by_name = not any(isinstance(split, str) for split in builder.config.data_files or {})
+            if by_name and len(builder.builder_configs) == 1 and folder.is_dir():  # README.md does not choose files
+                notes = tuple(_left_out(source, folder, files))
     except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
         if "corresponds to no data" not in str(error):  # this is the message for a split without rows
             raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
         found = None
     if not found:
         raise InputError(f"the split {name} of data.source {source!r} has no rows; choose another split or data set")
+    for file in [*files, *(cached["filename"] for cached in found.cache_files)]:
+        if file.endswith(".arrow") and os.path.exists(file) and (spare := _bytes_after_stream(file)):
+            raise InputError(
+                f"data.source {source!r}: {file} has {spare:,} bytes after the end of its Arrow stream, such as the "
+                "zeros of an interrupted copy; copy or write it again (if it is in the cache of the package datasets, "
+                "remove its folder)"
+            )
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
     # Lists that are all empty have the type null.
     kind = HubTokens if _holds_lists(found.features.arrow_schema, text, "is_integer", "is_null") else HubSplit
-    return kind(name, f"{source}:{name}", found, text)
+    return kind(name, f"{source}:{name}", found, text, notes)
 
 
-def _is_outdated(builder: Any) -> bool:
+def _bytes_after_stream(path: str) -> int:
+    """Return the number of bytes that readers of an Arrow file ignore. They take zeros for the end of its stream."""
+    import pyarrow
+
+    with pyarrow.memory_map(path) as file:
+        if file.read(6) == b"ARROW1":  # a file with a footer, which readers need
+            return 0
+        file.seek(0)
+        for _ in pyarrow.ipc.MessageReader.open_stream(file):
+            pass
+        return int(file.size() - file.tell())
+
+
+def _left_out(source: str, folder: Path, files: Sequence[str]) -> Iterator[str]:
+    """Yield a note if a folder has data files other than ``files``, or links to folders outside."""
+    read, suffixes = {os.path.realpath(file) for file in files}, {Path(file).suffix for file in files}
+    left = []
+    for base, inner, names in os.walk(folder):
+        inner[:] = [name for name in inner if not name.startswith((".", "__"))]
+        left += [path for name in inner if not (path := Path(base, name)).resolve().is_relative_to(folder.resolve())]
+        for name in names:
+            path = Path(base, name)
+            data = _DATA_FILE.search(name) or (path.suffix in suffixes and not _ABOUT_DATA.match(name))
+            if data and not name.startswith(".") and os.path.realpath(path) not in read:
+                left.append(path)
+    if left:
+        yield (
+            f"data.source {source!r}: {len(left):,} of {len(left) + len(read):,} data files or links to folders are not "
+            f"read, such as {min(left)}, because the package datasets chooses files by name and format and follows no "
+            "such link; rename or convert them, or give a pattern of files"
+        )
+
+
+def _is_outdated(builder: Any, files: Sequence[str]) -> bool:
     """Return whether files on this machine may have changed since ``datasets`` cached them. That package compares
     modification times, but files from an archive may keep old ones."""
-    files = [file for files in (builder.config.data_files or {}).values() for file in files]
     changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
     return copied.exists() and max(changed, default=0) >= copied.stat().st_mtime_ns

@@ -100,7 +100,10 @@ def source_parts(source: DataSource) -> SourceParts:
 def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
-        return SourceParts(ids=(split,)) if isinstance(split, HubTokens) else SourceParts(texts=(split,))
+        notes = _lines(split.notes)
+        if isinstance(split, HubTokens):
+            return SourceParts(ids=(split,), notes=notes)
+        return SourceParts(texts=(split,), notes=notes)
     not_read = _NotRead({}, {})
     found = _files(source.source, not_read)
     notes = [*not_read.notes(source.source)]
