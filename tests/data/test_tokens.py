@@ -1,3 +1,4 @@
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -173,6 +174,27 @@ def test_a_given_tokenizer_is_used_without_truncation_or_padding(tmp_path: Path)
     # The file asks for truncation to three tokens and padding to five.
     assert found.train[:7].tolist() == [5, 69_999, 7, 8, 9, 0, 5]
     assert found.validation[-1:].tolist() == [1]
+
+
+def test_text_for_which_a_tokenizer_has_no_tokens_is_named(tmp_path: Path) -> None:
+    words = word_tokenizer(tmp_path / "words.json", 99)
+    of_bytes = Tokenizer(models.BPE({"a": 0, "b": 1, "Ġ": 2, END_OF_TEXT: 3}, []))  # leaves out all other bytes
+    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    of_bytes.save(str(tmp_path / "bytes.json"))
+    for number, (tokenizer, text, share) in enumerate(
+        (
+            (words, "word5 word6 word7 хлеб ", "about 21% of the text has no tokens in data.tokenizer"),
+            (words, "word5 word6 " * 150 + "flour ", ""),
+            (tmp_path / "bytes.json", "ab хлеб aa ", "about 5"),
+            (tmp_path / "bytes.json", "ab aa \n", ""),
+            ("bpe", "ab хлеб \0 aa ", ""),
+        )
+    ):
+        (tmp_path / f"{number}.jsonl").write_text(f"{json.dumps({'text': text * 20})}\n" * 40)
+        for _ in range(2):  # the second time, the tokens are in the cache
+            notes = prepare(str(tmp_path / f"{number}.jsonl"), str(tokenizer), 300, tmp_path / "cache").notes
+            assert len(notes) == (share != "")
+            assert share in "".join(notes)
 
 
 def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:

@@ -36,6 +36,7 @@ SHARD_BATCHES = 32
 BLOCKS = "blocks"  # key of the checksums of blocks
 DIGEST = "digest"  # key of the hash of all other keys of an index
 TEXT = "text"  # key of the digest of a shard's text in shards.jsonl
+UNKNOWN_SHARE = 0.01  # largest share of a text without tokens that needs no note
 ADVICE = "remove it and run the same command again, which writes it again from the text"
 
 
@@ -92,6 +93,7 @@ class ShardFile:
     bytes: int  # bytes of UTF-8 text that the tokens encode
     blake2b: str  # checksum of the file
     blocks: str = ""  # checksums of the file's blocks, from BlockChecksums; "" until the file is complete
+    unknown: int = 0  # estimated bytes of text for which the tokenizer has no tokens; 0 in older indexes
 
 
 ShardRecord = dict[str, ShardFile]
@@ -128,7 +130,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             damage = _build(folder, corpus, encoder, meter, processes)
             found = _open(folder, corpus, encoder.dtype)
     assert found is not None
-    return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
+    return replace(found, notes=(*found.notes, *(f"{file} {why}; it was rebuilt" for file, why in damage.items())))
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
@@ -156,7 +158,13 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
         for split in SPLITS
     )
     train_bytes, validation_bytes = (sum(record[split].bytes for record in records) for split in SPLITS)
-    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, ())
+    unknown = sum(record[split].unknown for record in records for split in SPLITS) / corpus.n_bytes
+    note = (
+        f"data.source {corpus.source!r}: about {unknown:.0%} of the text has no tokens in data.tokenizer and becomes "
+        "unknown tokens or is left out; give a tokenizer that was made for such text"
+    )
+    notes = (note,) if unknown > UNKNOWN_SHARE else ()
+    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, notes)
 
 
 def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:
@@ -217,6 +225,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                             documents=sums.documents + encoded.documents,
                             bytes=sums.bytes + encoded.bytes,
                             blake2b=checksums[split].hexdigest(),
+                            unknown=sums.unknown + encoded.unknown,
                         )
                     meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: replace(record[split], blocks=blocks[split].hexdigest()) for split in SPLITS}
@@ -265,7 +274,7 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
     """Return the record of an index entry. Raise KeyError, TypeError or ValueError if the entry is damaged."""
     record = {split: ShardFile(**entry[split], blocks=entry[BLOCKS][split]) for split in SPLITS}
     for file in record.values():
-        counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes)]
+        counts = [operator.index(count) for count in (file.tokens, file.documents, file.bytes, file.unknown)]
         if min(counts) < 0 or not checksums_fit(file.blocks, file.tokens * dtype.itemsize):
             raise ValueError
     return record
