@@ -132,8 +132,14 @@ def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path:
     ):
         assert notes(*names, more=more) == ()
     for names, says in (
-        (["train.jsonl", "extra.jsonl", "more.jsonl"], ": 2 of 3 data files or links to folders are not read, such as"),
-        (["train.jsonl", "notes.md", "extra.csv"], "extra.csv, because the package datasets chooses files by name and"),
+        (
+            ["train.jsonl", "extra.jsonl", "more.jsonl"],
+            ": 2 of 3 data files or links to folders are not read, such as",
+        ),
+        (
+            ["train.jsonl", "notes.md", "extra.csv"],
+            "extra.csv, because the package datasets chooses files by name and",
+        ),
         (["train.txt", "poems.txt"], "poems.txt, because"),
         (["train.jsonl", "train.link"], "train.link, because"),
     ):

@@ -393,7 +393,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     ),
     "two arrays in one numpy file": (
         lambda p: _changed(Path(numpy_file(p / "a.npy", TEXTS)), lambda raw: raw + raw),
-        ("a.npy has", "its header says", "write each array to a file of its own"),
+        ("a.npy has", "its header says", "each array to a file of its own"),
     ),
 }
 

@@ -29,6 +29,7 @@ from leaven.interop.weights import (
     tensors_fingerprint,
     weights_fingerprint,
     write_huggingface,
+    zeros_caution,
 )
 from leaven.model.experts import MixtureOfExperts
 from leaven.model.transformer import Transformer
@@ -634,6 +635,36 @@ def test_weights_beside_those_of_an_earlier_model(tmp_path: Path) -> None:
         read_huggingface(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     read_huggingface(tmp_path)
+
+
+def test_weights_that_are_zeros_in_part_are_named(tmp_path: Path) -> None:
+    for name in ("llama", "gpt2"):
+        foreign(name, tmp_path)
+        file = tmp_path / "model.safetensors"
+        whole, weights = file.read_bytes(), load_file(file)
+        # Untrained models may have outputs and biases of 0, and vocabularies unused tokens.
+        ends = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "lm_head.weight", "bias", "norm.weight")
+        by_design = {key: tensor * (not key.endswith(ends)) for key, tensor in weights.items()}
+        for vocabulary in ("model.embed_tokens.weight", "transformer.wte.weight"):
+            if vocabulary in by_design:
+                by_design[vocabulary][[0, -1, -2]] = 0
+        save_file(by_design, file)
+        assert zeros_caution(tmp_path) is None
+        size = len(whole)
+        for first, last in ((size // 2, size), (size // 3, size // 2), (int(size * 0.9), size)):
+            file.write_bytes(whole[:first] + bytes(last - first) + whole[last:])
+            assert " matrices in " in (zeros_caution(tmp_path) or "")
+    (tmp_path / "config.json").unlink()
+    assert zeros_caution(tmp_path) is None
+
+
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    foreign("llama", tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    save_file(weights | {name.removeprefix("model."): weights[name] * 2}, file)
+    with refused(f"{file}: {name} is the tensor {name.removeprefix('model.')} once more; remove one of them"):
+        read_huggingface(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])

@@ -264,7 +264,7 @@ def exit_interrupted(message: str) -> NoReturn:
 def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "TokenSet":
     """Tokenise a text with a progress bar, and return the tokens. Print notes.
 
-    A note warns if the weights in the folder ``start`` have another tokenizer.
+    Notes warn if the weights in the folder ``start`` have another tokenizer, or if parts of them are zeros.
     """
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
@@ -273,9 +273,11 @@ def prepare_text(data: "Data", vocab_size: int, start: Path | None = None) -> "T
         tokens = prepare(data, vocab_size, progress=screen.text)
         for note in tokens.notes:
             screen.line(f"  {note}")
-        if start is not None and tokens.tokenizer_path is not None:
-            from leaven.interop.weights import tokenizer_caution
+        if start is not None:
+            from leaven.interop.weights import tokenizer_caution, zeros_caution
 
-            if (caution := tokenizer_caution(start, tokens.tokenizer_path)) is not None:
-                screen.line(f"  {caution}")
+            path = tokens.tokenizer_path
+            for caution in (path and tokenizer_caution(start, path), zeros_caution(start)):
+                if caution is not None:
+                    screen.line(f"  caution: {caution}")
     return tokens

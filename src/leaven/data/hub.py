@@ -135,7 +135,7 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         raise InputError(
             f"data.source {source!r} needs the package datasets; run: pip install 'leaven[hf]'"
         ) from None
-    folder, files, notes = Path(place), list[str](), tuple[str, ...]()
+    folder, builder = Path(place), None
     splits = (folder / "dataset_dict.json").exists()
     try:
         if splits or (folder / "state.json").exists():
@@ -151,25 +151,16 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
         else:
             builder = datasets.load_dataset_builder(place, options.get("config"), revision=options.get("revision"))
             again = {"download_mode": "reuse_cache_if_exists", "verification_mode": "no_checks"}
-            files = [file for some in (builder.config.data_files or {}).values() for file in some]
-            builder.download_and_prepare(**again if _is_outdated(builder, files) else {})
+            builder.download_and_prepare(**again if _is_outdated(builder) else {})
             found = builder.as_dataset(split=name)
-            by_name = not any(isinstance(split, str) for split in builder.config.data_files or {})
-            if by_name and len(builder.builder_configs) == 1 and folder.is_dir():  # README.md does not choose files
-                notes = tuple(_left_out(source, folder, files))
     except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
         if "corresponds to no data" not in str(error):  # this is the message for a split without rows
             raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
         found = None
     if not found:
         raise InputError(f"the split {name} of data.source {source!r} has no rows; choose another split or data set")
-    for file in [*files, *(cached["filename"] for cached in found.cache_files)]:
-        if file.endswith(".arrow") and os.path.exists(file) and (spare := _bytes_after_stream(file)):
-            raise InputError(
-                f"data.source {source!r}: {file} has {spare:,} bytes after the end of its Arrow stream, such as the "
-                "zeros of an interrupted copy; copy or write it again (if it is in the cache of the package datasets, "
-                "remove its folder)"
-            )
+    _require_whole_streams(source, [*_data_files(builder), *(file["filename"] for file in found.cache_files)])
+    notes = tuple(_left_out(source, folder, builder)) if builder is not None and folder.is_dir() else ()
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
     # Lists that are all empty have the type null.
@@ -177,23 +168,41 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
     return kind(name, f"{source}:{name}", found, text, notes)
 
 
-def _bytes_after_stream(path: str) -> int:
-    """Return the number of bytes that readers of an Arrow file ignore. They take zeros for the end of its stream."""
+def _data_files(builder: Any) -> list[str]:
+    """Return the files of all splits. ``builder`` is None for a folder written by save_to_disk."""
+    chosen = {} if builder is None else builder.config.data_files or {}
+    return [file for files in chosen.values() for file in files]
+
+
+def _require_whole_streams(source: str, files: Sequence[str]) -> None:
+    """Raise InputError if an Arrow file has bytes that readers ignore. They take zeros for the end of its stream."""
     import pyarrow
 
-    with pyarrow.memory_map(path) as file:
-        if file.read(6) == b"ARROW1":  # a file with a footer, which readers need
-            return 0
-        file.seek(0)
-        for _ in pyarrow.ipc.MessageReader.open_stream(file):
-            pass
-        return int(file.size() - file.tell())
+    for path in files:
+        if not path.endswith(".arrow") or not os.path.exists(path):
+            continue
+        with pyarrow.memory_map(path) as file:
+            if file.read(6) == b"ARROW1":  # a file with a footer, which readers need
+                continue
+            file.seek(0)
+            for _ in pyarrow.ipc.MessageReader.open_stream(file):
+                pass
+            spare = file.size() - file.tell()
+        if spare:
+            raise InputError(
+                f"data.source {source!r}: {path} has {spare:,} bytes after the end of its Arrow stream, such as the "
+                "zeros of an interrupted copy; copy or write it again (if it is in the cache of the package "
+                "datasets, remove its folder)"
+            )
 
 
-def _left_out(source: str, folder: Path, files: Sequence[str]) -> Iterator[str]:
-    """Yield a note if a folder has data files other than ``files``, or links to folders outside."""
+def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
+    """Yield a note if ``datasets`` leaves out data files of a folder, or links to folders outside. Files that
+    README.md chooses need no note."""
+    if len(builder.builder_configs) > 1 or any(isinstance(split, str) for split in builder.config.data_files or {}):
+        return
+    files, left = _data_files(builder), []
     read, suffixes = {os.path.realpath(file) for file in files}, {Path(file).suffix for file in files}
-    left = []
     for base, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith((".", "__"))]
         left += [path for name in inner if not (path := Path(base, name)).resolve().is_relative_to(folder.resolve())]
@@ -204,16 +213,16 @@ def _left_out(source: str, folder: Path, files: Sequence[str]) -> Iterator[str]:
                 left.append(path)
     if left:
         yield (
-            f"data.source {source!r}: {len(left):,} of {len(left) + len(read):,} data files or links to folders are not "
-            f"read, such as {min(left)}, because the package datasets chooses files by name and format and follows no "
-            "such link; rename or convert them, or give a pattern of files"
+            f"data.source {source!r}: {len(left):,} of {len(left) + len(read):,} data files or links to folders are "
+            f"not read, such as {min(left)}, because the package datasets chooses files by name and format and "
+            "follows no such link; rename or convert them, or give a pattern of files"
         )
 
 
-def _is_outdated(builder: Any, files: Sequence[str]) -> bool:
+def _is_outdated(builder: Any) -> bool:
     """Return whether files on this machine may have changed since ``datasets`` cached them. That package compares
     modification times, but files from an archive may keep old ones."""
-    changed = [os.stat(file).st_ctime_ns for file in files if os.path.exists(file)]
+    changed = [os.stat(file).st_ctime_ns for file in _data_files(builder) if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
     return copied.exists() and max(changed, default=0) >= copied.stat().st_mtime_ns
 

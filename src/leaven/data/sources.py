@@ -100,10 +100,8 @@ def source_parts(source: DataSource) -> SourceParts:
 def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
-        notes = _lines(split.notes)
-        if isinstance(split, HubTokens):
-            return SourceParts(ids=(split,), notes=notes)
-        return SourceParts(texts=(split,), notes=notes)
+        parts = SourceParts(notes=_lines(split.notes))
+        return parts._replace(ids=(split,)) if isinstance(split, HubTokens) else parts._replace(texts=(split,))
     not_read = _NotRead({}, {})
     found = _files(source.source, not_read)
     notes = [*not_read.notes(source.source)]

@@ -150,8 +150,8 @@ class TokenFile:
             raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; write token ids as integers with one dimension")
         if (size := self.size) != (whole := ids.offset + ids.nbytes):
             raise BrokenFile(
-                f"has {size:,} bytes, but its header says {len(ids):,} ids ({whole:,} bytes); write each array to a file "
-                "of its own"
+                f"has {size:,} bytes, but its header says {len(ids):,} ids ({whole:,} bytes); write it again, "
+                "each array to a file of its own"
             )
         return MappedTokens((FileTokens(self.path, ids.dtype, len(ids), offset=ids.offset),), None)
 

@@ -6,6 +6,7 @@ the first and divides them by the second. Reading does the reverse.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -391,8 +392,39 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
     if not other:
         return None
     return (
-        f"caution: {other:,} of {len(vocabulary):,} token ids of data.tokenizer are other tokens in the tokenizer of "
+        f"{other:,} of {len(vocabulary):,} token ids of data.tokenizer are other tokens in the tokenizer of "
         f"[start] weights; unless this is on purpose, set data.tokenizer = {json.dumps(str(there))}"
+    )
+
+
+def zeros_caution(folder: Path) -> str | None:
+    """Return a warning if parts of the weights in a folder are zeros, as after an interrupted copy.
+
+    Two rows of each matrix are read. Some models begin with zeros in some matrices of every layer, but not in most.
+    Return None also if the folder cannot be read.
+    """
+    try:
+        plain = read_huggingface(folder)
+    except InputError:
+        return None
+    rows: dict[str, dict[tuple[str, int], bool]] = {}  # by name without numbers, matrix and row: whether it is zeros
+    with _opened(plain) as tensors:
+        matrices = {
+            each.name: each.shape[0] for each in plain.architecture.tensors(plain.shape) if len(each.shape) == 2
+        }
+        for name, size in matrices.items():
+            file, there = tensors[name]
+            matrix, edge = file.get_slice(there), size // 16  # tokens at the ends of a vocabulary may be unused
+            alike = rows.setdefault(re.sub(r"\d+", "", name), {})
+            alike |= {(name, row): not matrix[row : row + 1].any() for row in (edge, size - 1 - edge)}
+    most = sum(all(alike.values()) for alike in rows.values()) > len(rows) / 2
+    damaged = [alike for alike in rows.values() if any(alike.values()) and (most or not all(alike.values()))]
+    zeros = list(dict.fromkeys(name for alike in damaged for (name, _), zero in alike.items() if zero))
+    if not zeros:
+        return None
+    return (
+        f"{len(zeros):,} of {len(matrices):,} matrices in {folder} have rows of zeros, such as {zeros[0]}; if a "
+        "copy or a download of them was interrupted, repeat it"
     )
 
 
@@ -496,7 +528,7 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
             files = shards
         elif any((plain.folder / file).exists() for file in shards):
             raise InputError(f"{plain.folder}: {WHOLE} and {index.name} with its files are two models; remove one")
-    tensors = {}
+    tensors: dict[str, tuple[Any, str]] = {}
     with ExitStack() as stack:
         for file in files:
             try:
@@ -513,5 +545,11 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
                 why = f"damaged, or not a safetensors file ({error}); save the model again"
                 raise InputError(f"{plain.folder / file}: {why}") from None
             for name in opened.keys():  # noqa: SIM118  # not a mapping
-                tensors[plain.architecture.whole_name(name)] = (opened, name)
+                whole = plain.architecture.whole_name(name)
+                if whole in tensors:
+                    raise InputError(
+                        f"{plain.folder / file}: {name} is the tensor {tensors[whole][1]} once more; remove one of "
+                        "them"
+                    )
+                tensors[whole] = (opened, name)
         yield tensors
