@@ -168,7 +168,7 @@ def test_bad_sources_are_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text("\n")
     parquet.write_table(pa.table({"text": [1]}), tmp_path / "number.parquet")
     for source, message in {
-        "hf://org/data?splt=a": "has no option splt; the options are config, revision, split",
+        "hf://org/data?splt=a": "splt is unknown; the options are config, revision, split",
         "hf://": "has no name; write hf://org/name",
         f"{tmp_path}/none.txt": "matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset,",
         f"{tmp_path}/*/none*.txt": "matches no file",
@@ -304,7 +304,7 @@ def test_a_file_that_changes_or_vanishes_while_it_is_read_is_named(tmp_path: Pat
         (tmp_path / f"{name}.txt").write_text(name)
     corpus = opened(f"{tmp_path}/*.txt")
     (tmp_path / "b.txt").write_text("B")
-    with pytest.raises(InputError, match=r"b\.txt changed while it was read: its text is different"):
+    with pytest.raises(InputError, match=r"b\.txt has changed since its first reading: its text is different"):
         list(corpus.documents())
     (tmp_path / "b.txt").unlink()
     with pytest.raises(InputError, match=r"b\.txt changed .*: it cannot be read to its end \(No such file"):
@@ -497,7 +497,7 @@ def test_a_survey_that_was_read_wrongly_is_made_again(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(File, "rows", lambda file: iter([("", "test", None)]))
         wrong = opened(tmp_path / "a.txt", memory=tmp_path / "memory")
-    with pytest.raises(InputError, match=r"a.txt changed while it was read: .*; run the same command again"):
+    with pytest.raises(InputError, match=r"a.txt has changed since its first reading: .*; run the same command"):
         list(wrong.documents())
     assert [each.text for each in opened(tmp_path / "a.txt", memory=tmp_path / "memory").documents()] == ["tex", "t"]
 

@@ -202,7 +202,7 @@ def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
     (folder / "broken.json").write_text('{"model": ')
     (folder / "binary.json").write_bytes(b"\xff\xfe")
     yield "bpe", 256, "vocab_size 256 is too small for bpe; set 257 or more (256 bytes and <|endoftext|>)"
-    yield "hf://org/model?split=a", 300, "has no option split; the options are revision"
+    yield "hf://org/model?split=a", 300, "split is unknown; the options are revision"
     yield f"hf://{folder}/none", 300, "cannot be read (No such file or directory); give bpe, the path of a"
     yield "unigram", 300, "'unigram' cannot be read (No such file or directory); give bpe, the path"
     yield str(folder), 300, "(Is a directory); give bpe, the path"

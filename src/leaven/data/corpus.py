@@ -149,7 +149,9 @@ class Corpus:
                 if self.memory is not None:  # remove the survey: it may be wrong, so the next command makes a new one
                     with suppress(OSError):
                         _write(self.memory, {key: of for key, of in _read(self.memory).items() if key != part.key})
-                raise InputError(f"{part.name} changed while it was read: {why}; run the same command again")
+                raise InputError(
+                    f"{part.name} has changed since its first reading: {why}; run the same command again"
+                )
 
 
 def open_corpora(

@@ -269,7 +269,7 @@ def _parse(uri: str, setting: str, known: set[str]) -> tuple[str, dict[str, str]
     parts = urlsplit(uri)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options.keys() - known:
-        raise InputError(f"{setting} {uri!r} has no option {name}; the options are {', '.join(sorted(known))}")
+        raise InputError(f"{setting} {uri!r}: {name} is unknown; the options are {', '.join(sorted(known))}")
     place = parts.netloc + parts.path
     if not place.strip("/"):
         raise InputError(f"{setting} {uri!r} has no name; write hf://org/name or hf:///folder")

@@ -1,7 +1,7 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
 A value is the product of the hyperparameter, the factor of the scaling rule, the module's multiplier, and the
-multiplier for the block's depth. Betas have their own formula: :meth:`leaven.scaling.apply.Factors.beta`.
+multiplier for the block's depth. Adam's betas have their own formula: :meth:`leaven.scaling.apply.Factors.beta`.
 """
 
 import math

@@ -230,7 +230,8 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return a scalar: the number of counted targets in the first micro-batches of all processes."""
+        """Return a scalar: the number of counted targets in the first micro-batches of all processes. Samples that
+        several processes read count once."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())

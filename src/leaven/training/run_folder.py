@@ -232,7 +232,7 @@ class RunFolder:
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
         """Raise InputError if another run or study may use these checkpoints through a link, as after ``cp -r``.
 
-        ``rewinds``: checkpoints will be deleted, so a linked folder must name its run in the file ``OWNER``.
+        ``rewinds``: checkpoints will be deleted, so also refuse a linked folder without the file ``OWNER``.
         """
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")

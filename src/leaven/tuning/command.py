@@ -94,7 +94,7 @@ def _expression(pattern: str) -> str:
 
 
 class LossSource(Part):
-    """Where a command reports its losses. The last reported loss is the loss of the trial."""
+    """Where a command reports its losses. The last reported loss is the loss of the trial, unless it diverged."""
 
     pattern: str | None = None  # a regular expression with {loss} for the number and {step} for the step
     file: Text | None = None  # the text file that the pattern reads; by default the output of the command

@@ -107,7 +107,7 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants for leaven's trainer. Only memory of tensors counts."""
+    """Return the planner's constants for leaven's trainer, with memory of tensors only."""
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
     return code.averaging(recipe.average is not None)

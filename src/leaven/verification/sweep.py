@@ -219,10 +219,9 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return rows with the measured exponent of the best value, one for each axis.
+    """Return rows with the measured exponent of the best value, one for each axis with optima at all of its scales.
 
-    A grid has values at the base, so a fitted exponent is the error of the rule. The rule's exponent is
-    added.
+    The rule already moves the grid, so the fit gives the rule's error. The rule's exponent is added.
     """
     found = []
     for axis in AXES:

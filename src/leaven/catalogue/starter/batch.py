@@ -101,8 +101,8 @@ def choose_batch(draft: StarterDraft, at: RunSize) -> int:
     """Choose and return the batch in tokens, from the reference run (``--from``) or from laws and published
     runs.
 
-    A batch from laws and runs is at most the critical batch, and leaves at least `LEAST_STEPS` steps. Raise
-    InputError if the run is too short for the reference run's batch.
+    If possible, a batch from laws and runs is at most the critical batch and leaves at least `LEAST_STEPS`
+    steps. Raise InputError if the run is too short for the reference run's batch.
     """
     seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)
