@@ -414,3 +414,17 @@ def test_a_page_that_was_edited_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"page\.html was edited after leaven wrote it; rename it, or give"):
             storage.write_page(page, "<!doctype html>4")
         assert page.read_text() == edited
+
+
+def test_a_path_that_cannot_be_looked_at_is_no_link_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Any, **_: Any) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    (tmp_path / "link").symlink_to("away")
+    with pytest.raises(InputError, match=r"link is a link to away, which is missing .*; bring it back"):
+        storage.require_target(tmp_path / "link" / "file", "bring it back")
+    monkeypatch.setattr(os, "lstat", stale)
+    monkeypatch.setattr(os, "stat", stale)
+    storage.require_target(tmp_path / "link" / "file", "bring it back")

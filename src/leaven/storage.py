@@ -87,9 +87,12 @@ def read(path: Path | str, most: float = LARGEST) -> bytes:
 
 
 def require_target(path: Path, advice: str) -> None:
-    """Raise InputError, which ends with ``advice``, if ``path`` or a folder above it is a link to nothing."""
-    for each in () if path.exists() else (path, *path.parents):
-        if each.is_symlink() and not each.exists():
+    """Raise InputError, which ends with ``advice``, if ``path`` or a folder above it is a link to nothing.
+
+    A path that cannot be looked at, for example without permission, counts as no link.
+    """
+    for each in () if os.path.exists(path) else (path, *path.parents):
+        if os.path.islink(each) and not os.path.exists(each):
             raise InputError(
                 f"{each} is a link to {os.readlink(each)}, which is missing (is its disk mounted?); {advice}"
             )

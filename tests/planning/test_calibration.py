@@ -216,7 +216,9 @@ def test_a_missing_folder_or_a_full_disk_loses_only_the_line(cache: Path, monkey
     assert history() == []
     cache.unlink()
     cache.symlink_to("away")
-    assert "File exists" in remember(record())
+    assert "a link to away, which is missing (is its disk mounted?); bring it back, or set" in (
+        remember(record()) or ""
+    )
     assert history(faults.append) == []
     assert len(faults) == 1
     assert f"{cache} is a link to away, which is missing" in faults.pop()

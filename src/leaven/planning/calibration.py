@@ -91,6 +91,7 @@ def remember(record: CalibrationRecord) -> str | None:
     folder = cache_folder()
     path = folder / _NAME
     try:
+        storage.require_target(folder, "bring it back, or set LEAVEN_CACHE")
         folder.mkdir(parents=True, exist_ok=True)
         with storage.lock(folder / ".history.lock", seconds=LOCK_SECONDS):
             storage.append(path, record.model_dump_json(exclude_defaults=True).encode() + b"\n")
