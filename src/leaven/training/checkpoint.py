@@ -533,8 +533,6 @@ class Checkpoints(Callback):
         self.trainer.run.require_there()
         self.trainer.run.require_own_checkpoints()
         training = self.training
-        for file, why in self.trainer.lines.changes(training.progress.step).items():
-            self.trainer.event("file_changed", file=file, why=why)
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         state[TEXT] = self.trainer.tokens.fingerprint
         state[IDENTITY] = self.trainer.run.identity
@@ -544,6 +542,9 @@ class Checkpoints(Callback):
         state[EVENTS] = asdict(self.trainer.lines.events_digest())
         self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
+        # After the save, because on_event may raise an error.
+        for file, why in self.trainer.lines.changes(training.progress.step).items():
+            self.trainer.event("file_changed", file=file, why=why)
 
     def save_last(self) -> str | None:
         """Save the current state if it is not saved yet, and wait until it is written. Return the error, or None."""

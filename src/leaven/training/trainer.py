@@ -459,6 +459,8 @@ class RunTrainer:
 
     def fail(self, values: dict[str, Any]) -> NoReturn:
         """Log a ``stop`` event with ``values``, and raise Diverged with the message ``values["why"]``."""
+        for file, why in self.lines.changes(self.training.progress.step).items():
+            self.event("file_changed", file=file, why=why)
         self.event("stop", **values)
         self._tell_if(self.lines.unwritten, "lines_lost")
         raise Diverged(values["why"])
