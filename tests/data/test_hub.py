@@ -151,6 +151,7 @@ def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path:
     ):
         (note,) = notes(*names)
         assert says in note
+    assert "set data.source" not in notes("train.txt", "test.txt", "poems.txt")[0]  # it would train on test.txt
 
 
 def test_an_arrow_file_with_zeros_at_its_end_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -212,16 +212,18 @@ def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
         other = _format(name) in formats and not _ABOUT_DATA.match(name)
         return not name.startswith(".") and (other or _DATA_FILE.search(name) is not None)
 
+    def holds_data(place: Path) -> bool:
+        return any(is_data(name) for *_, names in islice(os.walk(place), 1_000) for name in names)
+
     for base, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith((".", "__"))]
         links = [path for name in inner if not (path := Path(base, name)).resolve().is_relative_to(folder.resolve())]
-        left += [
-            path for path in links if any(map(is_data, chain(*(some for *_, some in islice(os.walk(path), 1_000)))))
-        ]
+        left += [path for path in links if holds_data(path)]
         left += [path for name in names if is_data(name) and os.path.realpath(path := Path(base, name)) not in read]
     if left:
         ending = {Path(path).suffix for path in (*files, *left)}
-        pattern = f"{folder}/**/*{ending.pop()}" if len(ending) == 1 and ending <= set(SUFFIXES) else ""
+        one = len(ending) == len(builder.config.data_files) == 1 and ending <= set(SUFFIXES)  # format and split
+        pattern = f"{folder}/**/*{ending.pop()}" if one else ""
         yield (
             f"data.source {source!r}: {len(left):,} of {len(left) + len(read):,} data files or links to folders are "
             f"not read, such as {min(left)}. The package datasets chooses files by name and format, and follows no "
