@@ -120,7 +120,9 @@ def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path:
         (folder / ".cache" / "old.jsonl").touch()
         if "train.link" in names:
             (folder / "train.link").unlink()
-            (folder / "train.link").symlink_to(tempfile.mkdtemp(dir=tmp_path), target_is_directory=True)
+            (away := Path(tempfile.mkdtemp(dir=tmp_path)) / "deep").mkdir()
+            (away / ("more.jsonl" if "train.jsonl" in names else "model.pt")).touch()
+            (folder / "train.link").symlink_to(away.parent, target_is_directory=True)
         return source_parts(DataSource(source=f"hf://{folder}")).notes
 
     configs = "configs:\n- config_name: default\n  data_files: train.jsonl\n"
@@ -129,6 +131,8 @@ def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path:
         (["train-0.jsonl", "train-1.jsonl", "test.jsonl", "LICENSE.txt", "config.json"], ""),
         (["train.txt", "LICENSE.txt", "requirements.txt"], ""),
         (["train.jsonl", "other.jsonl"], configs),
+        (["train.json", "metadata.json", "vocab.json", "stats.json", "tokenizer.json", "tokenizer_config.json"], ""),
+        (["train.json", "train.link"], ""),
     ):
         assert notes(*names, more=more) == ()
     for names, says in (
@@ -138,13 +142,16 @@ def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path:
         ),
         (
             ["train.jsonl", "notes.md", "extra.csv"],
-            "extra.csv, because the package datasets chooses files by name and",
+            "extra.csv. The package datasets chooses files by name and",
         ),
-        (["train.txt", "poems.txt"], "poems.txt, because"),
-        (["train.jsonl", "train.link"], "train.link, because"),
+        (["train.txt", "poems.txt"], '/**/*.txt"'),
+        (["train.jsonl", "train.link"], "train.link. The package"),
+        (["train.jsonl", "extra.JSONL"], "extra.JSONL. The"),
+        (["train.jsonl", "extra.json"], "extra.json. The"),
     ):
         (note,) = notes(*names)
         assert says in note
+    assert "set data.source" not in notes("train.txt", "test.txt", "poems.txt")[0]  # it would train on test.txt
 
 
 def test_an_arrow_file_with_zeros_at_its_end_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.errors import refused
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from leaven.data.corpus import Corpus, Meter, TextDocument, open_corpora
-from leaven.data.tokenizer import END_OF_TEXT, LONGEST_WORD, pieces, training_sample
+from leaven.data.tokenizer import END_OF_TEXT, LONGEST_WORD, Encoder, pieces, training_sample
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
 from leaven.recipe.data import Data, DataSource
@@ -195,6 +196,22 @@ def test_text_for_which_a_tokenizer_has_no_tokens_is_named(tmp_path: Path) -> No
             notes = prepare(str(tmp_path / f"{number}.jsonl"), str(tokenizer), 300, tmp_path / "cache").notes
             assert len(notes) == (share != "")
             assert share in "".join(notes)
+
+
+@pytest.mark.parametrize("form", [normalizers.NFC(), normalizers.NFKC(), None])
+def test_a_tokenizer_that_composes_characters_leaves_nothing_out(form: Any) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    of_bytes = Tokenizer(models.BPE({byte: id for id, byte in enumerate(alphabet)}, []))
+    of_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "café": 1, "a": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if form:
+        of_bytes.normalizer = words.normalizer = form
+    for text in ("Việt đã được ", "한국어 텍스트 ", "café déjà vu "):
+        assert Encoder(of_bytes)._unknown_share([unicodedata.normalize("NFD", text * 40)]) == 0
+    lost = Encoder(words)._unknown_share([unicodedata.normalize("NFD", "a café " * 40)])
+    assert lost == 0 if form else lost > 0.8
+    assert Encoder(words)._unknown_share([]) == 0
 
 
 def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:

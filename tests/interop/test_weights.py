@@ -1,6 +1,7 @@
 """Weights in Hugging Face's format, compared with ``transformers``: logits equal to 1e-5, or 1e-10 in float64."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -643,7 +644,7 @@ def test_weights_that_are_zeros_in_part_are_named(tmp_path: Path) -> None:
         file = tmp_path / "model.safetensors"
         whole, weights = file.read_bytes(), load_file(file)
         # Untrained models may have outputs and biases of 0, and vocabularies unused tokens.
-        ends = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "lm_head.weight", "bias", "norm.weight")
+        ends = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "lm_head.weight", "bias", "layernorm.weight")
         by_design = {key: tensor * (not key.endswith(ends)) for key, tensor in weights.items()}
         for vocabulary in ("model.embed_tokens.weight", "transformer.wte.weight"):
             if vocabulary in by_design:
@@ -653,9 +654,30 @@ def test_weights_that_are_zeros_in_part_are_named(tmp_path: Path) -> None:
         size = len(whole)
         for first, last in ((size // 2, size), (size // 3, size // 2), (int(size * 0.9), size)):
             file.write_bytes(whole[:first] + bytes(last - first) + whole[last:])
-            assert " matrices in " in (zeros_caution(tmp_path) or "")
+            assert " weight tensors in " in (zeros_caution(tmp_path) or "")
     (tmp_path / "config.json").unlink()
     assert zeros_caution(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "zeros", "named"),
+    [
+        ("llama", r"lm_head.weight|model.norm.weight", "1 of 30 weight tensors .* such as model.norm.weight"),
+        ("llama", r"model.embed_tokens.weight", "1 of .* such as model.embed_tokens.weight"),
+        ("llama", r"model.layers.1.\w+_layernorm.weight", "2 of .* such as model.layers.1.input_layernorm.weight"),
+        ("llama", r"model.layers.1.self_attn.o_proj.weight", "1 of .* if they are zeros on purpose, as in added"),
+        ("mixtral", r".*experts.\d+.w2.weight", None),
+        ("mixtral", r".*layers.0.*experts.1.w1.weight", "1 of .* such as .*experts.1.w1.weight"),
+    ],
+)
+def test_tensors_that_are_zeros_are_named(model: str, zeros: str, named: str | None, tmp_path: Path) -> None:
+    foreign(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    assert any(re.fullmatch(zeros, key) for key in weights)
+    save_file({key: tensor * (not re.fullmatch(zeros, key)) for key, tensor in weights.items()}, file)
+    found = zeros_caution(tmp_path)
+    assert found is None if named is None else re.search(named, found or "")
 
 
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:

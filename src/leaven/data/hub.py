@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -18,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from leaven.data.file_tokens import MappedFile
-from leaven.data.readers import BrokenFile, FileStamp, TextRow, column_rows, file_stamp, require_text_column
+from leaven.data.readers import SUFFIXES, BrokenFile, FileStamp, TextRow, column_rows, file_stamp, require_text_column
 from leaven.data.token_files import MappedTokens, arrow_tokens
 from leaven.errors import InputError
 
@@ -27,8 +28,11 @@ INPUT_IDS = "input_ids"
 MASK = "attention_mask"
 """The columns of Hugging Face tokenizers: the token ids, and the mask that is 0 at padding and 1 elsewhere."""
 
-_DATA_FILE = re.compile(r"\.(arrow|csv|jsonl|ndjson|parquet|tsv)(\.(bz2|gz|xz|zst))?$")
-_ABOUT_DATA = re.compile(r"(?i)readme|licen[cs]e|copying|notice|requirements|config|state|dataset_(info|dict)")
+_DATA_FILE = re.compile(r"(?i)\.(arrow|csv|jsonl|ndjson|parquet|tsv)(\.(bz2|gz|xz|zst))?$")
+_ABOUT_DATA = re.compile(
+    r"(?i)readme|licen[cs]e|copying|notice|requirements|(\w+_)?config|stat(e|s|istics)|info|metadata|dataset_(info|dict)"
+    r"|schema|index|vocab|merges|tokenizer|special_tokens|added_tokens"
+)
 
 
 @dataclass(frozen=True)
@@ -202,21 +206,34 @@ def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
     if len(builder.builder_configs) > 1 or any(isinstance(split, str) for split in builder.config.data_files or {}):
         return
     files, left = _data_files(builder), []
-    read, suffixes = {os.path.realpath(file) for file in files}, {Path(file).suffix for file in files}
+    read, formats = {os.path.realpath(file) for file in files}, {_format(file) for file in files}
+
+    def is_data(name: str) -> bool:
+        other = _format(name) in formats and not _ABOUT_DATA.match(name)
+        return not name.startswith(".") and (other or _DATA_FILE.search(name) is not None)
+
+    def holds_data(place: Path) -> bool:
+        return any(is_data(name) for *_, names in islice(os.walk(place), 1_000) for name in names)
+
     for base, inner, names in os.walk(folder):
         inner[:] = [name for name in inner if not name.startswith((".", "__"))]
-        left += [path for name in inner if not (path := Path(base, name)).resolve().is_relative_to(folder.resolve())]
-        for name in names:
-            path = Path(base, name)
-            data = _DATA_FILE.search(name) or (path.suffix in suffixes and not _ABOUT_DATA.match(name))
-            if data and not name.startswith(".") and os.path.realpath(path) not in read:
-                left.append(path)
+        links = [path for name in inner if not (path := Path(base, name)).resolve().is_relative_to(folder.resolve())]
+        left += [path for path in links if holds_data(path)]
+        left += [path for name in names if is_data(name) and os.path.realpath(path := Path(base, name)) not in read]
     if left:
+        ending = {Path(path).suffix for path in (*files, *left)}
+        one = len(ending) == len(builder.config.data_files) == 1 and ending <= set(SUFFIXES)  # format and split
+        pattern = f"{folder}/**/*{ending.pop()}" if one else ""
         yield (
             f"data.source {source!r}: {len(left):,} of {len(left) + len(read):,} data files or links to folders are "
-            f"not read, such as {min(left)}, because the package datasets chooses files by name and format and "
-            "follows no such link; rename or convert them, or give a pattern of files"
+            f"not read, such as {min(left)}. The package datasets chooses files by name and format, and follows no "
+            f"such link; rename or convert them{pattern and f', or set data.source = {json.dumps(pattern)}'}"
         )
+
+
+def _format(file: str) -> str:
+    """Return the format of a file by its name. JSON and JSON lines have the same reader."""
+    return Path(file).suffix.lower().replace("jsonl", "json")
 
 
 def _is_outdated(builder: Any) -> bool:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,11 +107,14 @@ class Encoder:
     def _unknown_share(self, texts: Sequence[str]) -> float:
         """Return the share of the characters in ``texts``, apart from spaces, that get the unknown token or no
         token. The middles of some of the texts are a sample."""
-        some = texts[:: -(-len(texts) // SAMPLE_PIECES)]
+        some = texts[:: max(-(-len(texts) // SAMPLE_PIECES), 1)] or [""]
         size, total, lost = SAMPLE_CHARACTERS // len(some), 0, 0
         cuts = [text[(start := max(len(text) - size, 0) // 2) : start + size] for text in some]
         # Words that are cut may be unknown for that reason.
         whole = [cut.partition(" ")[2].rpartition(" ")[0] or cut for cut in cuts]
+        # A character that the tokenizer composes has the offsets of its first code point.
+        if self.tokenizer.normalizer and "é" in self.tokenizer.normalizer.normalize_str("e\u0301"):
+            whole = [unicodedata.normalize("NFC", text) for text in whole]
         for text, encoding in zip(whole, self.tokenizer.encode_batch(whole, add_special_tokens=False), strict=True):
             rest = [*text]
             for (start, stop), id in zip(encoding.offsets, encoding.ids, strict=True):

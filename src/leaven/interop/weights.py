@@ -400,31 +400,36 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 def zeros_caution(folder: Path) -> str | None:
     """Return a warning if parts of the weights in a folder are zeros, as after an interrupted copy.
 
-    Two rows of each matrix are read. Some models begin with zeros in some matrices of every layer, but not in most.
-    Return None also if the folder cannot be read.
+    Two rows of each matrix are read. Some models begin with zeros in some tensors of every layer, or in the
+    unembedding, but not in most tensors, the embedding or the final norm. Return None also if the folder cannot
+    be read.
     """
     try:
         plain = read_huggingface(folder)
     except InputError:
         return None
-    rows: dict[str, dict[tuple[str, int], bool]] = {}  # by name without numbers, matrix and row: whether it is zeros
+    architecture, rows = plain.architecture, dict[str, list[tuple[str, bool]]]()  # by name without numbers
+    never = {f"{architecture.ends[end]}.weight" for end in ("embedding", "norm.final")}
+    weights = [each for each in architecture.tensors(plain.shape) if each.name.endswith(".weight")]
     with _opened(plain) as tensors:
-        matrices = {
-            each.name: each.shape[0] for each in plain.architecture.tensors(plain.shape) if len(each.shape) == 2
-        }
-        for name, size in matrices.items():
+        for name, size, *columns in ((each.name, *each.shape) for each in weights):
+            if not columns and architecture.offset_gains:  # a stored 0 is a gain of 1
+                continue
             file, there = tensors[name]
-            matrix, edge = file.get_slice(there), size // 16  # tokens at the ends of a vocabulary may be unused
-            alike = rows.setdefault(re.sub(r"\d+", "", name), {})
-            alike |= {(name, row): not matrix[row : row + 1].any() for row in (edge, size - 1 - edge)}
-    most = sum(all(alike.values()) for alike in rows.values()) > len(rows) / 2
-    damaged = [alike for alike in rows.values() if any(alike.values()) and (most or not all(alike.values()))]
-    zeros = list(dict.fromkeys(name for alike in damaged for (name, _), zero in alike.items() if zero))
+            tensor, edge = file.get_slice(there), size // 16  # tokens at the ends of a vocabulary may be unused
+            parts = [slice(row, row + 1) for row in (edge, size - 1 - edge)] if columns else [slice(size)]
+            alike = rows.setdefault(re.sub(r"\.\d+(?=\.)", "", name), [])
+            alike += [(name, not tensor[part].any()) for part in parts]
+    whole = {kind for kind, alike in rows.items() if all(zero for _, zero in alike)}
+    untrained = whole - never if len(whole) <= len(rows) / 2 else set()
+    found = (name for kind in rows.keys() - untrained for name, zero in rows[kind] if zero)
+    zeros = sorted(set(found))
     if not zeros:
         return None
     return (
-        f"{len(zeros):,} of {len(matrices):,} matrices in {folder} have rows of zeros, such as {zeros[0]}; if a "
-        "copy or a download of them was interrupted, repeat it"
+        f"{len(zeros):,} of {len(weights):,} weight tensors in {folder} are zeros, in whole or in part, such as "
+        f"{zeros[0]}; if a copy or a download of them was interrupted, repeat it; if they are zeros on purpose, as "
+        "in added layers, ignore this"
     )
 
 
