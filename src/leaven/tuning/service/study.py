@@ -281,8 +281,8 @@ class BaseStudy(ABC):
         self.nothing = "" if found else self.state().advice or plan.why_nothing(loop.trials)
         if over:
             self._stored.study.set_user_attr(ANSWERED, True)
-        self._remove_checkpoints()
         try:
+            self._remove_checkpoints()
             state = self.save()
         except InputError as error:
             raise StoreGone(
