@@ -617,6 +617,14 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
     names = [f"{size}-lr{lr}" for size, lr in product(("tokens100mtok", "tokens1b"), (1, 2, 4))]
     document = transfer_of_runs(tensorboard_runs(tmp_path / "d", *names))
     assert document.settings["scales"] == ["tokens 100000000", "tokens 1000000000"]
+    names = [
+        f"lr{lr}_width{w}{more}"
+        for lr, (w, more) in product((1, 2, 4), ((64, "_001"), (128, "_012"), (1024, "_125")))
+    ]
+    names += [f"lr{lr}_001_width{w}" for lr, w in product((1, 2, 4), ("32_125m", "96_500steps"))]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "e", *names))
+    assert document.settings["scales"] == [f"width {width}" for width in (32, 64, 96, 128, 1024)]
+    assert document.settings["lr"] == [1, 2, 4]
     for name in ("width1_024-lr1", "mup_width1_024-lr1", "width64-lr1_000"):
         with pytest.raises(
             InputError, match=r"_0\d\d may be one number or two; remove the _ of the number, or write -"

@@ -33,8 +33,9 @@ EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 NUMBER = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
-# A name and its number, as part of a path. The last group is what looks like more digits of the number: 1_024.
-NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?!\d))?"
+# A name and its number, as part of a path. The last group is what may be more digits of the number.
+NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?![a-z\d]))?"
+ONE_OR_TWO = r"\d_0[1-9]\d|\d{1,3}_(000|[1-9]\d\d)"  # such as 1_024; but in lr1_001 and width128_012, a run's number
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
 LARGEST_WIDTH = 10**15
@@ -200,7 +201,7 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
     """
     found = {}
     for name, number, unit, more in re.findall(NAMED, str(path.relative_to(root)).lower()):
-        if more and number.isdigit() and {name, name.rpartition("_")[2]} & {*columns} - {"seed"}:
+        if re.fullmatch(ONE_OR_TWO, number + unit + more) and {name, name.rpartition("_")[2]} & {*columns} - {"seed"}:
             where = f"{path}: {name}{number}{more} may be one number or two"
             raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
         found[name] = float(number) * UNITS[unit]
