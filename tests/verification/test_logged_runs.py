@@ -16,7 +16,15 @@ from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_lines import digest
-from leaven.verification.logged_runs import LoggedRow, _last, collapse_of_runs, curves_of, read_rows, transfer_of_runs
+from leaven.verification.logged_runs import (
+    LoggedRow,
+    _last,
+    _unused,
+    collapse_of_runs,
+    curves_of,
+    read_rows,
+    transfer_of_runs,
+)
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
@@ -288,6 +296,8 @@ def test_rows_with_the_same_losses_are_no_two_seeds(tmp_path: Path, seeded: bool
         InputError, match=r"a\.csv: row 1 repeats the loss of .*a \(copy\)\.csv: row 1, and no runs of"
     ):
         transfer_of_runs(tmp_path)
+    once = [run | {"seed": 1} for run in runs if run["lr"] == 2.0**-6]  # rounded losses of one value may be equal
+    assert transfer_of_runs(write(tmp_path / "once.csv", runs + once)).settings["seeds"] == "1 to 2"
     # Losses with few digits are equal now and then, and those of diverged runs always.
     rounded = rows({64: -6.0, 128: -6.0}, 0.01)
     lines = [run | {"loss": "nan" if run["lr"] == 2.0**-4 else f"{run['loss']:.2f}"} for run in rounded]
@@ -604,10 +614,12 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
     )
     assert document.settings["scales"] == ["width 64 depth 2", "width 96 depth 2"]
     assert document.settings["lr"] == [0.001, 0.002, 0.004, 0.008]
-    assert document.settings["columns not used"] == ["step"]
+    assert document.settings["columns not used"] == ["head_width", "mup_width", "run", "step"]  # only in some names
     names = [f"w{w}-depth{d}-lr{lr}-seed{w}-run_a{w}" for w, d, lr in product((64, 128), (2, 4), (1, 2, 4))]
     document = transfer_of_runs(tensorboard_runs(tmp_path / "b", *names))
     assert document.settings["columns not used"] == ["run_a", "step", "w"]
+    ids = [f"width{w}/offline-run-20240501_120{w:03}-a1b2c{w:03}/run-a1b2c{w:03}.wandb" for w in (64, 128)]
+    assert _unused(map(tmp_path.joinpath, ids), tmp_path, ["width"]) == []
     names = [f"w{w}-depth{d}-seed{w}" for w, d in product((64, 128), (2, 4))]
     for number, name in enumerate(names):
         (run := tmp_path / "c" / name).mkdir(parents=True)

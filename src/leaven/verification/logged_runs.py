@@ -35,6 +35,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 NUMBER = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
 # A name and its number, as part of a path. The last group is what may be more digits of the number.
 NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?![a-z\d]))?"
+WANDB_ID = r"run-(\d{8}_\d{6}-)?[a-z\d]{8}(?=/|\.wandb$)"  # W&B's own names of folders and files
 ONE_OR_TWO = r"\d_0[1-9]\d|\d{1,3}_(000|[1-9]\d\d)"  # such as 1_024; but in lr1_001 and width128_012, a run's number
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
@@ -200,7 +201,8 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
     Another width or depth, such as mup_width64, counts as the width or depth if it is the only one in the path.
     """
     found = {}
-    for name, number, unit, more in re.findall(NAMED, str(path.relative_to(root)).lower()):
+    named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
+    for name, number, unit, more in re.findall(NAMED, named):
         if re.fullmatch(ONE_OR_TWO, number + unit + more) and {name, name.rpartition("_")[2]} & {*columns} - {"seed"}:
             where = f"{path}: {name}{number}{more} may be one number or two"
             raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
@@ -213,10 +215,10 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
 
 
 def _unused(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
-    """Return the names of the numbers that all paths of runs have, that differ, and that are in no column."""
+    """Return the names of the numbers in paths of runs that differ or that some lack, and that are in no column."""
     numbers = [_numbers(path, root, columns) for path in paths if _is_one_run(path)]
-    shared = set[str].intersection(*map(set, numbers)) if numbers else set[str]()
-    return sorted(name for name in shared - {*columns} if len({each[name] for each in numbers}) > 1)
+    names = {name for each in numbers for name in each}
+    return sorted(name for name in names - {*columns} if len({each.get(name) for each in numbers}) > 1)
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
@@ -390,9 +392,10 @@ def _runs_by_size(
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
-    """Raise InputError if each of ``values`` that has several runs has two with the same loss, as after a copy.
+    """Raise InputError if several of ``values`` have several runs and each of these has two with the same loss.
 
-    If only some have, this may be chance: losses may have few digits. Diverged runs do not count.
+    This is a copy. If only one or some have, this may be chance: losses may have few digits. Diverged runs do not
+    count.
     """
     twins = []
     for rows in values:
@@ -400,7 +403,7 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
         runs = [row for row in rows if math.isfinite(row.loss())]
         if len(runs) > 1:
             twins.append([(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row])
-    if twins and all(twins):
+    if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
             f"{row.place} repeats the loss of {first.place}, and no runs of this size show the noise of seeds; "
