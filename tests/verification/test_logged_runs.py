@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     },
     "0 and 0.0": (lambda runs: [*runs, runs[0] | {"seed": "0.0"}], "row 37 repeats the size, lr and seed"),
     "two columns": (lambda runs: [run | {" LR": 1} for run in runs], "has two columns lr; rename or remove one"),
-    "a cell too many": (changed(loss="3,1"), "row 1 has 5 and the header 4 cells; quote cells that contain a comma"),
+    "a cell too many": (changed(loss="3,1"), "line 2 has 5 and the header 4 cells; quote cells that contain a comma"),
     "no rows": (lambda runs: [], "has no rows; write a row for each run"),
 }
 
@@ -155,7 +155,7 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -> None:
-    message = {".csv": "row 36 has 3 and the header 4 cells; copy", ".jsonl": "its last line is cut; copy"}[suffix]
+    message = {".csv": "line 37 has 3 and the header 4 cells; copy", ".jsonl": "its last line is cut; copy"}[suffix]
     file = write(tmp_path / f"runs{suffix}", rows({64: -6.0, 128: -6.0}))
     whole = file.read_text().removesuffix("\n")
     file.write_text(whole)  # only the newline is missing
@@ -172,25 +172,55 @@ def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -
 
 def test_a_cell_with_an_open_quote_does_not_hide_rows(tmp_path: Path) -> None:
     lines = [run | {"note": "ok"} for run in rows({64: -6.0, 128: -6.0})]
-    file = write(tmp_path / "runs.csv", lines)
-    for number, note in ((3, '"restarted'), (3, '"restarted, twice'), (36, '"first line\nlast line"')):
-        write(file, [*lines[: number - 1], lines[number - 1] | {"note": note}, *lines[number:], *lines[:1]])
-        message = f'line {number + 1} has a cell that begins with " and does not end in this line; correct the cell'
-        with pytest.raises(InputError, match=message):
+    file = tmp_path / "runs.csv"
+    for note, other in (('"restarted', "ok"), ('"restarted, twice', "ok"), ('"restarted', '"a, b"')):
+        write(file, [*lines[:2], lines[2] | {"note": note}, *(line | {"note": other} for line in lines[3:])])
+        with pytest.raises(
+            InputError, match='line 4 has a cell that begins with " and seems to contain the next row; correct'
+        ):
             transfer_of_runs(file)
-    file.write_text(file.read_text().split("\n", 4)[3] + "x" * 200_000)  # longer than the limit of the reader
-    with pytest.raises(InputError, match='line 1 has a cell that begins with "'):
+    file.write_text('width,lr,loss,note,host\n64,1,3,"a,b\n64,2,3,"c",d\n')  # the quote of c ends the cell
+    with pytest.raises(InputError, match='line 2 has a cell that begins with " and seems to contain the next row'):
         transfer_of_runs(file)
-    notes = ('"a, b"', '5" disk', '"said ""ok"""', "", '" "')
+    for note in ("x" * 200_000, '"' + "x" * 200_000):
+        write(file, [*lines[:4], lines[4] | {"note": note}])
+        with pytest.raises(
+            InputError, match="line 6 has a cell with more than 131,072 characters, or one without its"
+        ):
+            transfer_of_runs(file)
+    notes = ('"a, b"', '5" disk', '"said ""ok"""', "", '" "', '"first, or so\nthen, again"', '"two\r\n\r\nlines"')
     expected = transfer_of_runs(write(file, lines))
-    assert transfer_of_runs(write(file, [line | {"note": notes[n % 5]} for n, line in enumerate(lines)])) == expected
+    noted = [line | {"note": notes[n % len(notes)]} for n, line in enumerate(lines)]
+    assert transfer_of_runs(write(file, noted)) == expected
+    first = [{"note": line.pop("note"), **line} for line in noted]
+    assert transfer_of_runs(write(file, first)) == expected
+    file.write_text(file.read_text() + "64\n")
+    with pytest.raises(
+        InputError, match=f"line {file.read_text().count(chr(10))} has 1 and the header 5 cells; copy"
+    ):
+        transfer_of_runs(file)
+
+
+def test_columns_without_a_name_and_a_comment_above_the_header(tmp_path: Path) -> None:
+    runs = rows({64: -6.0, 128: -6.0})
+    expected = transfer_of_runs(write(tmp_path / "runs.csv", runs))
+    file = write(tmp_path / "runs.csv", [run | {"": "x" if n else ""} for n, run in enumerate(runs)])
+    assert transfer_of_runs(file) == expected
+    file.write_text(file.read_text() + "64,1,3,1,\n")
+    transfer_of_runs(file)
+    file.write_text(file.read_text() + "64,1,3,3,1,\n")  # a comma in the loss
+    with pytest.raises(InputError, match="line 39 has 6 and the header 5 cells; quote"):
+        transfer_of_runs(file)
+    file.write_text("# of May\n" + write(file, runs).read_text())
+    with pytest.raises(InputError, match="line 2 has 4 and the header 1 cells; remove the first line, which begins"):
+        transfer_of_runs(file)
 
 
 def test_a_row_that_lacks_cells_is_refused_in_the_middle_too(tmp_path: Path) -> None:
     file = tmp_path / "50m.csv"
     file.write_text("step,loss\n10,3.0\n20\n30,2.0\n")
     with pytest.raises(
-        InputError, match=r"row 2 has 1 and the header 2 cells; copy the file again, or complete or rem"
+        InputError, match=r"line 3 has 1 and the header 2 cells; copy the file again, or complete or rem"
     ):
         curves_of(file)
     file.write_text("step,loss,,\n\n10,3.0\n20,\n,,,\n30,2.0,,\n40,1.0,,,,\n\n \n")  # 20 was logged without a loss

@@ -259,40 +259,58 @@ def read_rows(path: Path) -> list[LoggedRow]:
         if twice := [name for name in names if name and names.count(name) > 1]:
             raise InputError(f"{path} has two columns {twice[0]}; rename or remove one")
     return [
-        LoggedRow(f"{path}: row {number}", {column.strip().lower(): line[column] for column in line})
+        LoggedRow(
+            f"{path}: row {number}", {column.strip().lower(): line[column] for column in line if column.strip()}
+        )
         for number, line in enumerate(found, start=1)
     ]
 
 
 def _csv_lines(path: Path) -> list[list[str]]:
-    """Return the cells of each line of a CSV file, without blank lines and without empty cells beyond the header.
+    """Return the cells of the rows of a CSV file, without blank rows and without columns that are empty throughout.
 
-    Raise InputError unless every line has as many cells as the header, and every cell ends in its line.
+    Raise InputError unless every row has as many cells as the header, and no cell contains a row.
     """
-    lines: list[list[str]] = []
+    rows: list[tuple[int, list[str]]] = []  # the line in which a row begins, and its cells
     reader = csv.reader(io.StringIO(storage.read(path).decode("utf-8-sig"), newline=""), skipinitialspace=True)
-    begin = 1  # the line in which the cells begin
+    begin = 1
     try:
         for cells in reader:
-            if begin < reader.line_num:
-                raise csv.Error
-            begin += 1
-            while cells and not cells[-1] and (not lines or len(cells) > len(lines[0])):
-                cells.pop()
             if any(cells):
-                lines.append(cells)
-    except csv.Error:  # the reader raises it if such a cell is too long
-        where = f'{path}: line {begin} has a cell that begins with " and does not end in this line'
-        raise InputError(f"{where}; correct the cell, or remove its column") from None
-    if lines and len(lines[0]) == 1 and re.search("[;\t]", lines[0][0]):
+                rows.append((begin, cells))
+            inner = [line for cell in cells for line in re.split(r"[\r\n]+", cell)[1:]]
+            if any(
+                line.count(",") >= (1 if '"' in line else _filled(rows[0][1]) - 1) for line in inner if "," in line
+            ):
+                where = f'{path}: line {begin} has a cell that begins with " and seems to contain the next row'
+                raise InputError(f"{where}; correct the cell, or remove its column")
+            begin = reader.line_num + 1
+    except csv.Error:
+        where = f"{path}: line {begin} has a cell with more than {csv.field_size_limit():,} characters"
+        raise InputError(f'{where}, or one without its closing "; correct it, or remove its column') from None
+    if not rows:
+        return []
+    header = rows[0][1]
+    if len(header) == 1 and re.search("[;\t]", header[0]):
         raise InputError(f"{path}: separate the columns by commas")
-    for number, cells in enumerate(lines):
-        if len(cells) != (count := len(lines[0])):
+    named, count = _filled(header), len(header)
+    if not any(any(cells[named:count]) for _, cells in rows):
+        rows = [(line, cells[: max(named, _filled(cells))]) for line, cells in rows]
+        count = named
+    for line, cells in rows:
+        if len(cells) != count:
             hint = "quote cells that contain a comma"
-            if len(cells) < count:
+            if header[0].startswith("#"):
+                hint = "remove the first line, which begins with #"
+            elif len(cells) < count:
                 hint = "copy the file again, or complete or remove the row"
-            raise InputError(f"{path}: row {number} has {len(cells)} and the header {count} cells; {hint}")
-    return lines
+            raise InputError(f"{path}: line {line} has {len(cells)} and the header {count} cells; {hint}")
+    return [cells for _, cells in rows]
+
+
+def _filled(cells: Sequence[str]) -> int:
+    """Return the number of cells up to the last one that is not empty."""
+    return max((number for number, cell in enumerate(cells, 1) if cell), default=0)
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
