@@ -267,6 +267,8 @@ def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
     theirs.mkdir()
     write(theirs / "metrics.jsonl", curve())
     assert curves_of(theirs) == {"metrics": [points()]}
+    write(tmp_path / "note.csv", [line | {"note": "a", "tokens": 5 * int(line["step"])} for line in lines])
+    assert collapse_of_runs(tmp_path / "note.csv").settings["columns not used"] == ["note"]
     # Rows without a loss are left out, and of two rows for a step the last one counts.
     lines = [*curve(), {"step": 10, "loss": 2.5}, {"step": 10, "val_loss": 3.0}]
     assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*points()[:-1], (10, 2.5)]]}
@@ -656,6 +658,10 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
         content = b"".join(EVENT(step, float_val=[loss + number / 100]) for step, loss in points())
         (run / "a.tfevents").write_bytes(content)
     assert collapse_of_runs(tmp_path / "c").settings["columns not used"] == ["w"]
+    names = [f"base_width64-tokens{t}m-head_width{t}-lr{lr}" for t, lr in product((1, 2), (1, 2, 4))]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "f", *names))
+    assert document.settings["scales"] == ["tokens 1000000", "tokens 2000000"]
+    assert document.settings["columns not used"] == ["head_width", "step"]
     names = [f"{size}-lr{lr}" for size, lr in product(("tokens100mtok", "tokens1b"), (1, 2, 4))]
     document = transfer_of_runs(tensorboard_runs(tmp_path / "d", *names))
     assert document.settings["scales"] == ["tokens 100000000", "tokens 1000000000"]
@@ -676,9 +682,21 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
 
 def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     write(tmp_path / "runs.csv", rows({64: -6.0, 128: -6.0}, 0.001))
-    for name in ("more.csv.gz", "old.JSONL.zst", "notes.txt", "trace.json.gz"):
+    (tmp_path / "run").mkdir()
+    for name in ("more.csv.gz", "old.JSONL.zst", "notes.txt", "runs.csv.html", "run/config.json"):
         (tmp_path / name).touch()
     assert transfer_of_runs(tmp_path).settings["files not read"] == ["more.csv.gz", "old.JSONL.zst"]
+    others = ["1.json", "2.ndjson", "3.tsv", "run/4.parquet"]
+    for name in others:
+        (tmp_path / name).touch()
+    assert transfer_of_runs(tmp_path).settings["files not read"] == [
+        *others[:3],
+        "more.csv.gz",
+        "old.JSONL.zst",
+        "1 more",
+    ]
+    for name in others:
+        (tmp_path / name).unlink()
     for width, seed in product((64, 128), (0, 1)):
         own_run(tmp_path / "own" / f"{width} {seed}", width, seed=seed)
     tensorboard_runs(tmp_path / "own", "64 0/tensorboard", "theirs")

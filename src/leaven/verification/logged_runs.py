@@ -29,6 +29,7 @@ from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
+UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -156,8 +157,8 @@ class _Logs:
                     others.add(folder)
                 elif file.suffix.lower() in SUFFIXES:
                     others.add(file)
-                elif not {suffix.lower() for suffix in file.suffixes}.isdisjoint(SUFFIXES):  # such as .csv.gz
-                    unread.add(file)
+                elif (table := UNREAD.search(file.name)) and (folder == path or not table[2]):
+                    unread.add(file)  # a .json in an inner folder is often the configuration of a run
         if own and loss != "loss":
             raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
         if not own | others:
@@ -198,17 +199,19 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, float]:
     """Return the named numbers in a run's path below ``root``.
 
-    Another width or depth, such as mup_width64, counts as the width or depth if it is the only one in the path.
+    Without a width, the mup_width or model_width is the width, unless the path has both. So it is with the depth.
     """
     found = {}
     named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
     for name, number, unit, more in re.findall(NAMED, named):
-        if re.fullmatch(ONE_OR_TWO, number + unit + more) and {name, name.rpartition("_")[2]} & {*columns} - {"seed"}:
+        if re.fullmatch(ONE_OR_TWO, number + unit + more) and {name, re.sub("^(mup|model)_", "", name)} & {
+            *columns
+        } - {"seed"}:
             where = f"{path}: {name}{number}{more} may be one number or two"
             raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
         found[name] = float(number) * UNITS[unit]
     for size in {"width", "depth"} - found.keys():
-        others = [name for name in found if name.endswith(f"_{size}") and name not in columns]
+        others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
         if len(others) == 1:
             found[size] = found.pop(others[0])
     return found
@@ -461,16 +464,18 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _curves(path: Path, logs: _Logs, loss: str) -> tuple[dict[str, list[Points]], list[str]]:
-    """Return the curves by size, and the names of numbers in the paths of runs that are not used."""
+    """Return the curves by size, and the columns and the numbers in the paths of runs that are not used."""
     if logs.own:
         return _curves_of_own_runs(logs.own), []
     used = {"width", "depth", "batch", "seed"}
+    unused = set[str]()
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
     for file in logs.others:
         rows = _rows(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
+        unused |= columns.keys() - {*used, *TIMES, "loss", loss.lower()}
         rows = [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
@@ -503,8 +508,9 @@ def _curves(path: Path, logs: _Logs, loss: str) -> tuple[dict[str, list[Points]]
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add width"
         )
-    unused = _unused(logs.others, path, used) if any(sized) else []  # else the names of files are the sizes
-    return {name: found[name] for name in sorted(found, key=_by_numbers)}, unused
+    if any(sized):  # else the names of files are the sizes
+        unused.update(_unused(logs.others, path, used))
+    return {name: found[name] for name in sorted(found, key=_by_numbers)}, sorted(unused)
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
