@@ -700,6 +700,7 @@ def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     for width, seed in product((64, 128), (0, 1)):
         own_run(tmp_path / "own" / f"{width} {seed}", width, seed=seed)
     tensorboard_runs(tmp_path / "own", "64 0/tensorboard", "theirs")
+    (tmp_path / "study.json").touch()
     unread = ["more.csv.gz", "old.JSONL.zst", "own/theirs", "runs.csv"]
     assert collapse_of_runs(tmp_path).settings["files not read"] == unread
     for name in "tuv":

@@ -165,6 +165,7 @@ class _Logs:
             kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
             raise InputError(f"{path} has {kinds}; give a folder with logged runs")
         if own:
+            unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
             unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
             others = set()
         names = [str(file.relative_to(path)) for file in sorted(unread)]
