@@ -205,9 +205,8 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
     found = {}
     named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
     for name, number, unit, more in re.findall(NAMED, named):
-        if re.fullmatch(ONE_OR_TWO, number + unit + more) and {name, re.sub("^(mup|model)_", "", name)} & {
-            *columns
-        } - {"seed"}:
+        used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
+        if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
             where = f"{path}: {name}{number}{more} may be one number or two"
             raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
         found[name] = float(number) * UNITS[unit]
@@ -271,7 +270,7 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def _csv_lines(path: Path) -> list[list[str]]:
-    """Return the cells of the rows of a CSV file, without blank rows and without columns that are empty throughout.
+    """Return the cells of the rows of a CSV file, without blank rows and without last columns that are empty.
 
     Raise InputError unless every row has as many cells as the header, and no cell contains a row.
     """
@@ -282,10 +281,8 @@ def _csv_lines(path: Path) -> list[list[str]]:
         for cells in reader:
             if any(cells):
                 rows.append((begin, cells))
-            inner = [line for cell in cells for line in re.split(r"[\r\n]+", cell)[1:]]
-            if any(
-                line.count(",") >= (1 if '"' in line else _filled(rows[0][1]) - 1) for line in inner if "," in line
-            ):
+            inner = [line for cell in cells for line in re.split(r"[\r\n]+", cell)[1:] if "," in line]
+            if any('"' in line or line.count(",") >= _filled(rows[0][1]) - 1 for line in inner):
                 where = f'{path}: line {begin} has a cell that begins with " and seems to contain the next row'
                 raise InputError(f"{where}; correct the cell, or remove its column")
             begin = reader.line_num + 1
