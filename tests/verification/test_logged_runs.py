@@ -16,7 +16,15 @@ from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_lines import digest
-from leaven.verification.logged_runs import LoggedRow, _last, collapse_of_runs, curves_of, read_rows, transfer_of_runs
+from leaven.verification.logged_runs import (
+    LoggedRow,
+    _last,
+    _unused,
+    collapse_of_runs,
+    curves_of,
+    read_rows,
+    transfer_of_runs,
+)
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
@@ -129,7 +137,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     },
     "0 and 0.0": (lambda runs: [*runs, runs[0] | {"seed": "0.0"}], "row 37 repeats the size, lr and seed"),
     "two columns": (lambda runs: [run | {" LR": 1} for run in runs], "has two columns lr; rename or remove one"),
-    "a cell too many": (changed(loss="3,1"), "row 1 has 5 and the header 4 cells; quote cells that contain a comma"),
+    "a cell too many": (changed(loss="3,1"), "line 2 has 5 and the header 4 cells; quote cells that contain a comma"),
     "no rows": (lambda runs: [], "has no rows; write a row for each run"),
 }
 
@@ -147,7 +155,7 @@ def test_rows_that_cannot_be_judged_are_refused(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -> None:
-    message = {".csv": "row 36 has 3 and the header 4 cells; copy", ".jsonl": "its last line is cut; copy"}[suffix]
+    message = {".csv": "line 37 has 3 and the header 4 cells; copy", ".jsonl": "its last line is cut; copy"}[suffix]
     file = write(tmp_path / f"runs{suffix}", rows({64: -6.0, 128: -6.0}))
     whole = file.read_text().removesuffix("\n")
     file.write_text(whole)  # only the newline is missing
@@ -164,25 +172,55 @@ def test_a_file_whose_last_line_is_cut_is_refused(suffix: str, tmp_path: Path) -
 
 def test_a_cell_with_an_open_quote_does_not_hide_rows(tmp_path: Path) -> None:
     lines = [run | {"note": "ok"} for run in rows({64: -6.0, 128: -6.0})]
-    file = write(tmp_path / "runs.csv", lines)
-    for number, note in ((3, '"restarted'), (3, '"restarted, twice'), (36, '"first line\nlast line"')):
-        write(file, [*lines[: number - 1], lines[number - 1] | {"note": note}, *lines[number:], *lines[:1]])
-        message = f'line {number + 1} has a cell that begins with " and does not end in this line; correct the cell'
-        with pytest.raises(InputError, match=message):
+    file = tmp_path / "runs.csv"
+    for note, other in (('"restarted', "ok"), ('"restarted, twice', "ok"), ('"restarted', '"a, b"')):
+        write(file, [*lines[:2], lines[2] | {"note": note}, *(line | {"note": other} for line in lines[3:])])
+        with pytest.raises(
+            InputError, match='line 4 has a cell that begins with " and seems to contain the next row; correct'
+        ):
             transfer_of_runs(file)
-    file.write_text(file.read_text().split("\n", 4)[3] + "x" * 200_000)  # longer than the limit of the reader
-    with pytest.raises(InputError, match='line 1 has a cell that begins with "'):
+    file.write_text('width,lr,loss,note,host\n64,1,3,"a,b\n64,2,3,"c",d\n')  # the quote of c ends the cell
+    with pytest.raises(InputError, match='line 2 has a cell that begins with " and seems to contain the next row'):
         transfer_of_runs(file)
-    notes = ('"a, b"', '5" disk', '"said ""ok"""', "", '" "')
+    for note in ("x" * 200_000, '"' + "x" * 200_000):
+        write(file, [*lines[:4], lines[4] | {"note": note}])
+        with pytest.raises(
+            InputError, match="line 6 has a cell with more than 131,072 characters, or one without its"
+        ):
+            transfer_of_runs(file)
+    notes = ('"a, b"', '5" disk', '"said ""ok"""', "", '" "', '"first, or so\nthen, again"', '"two\r\n\r\nlines"')
     expected = transfer_of_runs(write(file, lines))
-    assert transfer_of_runs(write(file, [line | {"note": notes[n % 5]} for n, line in enumerate(lines)])) == expected
+    noted = [line | {"note": notes[n % len(notes)]} for n, line in enumerate(lines)]
+    assert transfer_of_runs(write(file, noted)) == expected
+    first = [{"note": line.pop("note"), **line} for line in noted]
+    assert transfer_of_runs(write(file, first)) == expected
+    file.write_text(file.read_text() + "64\n")
+    with pytest.raises(
+        InputError, match=f"line {file.read_text().count(chr(10))} has 1 and the header 5 cells; copy"
+    ):
+        transfer_of_runs(file)
+
+
+def test_columns_without_a_name_and_a_comment_above_the_header(tmp_path: Path) -> None:
+    runs = rows({64: -6.0, 128: -6.0})
+    expected = transfer_of_runs(write(tmp_path / "runs.csv", runs))
+    file = write(tmp_path / "runs.csv", [run | {"": "x" if n else ""} for n, run in enumerate(runs)])
+    assert transfer_of_runs(file) == expected
+    file.write_text(file.read_text() + "64,1,3,1,\n")
+    transfer_of_runs(file)
+    file.write_text(file.read_text() + "64,1,3,3,1,\n")  # a comma in the loss
+    with pytest.raises(InputError, match="line 39 has 6 and the header 5 cells; quote"):
+        transfer_of_runs(file)
+    file.write_text("# of May\n" + write(file, runs).read_text())
+    with pytest.raises(InputError, match="line 2 has 4 and the header 1 cells; remove the first line, which begins"):
+        transfer_of_runs(file)
 
 
 def test_a_row_that_lacks_cells_is_refused_in_the_middle_too(tmp_path: Path) -> None:
     file = tmp_path / "50m.csv"
     file.write_text("step,loss\n10,3.0\n20\n30,2.0\n")
     with pytest.raises(
-        InputError, match=r"row 2 has 1 and the header 2 cells; copy the file again, or complete or rem"
+        InputError, match=r"line 3 has 1 and the header 2 cells; copy the file again, or complete or rem"
     ):
         curves_of(file)
     file.write_text("step,loss,,\n\n10,3.0\n20,\n,,,\n30,2.0,,\n40,1.0,,,,\n\n \n")  # 20 was logged without a loss
@@ -229,6 +267,8 @@ def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
     theirs.mkdir()
     write(theirs / "metrics.jsonl", curve())
     assert curves_of(theirs) == {"metrics": [points()]}
+    write(tmp_path / "note.csv", [line | {"note": "a", "tokens": 5 * int(line["step"])} for line in lines])
+    assert collapse_of_runs(tmp_path / "note.csv").settings["columns not used"] == ["note"]
     # Rows without a loss are left out, and of two rows for a step the last one counts.
     lines = [*curve(), {"step": 10, "loss": 2.5}, {"step": 10, "val_loss": 3.0}]
     assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*points()[:-1], (10, 2.5)]]}
@@ -288,6 +328,8 @@ def test_rows_with_the_same_losses_are_no_two_seeds(tmp_path: Path, seeded: bool
         InputError, match=r"a\.csv: row 1 repeats the loss of .*a \(copy\)\.csv: row 1, and no runs of"
     ):
         transfer_of_runs(tmp_path)
+    once = [run | {"seed": 1} for run in runs if run["lr"] == 2.0**-6]  # rounded losses of one value may be equal
+    assert transfer_of_runs(write(tmp_path / "once.csv", runs + once)).settings["seeds"] == "1 to 2"
     # Losses with few digits are equal now and then, and those of diverged runs always.
     rounded = rows({64: -6.0, 128: -6.0}, 0.01)
     lines = [run | {"loss": "nan" if run["lr"] == 2.0**-4 else f"{run['loss']:.2f}"} for run in rounded]
@@ -604,19 +646,33 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
     )
     assert document.settings["scales"] == ["width 64 depth 2", "width 96 depth 2"]
     assert document.settings["lr"] == [0.001, 0.002, 0.004, 0.008]
-    assert document.settings["columns not used"] == ["step"]
+    assert document.settings["columns not used"] == ["head_width", "mup_width", "run", "step"]  # only in some names
     names = [f"w{w}-depth{d}-lr{lr}-seed{w}-run_a{w}" for w, d, lr in product((64, 128), (2, 4), (1, 2, 4))]
     document = transfer_of_runs(tensorboard_runs(tmp_path / "b", *names))
     assert document.settings["columns not used"] == ["run_a", "step", "w"]
+    ids = [f"width{w}/offline-run-20240501_120{w:03}-a1b2c{w:03}/run-a1b2c{w:03}.wandb" for w in (64, 128)]
+    assert _unused(map(tmp_path.joinpath, ids), tmp_path, ["width"]) == []
     names = [f"w{w}-depth{d}-seed{w}" for w, d in product((64, 128), (2, 4))]
     for number, name in enumerate(names):
         (run := tmp_path / "c" / name).mkdir(parents=True)
         content = b"".join(EVENT(step, float_val=[loss + number / 100]) for step, loss in points())
         (run / "a.tfevents").write_bytes(content)
     assert collapse_of_runs(tmp_path / "c").settings["columns not used"] == ["w"]
+    names = [f"base_width64-tokens{t}m-head_width{t}-lr{lr}" for t, lr in product((1, 2), (1, 2, 4))]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "f", *names))
+    assert document.settings["scales"] == ["tokens 1000000", "tokens 2000000"]
+    assert document.settings["columns not used"] == ["head_width", "step"]
     names = [f"{size}-lr{lr}" for size, lr in product(("tokens100mtok", "tokens1b"), (1, 2, 4))]
     document = transfer_of_runs(tensorboard_runs(tmp_path / "d", *names))
     assert document.settings["scales"] == ["tokens 100000000", "tokens 1000000000"]
+    names = [
+        f"lr{lr}_width{w}{more}"
+        for lr, (w, more) in product((1, 2, 4), ((64, "_001"), (128, "_012"), (1024, "_125")))
+    ]
+    names += [f"lr{lr}_001_width{w}" for lr, w in product((1, 2, 4), ("32_125m", "96_500steps"))]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "e", *names))
+    assert document.settings["scales"] == [f"width {width}" for width in (32, 64, 96, 128, 1024)]
+    assert document.settings["lr"] == [1, 2, 4]
     for name in ("width1_024-lr1", "mup_width1_024-lr1", "width64-lr1_000"):
         with pytest.raises(
             InputError, match=r"_0\d\d may be one number or two; remove the _ of the number, or write -"
@@ -626,12 +682,25 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
 
 def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     write(tmp_path / "runs.csv", rows({64: -6.0, 128: -6.0}, 0.001))
-    for name in ("more.csv.gz", "old.JSONL.zst", "notes.txt", "trace.json.gz"):
+    (tmp_path / "run").mkdir()
+    for name in ("more.csv.gz", "old.JSONL.zst", "notes.txt", "runs.csv.html", "run/config.json"):
         (tmp_path / name).touch()
     assert transfer_of_runs(tmp_path).settings["files not read"] == ["more.csv.gz", "old.JSONL.zst"]
+    others = ["1.json", "2.ndjson", "3.tsv", "run/4.parquet"]
+    for name in others:
+        (tmp_path / name).touch()
+    assert transfer_of_runs(tmp_path).settings["files not read"] == [
+        *others[:3],
+        "more.csv.gz",
+        "old.JSONL.zst",
+        "1 more",
+    ]
+    for name in others:
+        (tmp_path / name).unlink()
     for width, seed in product((64, 128), (0, 1)):
         own_run(tmp_path / "own" / f"{width} {seed}", width, seed=seed)
     tensorboard_runs(tmp_path / "own", "64 0/tensorboard", "theirs")
+    (tmp_path / "study.json").touch()
     unread = ["more.csv.gz", "old.JSONL.zst", "own/theirs", "runs.csv"]
     assert collapse_of_runs(tmp_path).settings["files not read"] == unread
     for name in "tuv":

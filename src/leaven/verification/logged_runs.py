@@ -29,12 +29,15 @@ from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
+UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 NUMBER = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
-# A name and its number, as part of a path. The last group is what looks like more digits of the number: 1_024.
-NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?!\d))?"
+# A name and its number, as part of a path. The last group is what may be more digits of the number.
+NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?![a-z\d]))?"
+WANDB_ID = r"run-(\d{8}_\d{6}-)?[a-z\d]{8}(?=/|\.wandb$)"  # W&B's own names of folders and files
+ONE_OR_TWO = r"\d_0[1-9]\d|\d{1,3}_(000|[1-9]\d\d)"  # such as 1_024; but in lr1_001 and width128_012, a run's number
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
 LARGEST_WIDTH = 10**15
@@ -154,14 +157,15 @@ class _Logs:
                     others.add(folder)
                 elif file.suffix.lower() in SUFFIXES:
                     others.add(file)
-                elif not {suffix.lower() for suffix in file.suffixes}.isdisjoint(SUFFIXES):  # such as .csv.gz
-                    unread.add(file)
+                elif (table := UNREAD.search(file.name)) and (folder == path or not table[2]):
+                    unread.add(file)  # a .json in an inner folder is often the configuration of a run
         if own and loss != "loss":
             raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
         if not own | others:
             kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
             raise InputError(f"{path} has {kinds}; give a folder with logged runs")
         if own:
+            unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
             unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
             others = set()
         names = [str(file.relative_to(path)) for file in sorted(unread)]
@@ -196,26 +200,28 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, float]:
     """Return the named numbers in a run's path below ``root``.
 
-    Another width or depth, such as mup_width64, counts as the width or depth if it is the only one in the path.
+    Without a width, the mup_width or model_width is the width, unless the path has both. So it is with the depth.
     """
     found = {}
-    for name, number, unit, more in re.findall(NAMED, str(path.relative_to(root)).lower()):
-        if more and number.isdigit() and {name, name.rpartition("_")[2]} & {*columns} - {"seed"}:
+    named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
+    for name, number, unit, more in re.findall(NAMED, named):
+        used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
+        if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
             where = f"{path}: {name}{number}{more} may be one number or two"
             raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
         found[name] = float(number) * UNITS[unit]
     for size in {"width", "depth"} - found.keys():
-        others = [name for name in found if name.endswith(f"_{size}") and name not in columns]
+        others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
         if len(others) == 1:
             found[size] = found.pop(others[0])
     return found
 
 
 def _unused(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
-    """Return the names of the numbers that all paths of runs have, that differ, and that are in no column."""
+    """Return the names of the numbers in paths of runs that differ or that some lack, and that are in no column."""
     numbers = [_numbers(path, root, columns) for path in paths if _is_one_run(path)]
-    shared = set[str].intersection(*map(set, numbers)) if numbers else set[str]()
-    return sorted(name for name in shared - {*columns} if len({each[name] for each in numbers}) > 1)
+    names = {name for each in numbers for name in each}
+    return sorted(name for name in names - {*columns} if len({each.get(name) for each in numbers}) > 1)
 
 
 def _rows(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
@@ -256,40 +262,56 @@ def read_rows(path: Path) -> list[LoggedRow]:
         if twice := [name for name in names if name and names.count(name) > 1]:
             raise InputError(f"{path} has two columns {twice[0]}; rename or remove one")
     return [
-        LoggedRow(f"{path}: row {number}", {column.strip().lower(): line[column] for column in line})
+        LoggedRow(
+            f"{path}: row {number}", {column.strip().lower(): line[column] for column in line if column.strip()}
+        )
         for number, line in enumerate(found, start=1)
     ]
 
 
 def _csv_lines(path: Path) -> list[list[str]]:
-    """Return the cells of each line of a CSV file, without blank lines and without empty cells beyond the header.
+    """Return the cells of the rows of a CSV file, without blank rows and without last columns that are empty.
 
-    Raise InputError unless every line has as many cells as the header, and every cell ends in its line.
+    Raise InputError unless every row has as many cells as the header, and no cell contains a row.
     """
-    lines: list[list[str]] = []
+    rows: list[tuple[int, list[str]]] = []  # the line in which a row begins, and its cells
     reader = csv.reader(io.StringIO(storage.read(path).decode("utf-8-sig"), newline=""), skipinitialspace=True)
-    begin = 1  # the line in which the cells begin
+    begin = 1
     try:
         for cells in reader:
-            if begin < reader.line_num:
-                raise csv.Error
-            begin += 1
-            while cells and not cells[-1] and (not lines or len(cells) > len(lines[0])):
-                cells.pop()
             if any(cells):
-                lines.append(cells)
-    except csv.Error:  # the reader raises it if such a cell is too long
-        where = f'{path}: line {begin} has a cell that begins with " and does not end in this line'
-        raise InputError(f"{where}; correct the cell, or remove its column") from None
-    if lines and len(lines[0]) == 1 and re.search("[;\t]", lines[0][0]):
+                rows.append((begin, cells))
+            inner = [line for cell in cells for line in re.split(r"[\r\n]+", cell)[1:] if "," in line]
+            if any('"' in line or line.count(",") >= _filled(rows[0][1]) - 1 for line in inner):
+                where = f'{path}: line {begin} has a cell that begins with " and seems to contain the next row'
+                raise InputError(f"{where}; correct the cell, or remove its column")
+            begin = reader.line_num + 1
+    except csv.Error:
+        where = f"{path}: line {begin} has a cell with more than {csv.field_size_limit():,} characters"
+        raise InputError(f'{where}, or one without its closing "; correct it, or remove its column') from None
+    if not rows:
+        return []
+    header = rows[0][1]
+    if len(header) == 1 and re.search("[;\t]", header[0]):
         raise InputError(f"{path}: separate the columns by commas")
-    for number, cells in enumerate(lines):
-        if len(cells) != (count := len(lines[0])):
+    named, count = _filled(header), len(header)
+    if not any(any(cells[named:count]) for _, cells in rows):
+        rows = [(line, cells[: max(named, _filled(cells))]) for line, cells in rows]
+        count = named
+    for line, cells in rows:
+        if len(cells) != count:
             hint = "quote cells that contain a comma"
-            if len(cells) < count:
+            if header[0].startswith("#"):
+                hint = "remove the first line, which begins with #"
+            elif len(cells) < count:
                 hint = "copy the file again, or complete or remove the row"
-            raise InputError(f"{path}: row {number} has {len(cells)} and the header {count} cells; {hint}")
-    return lines
+            raise InputError(f"{path}: line {line} has {len(cells)} and the header {count} cells; {hint}")
+    return [cells for _, cells in rows]
+
+
+def _filled(cells: Sequence[str]) -> int:
+    """Return the number of cells up to the last one that is not empty."""
+    return max((number for number, cell in enumerate(cells, 1) if cell), default=0)
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
@@ -389,9 +411,10 @@ def _runs_by_size(
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
-    """Raise InputError if each of ``values`` that has several runs has two with the same loss, as after a copy.
+    """Raise InputError if several of ``values`` have several runs and each of these has two with the same loss.
 
-    If only some have, this may be chance: losses may have few digits. Diverged runs do not count.
+    This is a copy. If only one or some have, this may be chance: losses may have few digits. Diverged runs do not
+    count.
     """
     twins = []
     for rows in values:
@@ -399,7 +422,7 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
         runs = [row for row in rows if math.isfinite(row.loss())]
         if len(runs) > 1:
             twins.append([(row, first) for row in runs if (first := firsts.setdefault(row.loss(), row)) is not row])
-    if twins and all(twins):
+    if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
             f"{row.place} repeats the loss of {first.place}, and no runs of this size show the noise of seeds; "
@@ -439,16 +462,18 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _curves(path: Path, logs: _Logs, loss: str) -> tuple[dict[str, list[Points]], list[str]]:
-    """Return the curves by size, and the names of numbers in the paths of runs that are not used."""
+    """Return the curves by size, and the columns and the numbers in the paths of runs that are not used."""
     if logs.own:
         return _curves_of_own_runs(logs.own), []
     used = {"width", "depth", "batch", "seed"}
+    unused = set[str]()
     found: dict[str, list[Points]] = {}
     sized: dict[tuple[str, ...], Path] = {}  # size columns and the first file that has them
     seen: dict[Hashable, str] = {}  # size and seed, or the points of a curve, and where they are
     for file in logs.others:
         rows = _rows(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
+        unused |= columns.keys() - {*used, *TIMES, "loss", loss.lower()}
         rows = [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
@@ -481,8 +506,9 @@ def _curves(path: Path, logs: _Logs, loss: str) -> tuple[dict[str, list[Points]]
         raise InputError(
             f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add width"
         )
-    unused = _unused(logs.others, path, used) if any(sized) else []  # else the names of files are the sizes
-    return {name: found[name] for name in sorted(found, key=_by_numbers)}, unused
+    if any(sized):  # else the names of files are the sizes
+        unused.update(_unused(logs.others, path, used))
+    return {name: found[name] for name in sorted(found, key=_by_numbers)}, sorted(unused)
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
