@@ -94,7 +94,9 @@ def test_a_model_in_the_folder_is_replaced_with_a_warning(tmp_path: Path, one_ra
         warnings.simplefilter("error")
         leaven.save_folded(model, tmp_path)
     other = trained(partial(llama, heads=4))
-    with pytest.warns(UserWarning, match="had a model, which was replaced; pass overwrite=True to replace it without"):
+    with pytest.warns(
+        UserWarning, match="had a model, which was replaced; pass overwrite=True to replace it without"
+    ):
         leaven.save_folded(other, tmp_path)
     with pytest.raises(InputError, match=r"config.json exists already; give another name"):
         leaven.save_folded(other, tmp_path / "config.json")

@@ -255,8 +255,8 @@ def fold(model: nn.Module) -> nn.Module:
 def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model does not change. ``options`` are passed to ``save_pretrained``. A model in the folder is replaced, with a
-    warning unless ``overwrite`` is set or a group of several processes saves.
+    The model does not change. ``options`` are passed to ``save_pretrained``. A model in the folder is replaced, with
+    a warning unless ``overwrite`` is set or a group of several processes saves.
 
     Raises:
         InputError: as :func:`fold`, if the model has no ``save_pretrained`` or is sharded over processes, and if

@@ -265,6 +265,21 @@ def test_comments_end_where_they_end_in_a_shell() -> None:
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        "srun bash -c '\n torchrun pretrain_gpt.py --lr 6e-4 --bf16  # as before\n wait\n'",
+        'srun bash -c "\n export X=1  # or --fp16, isn\'t\n torchrun pretrain_gpt.py --lr 6e-4 --bf16\n"',
+        "bash -lc './train.sh --lr 6e-4 --bf16 # not --fp16'",
+        "sbatch --wrap='\n ./pretrain.sh --lr 6e-4 \\\n --bf16 # not --fp16\n'",
+    ],
+)
+def test_comments_in_a_quoted_script_are_removed(script: str) -> None:
+    found = parse_flags(script, "x")
+    found.pop("wrap", None)
+    assert found == {"lr": ["6e-4"], "bf16": []}
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (

@@ -400,6 +400,7 @@ _PIECE = re.compile(
     r"|\\.|[^\\$`\"'#()]+|.",
     re.DOTALL,
 )
+_TRAINING = re.compile(r"pretrain\w*\.(?:py|sh)\b")
 _LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
 # A word that begins with a dash: U+2010 to U+2015, or the minus sign.
 _DASH = re.compile(r"(?<![^\s\"'=(])-*[\u2010-\u2015\u2212][\u2010-\u2015\u2212-]*([A-Za-z][\w-]*)")
@@ -509,6 +510,15 @@ def _plain(text: str, *, comments: bool = True) -> str:
     return "".join(kept)
 
 
+def _words_in_quotes(text: str, before: str) -> list[str]:
+    """Split a quoted text that has flags. It is a script after the word -c, or if its lines start a training run."""
+    if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
+        plain = _plain(text).replace("\n", ";")
+    else:
+        plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
+    return [part.strip("'\"") for part in plain.replace(";", " ; ").split()]
+
+
 class _Script:
     """The flags and variables of a shell script without comments.
 
@@ -526,13 +536,12 @@ class _Script:
 
     def _read(self, words: deque[str]) -> None:
         current: list[str] | None = None
-        command, takes_flags, flag = 0, True, ""
+        command, takes_flags, flag, word = 0, True, "", ""
         while words:
-            word = words.popleft()
+            before, word = word, words.popleft()
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
             if word.split() != [word] and _FLAG.search(word):
-                inside = _plain(_LINE_OF_COMMENT.sub("", word), comments=False)
-                words.extendleft(part.strip("'\"") for part in reversed(inside.replace(";", " ; ").split()))
+                words.extendleft(reversed(_words_in_quotes(word, before)))
             elif 0 < closes < len(word) and word.endswith(")" * closes):
                 words.extendleft([")", word[:-closes]])
             elif assigned := _ASSIGNMENT.fullmatch(word):
