@@ -402,8 +402,9 @@ _PIECE = re.compile(
 )
 _TRAINING = re.compile(r"pretrain\w*\.(?:py|sh)\b")
 _LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
-# A word that begins with a dash: U+2010 to U+2015, or the minus sign.
-_DASH = re.compile(r"(?<![^\s\"'=(])-*[\u2010-\u2015\u2212][\u2010-\u2015\u2212-]*([A-Za-z][\w-]*)")
+_DASHES = "\u2010-\u2015\u2212"  # the last one is the minus sign
+# A flag with a dash, perhaps as the first one of an assignment.
+_DASH = re.compile(rf"(?:\w+\+?=\(?\s*)?((?=[\w-]*[{_DASHES}])[{_DASHES}-]+([A-Za-z][\w{_DASHES}-]*))")
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
@@ -425,12 +426,11 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             "the flags"
         )
     try:
-        plain = _plain(text)
-        script = _Script(plain, origin)
+        script = _Script(_plain(text), origin)
+    except InputError:  # of a flag with a dash
+        raise
     except ValueError as error:
         raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
-    if dashed := _DASH.search(plain):
-        raise InputError(f"{origin}: {dashed[0]} begins with a dash instead of hyphens; write --{dashed[1]}")
     if not script.flags:
         raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
     flags: dict[str, list[str]] = {}
@@ -442,11 +442,14 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             continue
         for words in given.values():
             spare = {"switch": words, "word": []}.get(kind, words[1:])
-            if spare and "$" not in spare[0]:  # an unset variable may be a flag that takes the words after it
-                raise InputError(
-                    f"{origin}: no flag takes {spare[0]}, which follows --{flag}; correct or remove it, or give a "
-                    "file with only the flags"
-                )
+            if not spare or "$" in spare[0]:  # an unset variable may be a flag that takes the words after it
+                continue
+            if kind != "switch" and re.match(r"[+-]?\.?\d", spare[0]):
+                raise InputError(f"{origin}: --{flag} {' '.join(words)}: leaven reads one value of --{flag}")
+            raise InputError(
+                f"{origin}: no flag takes {spare[0]}, which follows --{flag}, perhaps in the text of another command "
+                "such as echo; correct or remove it, or give a file with only the flags"
+            )
         if kind == "switch":
             continue
         texts = [" ".join(words if kind == "word" else words[:1]) for words in given.values() if words]
@@ -539,6 +542,7 @@ class _Script:
         command, takes_flags, flag, word = 0, True, "", ""
         while words:
             before, word = word, words.popleft()
+            self._require_hyphens(word)
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
             if word.split() != [word] and _FLAG.search(word):
                 words.extendleft(reversed(_words_in_quotes(word, before)))
@@ -569,6 +573,13 @@ class _Script:
                     current += [word] if word.strip() else []
                 else:
                     takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
+
+    def _require_hyphens(self, word: str) -> None:
+        if dashed := _DASH.match(word):
+            flag = re.sub(f"[{_DASHES}]", "-", dashed[2])
+            raise InputError(
+                f"{self._origin}: {dashed[1]} has a dash instead of hyphens; write --{flag}, or put text in quotes"
+            )
 
     def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
         """Return all texts that a word can be: one for each combination of values of its variables.
