@@ -307,6 +307,13 @@ def test_words_that_no_flag_takes_are_refused(flags: str, says: str) -> None:
         parse_flags(flags, "x")
 
 
+def test_an_open_parenthesis_is_found_by_its_line() -> None:
+    with refused("x: ", "line 3: No closing parenthesis for $(b $(c)"):
+        parse_flags("--lr 1 $(a)\ncat <<'EOF'\n$(b $(c)\n$(d)\nEOF", "x")
+    with refused("of a text in quotes, line 2: No closing parenthesis for $(a"):
+        parse_flags("bash -c '\n--lr $(a'", "x")
+
+
 def test_words_after_a_value_that_are_no_part_of_it() -> None:
     script = """\
 if [ "$1" = "--bf16" ]; then MORE="--bf16"

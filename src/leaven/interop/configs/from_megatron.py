@@ -491,7 +491,7 @@ def _plain(text: str, *, comments: bool = True) -> str:
     """
     kept: list[str] = []
     ends: list[str] = []  # what closes each open double quote and $(, and each open ( within $(
-    at = 0
+    at = opened = 0
     while piece := _PIECE.match(text, at):
         token, kind, at = piece[0], piece.lastgroup, piece.end()
         quoted, dropped = ends[-1:] == ['"'], ")" in ends
@@ -507,18 +507,23 @@ def _plain(text: str, *, comments: bool = True) -> str:
         elif token in {'"', "$("} or (token == "(" and dropped and not quoted):
             ends.append('"' if token == '"' else ")")
         if not dropped:
+            opened = piece.start()
             kept.append(_COMMAND if kind == "command" else token)
     if ")" in ends:
-        raise ValueError("No closing parenthesis")
+        line = text.count("\n", 0, opened) + 1
+        raise ValueError(f"line {line}: No closing parenthesis for {text[opened:].splitlines()[0][:40]}")
     return "".join(kept)
 
 
 def _words_in_quotes(text: str, before: str) -> list[str]:
     """Split a quoted text that has flags. It is a script after the word -c, or if its lines start a training run."""
-    if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
-        plain = _plain(text).replace("\n", ";")
-    else:
-        plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
+    try:
+        if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
+            plain = _plain(text).replace("\n", ";")
+        else:
+            plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
+    except ValueError as error:
+        raise ValueError(f"of a text in quotes, {error}") from None
     return [part.strip("'\"") for part in plain.replace(";", " ; ").split()]
 
 
