@@ -288,6 +288,7 @@ def test_comments_in_a_quoted_script_are_removed(script: str) -> None:
         ),
         ('ARGS="—weight-decay 0.3"; --lr 1', "—weight-decay has a dash instead of hyphens"),
         ("--lr 1 --weight–decay=0.3", "--weight–decay has a dash instead of hyphens; write --weight-decay"),
+        ('A="$A $B –lr 1"; --bf16', "–lr has a dash instead of hyphens"),
         ("A=( –lr 1 )", "–lr has a dash instead of hyphens; write --lr"),
         (
             "--lr 1 --moe-aux-loss-coeff 0.01 0.02",

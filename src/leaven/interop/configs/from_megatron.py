@@ -403,8 +403,8 @@ _PIECE = re.compile(
 _TRAINING = re.compile(r"pretrain\w*\.(?:py|sh)\b")
 _LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
 _DASHES = "\u2010-\u2015\u2212"  # the last one is the minus sign
-# A flag with a dash, perhaps as the first one of an assignment.
-_DASH = re.compile(rf"(?:\w+\+?=\(?\s*)?((?=[\w-]*[{_DASHES}])[{_DASHES}-]+([A-Za-z][\w{_DASHES}-]*))")
+# A flag with a dash, perhaps as the first one of an assignment, before which variables may stand.
+_DASH = re.compile(rf"(?:\w+\+?=\(?\s*(?:\$\S+\s+)*)?((?=[\w-]*[{_DASHES}])[{_DASHES}-]+([A-Za-z][\w{_DASHES}-]*))")
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
