@@ -40,9 +40,16 @@ URLS = [
     f"hf:/org/name?revision=a&access_token={PASSWORD}",
     f"https://host/x?X-Amz-Credential={PASSWORD}&X-Amz-Signature={PASSWORD}",
     f"https://host/x?sv=1&sig={PASSWORD}&Signature={PASSWORD}&api-key={PASSWORD}&client_secret={PASSWORD}",
+    f"https://host/x?pwd={PASSWORD}&passwd={PASSWORD}&auth={PASSWORD}&credential={PASSWORD}",
+    f"https://host/x?AWSAccessKeyId={PASSWORD}#access_token={PASSWORD}",
+    f"https://host/x#access_token={PASSWORD}&x=1",
 ]
 PLAIN = ["http://127.0.0.1:8000/?x=1 is open", "sqlite:////a/b:c.db", "C:/a:b/c", "a: b@c", "s3://bucket/a:b"]
-PLAIN += ["open http://127.0.0.1:8000/?token=a_b-c", "https://host/x?tokens=3&keys=a&design=b", "token = 3, key=a"]
+PLAIN += [
+    "open http://127.0.0.1:8000/?token=a_b-c",
+    "https://host/x?tokens=3&keys=a&design=b&author=c",
+    "token = 3, key=a",
+]
 PLAIN += ["me@host:5432", "a passwordless login = me", "lines\nand\ttabs, ä 漢字 🙂"]
 
 

@@ -254,9 +254,27 @@ def test_cost_of_64_boards_of_700_w_for_a_fortnight() -> None:
 
 def test_prices_are_parsed() -> None:
     prices = {"2.5": (2.5, ""), " € 2.20 ": (2.2, "€"), "2.2 EUR": (2.2, "EUR"), "US$ 2.2": (2.2, "US$")}
-    prices |= {".9": (0.9, ""), "20 kr": (20, "kr"), "K 20": (20, "K")}
+    prices |= {".9": (0.9, ""), "20 kr": (20, "kr"), "3 Kč": (3, "Kč"), "Kč3": (3, "Kč"), "K 20": (20, "K")}
     for text, (amount, currency) in prices.items():
         assert parse_price(text) == Price(amount=amount, currency=currency)
-    for text in ("", "free", "-2", "2,5", "nan", "2.5k", "2 M", "$2k"):
+    for text in (
+        "",
+        "free",
+        "-2",
+        "2,5",
+        "nan",
+        "2.5k",
+        "2 M",
+        "$2k",
+        "2.5k€",
+        "2k$",
+        "2.5 M€",
+        "2€k",
+        "k2.5",
+        "M€2",
+        "$k2",
+        "2.5/M",
+        "/2",
+    ):
         with pytest.raises(InputError, match=r"write for example 2\.50 or \$2\.50"):
             parse_price(text)

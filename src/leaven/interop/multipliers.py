@@ -255,12 +255,12 @@ def fold(model: nn.Module) -> nn.Module:
 def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model does not change. ``options`` are passed to ``save_pretrained``. With ``overwrite``, or in a group of
-    several processes, a model in the folder is replaced.
+    The model does not change. ``options`` are passed to ``save_pretrained``. A model in the folder is replaced, with
+    a warning unless ``overwrite`` is set or a group of several processes saves.
 
     Raises:
-        InputError: as :func:`fold`, if the model has no ``save_pretrained`` or is sharded over processes, and if the
-            folder has a model.
+        InputError: as :func:`fold`, if the model has no ``save_pretrained`` or is sharded over processes, and if
+            ``folder`` is a file.
     """
     target: Any = unwrapped(model, "save_folded")
     if not hasattr(target, "save_pretrained"):
@@ -277,8 +277,6 @@ def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False
     has_model = (path / "config.json").exists() or any(path.glob("model*.safetensors*"))
     if path.is_file():
         raise InputError(f"{path} exists already; give another name")
-    if has_model and not overwrite and not several:
-        raise InputError(f"{path} has a model already; give another name, or overwrite=True to replace it")
     factors, offset = _factors(target)
     guards = {hook: hook.warned for hook in target._state_dict_hooks.values() if isinstance(hook, WarnOfMultipliers)}
     for hook in guards:
@@ -291,6 +289,11 @@ def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False
         if isinstance(value, nn.Parameter) and value in factors:
             state[bare_name(name)] = value * factors[value] + (factors[value] - 1 if value in offset else 0)
     target.save_pretrained(folder, state_dict=state, **options)
+    if has_model and not overwrite and not several:  # after saving: a filter may turn the warning into an error
+        warnings.warn(
+            f"{path} had a model, which was replaced; pass overwrite=True to replace it without this warning",
+            stacklevel=2,
+        )
 
 
 def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:

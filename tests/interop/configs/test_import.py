@@ -265,21 +265,54 @@ def test_comments_end_where_they_end_in_a_shell() -> None:
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        "srun bash -c '\n torchrun pretrain_gpt.py --lr 6e-4 --bf16  # as before\n wait\n'",
+        'srun bash -c "\n export X=1  # or --fp16, isn\'t\n torchrun pretrain_gpt.py --lr 6e-4 --bf16\n"',
+        "bash -lc './train.sh --lr 6e-4 --bf16 # not --fp16'",
+        "sbatch --wrap='\n ./pretrain.sh --lr 6e-4 \\\n --bf16 # not --fp16\n'",
+    ],
+)
+def test_comments_in_a_quoted_script_are_removed(script: str) -> None:
+    found = parse_flags(script, "x")
+    found.pop("wrap", None)
+    assert found == {"lr": ["6e-4"], "bf16": []}
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         (
             "--lr 6e-4 –weight-decay 0.3",
-            "x: –weight-decay begins with a dash instead of hyphens; write --weight-decay",
+            "–weight-decay has a dash instead of hyphens; write --weight-decay, or",
         ),
-        ('ARGS="—weight-decay 0.3"; --lr 1', "—weight-decay begins with a dash instead of hyphens"),
-        ("--lr 6e-4 weight-decay 0.3", "x: no flag takes weight-decay, which follows --lr; correct or remove"),
+        ('ARGS="—weight-decay 0.3"; --lr 1', "—weight-decay has a dash instead of hyphens"),
+        ("--lr 1 --weight–decay=0.3", "--weight–decay has a dash instead of hyphens; write --weight-decay"),
+        ('A="$A $B –lr 1"; --bf16', "–lr has a dash instead of hyphens"),
+        ("A=( –lr 1 )", "–lr has a dash instead of hyphens; write --lr"),
+        (
+            "--lr 1 --moe-aux-loss-coeff 0.01 0.02",
+            "--moe-aux-loss-coeff 0.01 0.02: leaven reads one value of --moe-a",
+        ),
+        (
+            'echo "with --bf16 on"; --lr 1',
+            "no flag takes on, which follows --bf16, perhaps in the text of another",
+        ),
+        ("--lr 6e-4 weight-decay 0.3", "no flag takes weight-decay, which follows --lr, perhaps in"),
         ("--lr 6e-4 -weight-decay 0.3", "no flag takes -weight-decay"),
         ("A='--bf16 # --lr 1'", "no flag takes #, which follows --bf16"),
     ],
 )
 def test_words_that_no_flag_takes_are_refused(flags: str, says: str) -> None:
-    with refused(says):
+    with pytest.raises(InputError, match=f"^x: {re.escape(says)}"):
         parse_flags(flags, "x")
+
+
+def test_an_open_parenthesis_is_found_by_its_line() -> None:
+    with refused("x: ", "line 3: No closing parenthesis for $(b $(c)"):
+        parse_flags("--lr 1 $(a)\ncat <<'EOF'\n$(b $(c)\n$(d)\nEOF", "x")
+    with refused("of a text in quotes, line 2: No closing parenthesis for $(a"):
+        parse_flags("bash -c '\n--lr $(a'", "x")
 
 
 def test_words_after_a_value_that_are_no_part_of_it() -> None:
@@ -287,12 +320,13 @@ def test_words_after_a_value_that_are_no_part_of_it() -> None:
 if [ "$1" = "--bf16" ]; then MORE="--bf16"
 fi
 torchrun pretrain_gpt.py --seed 7 "$@" $MORE --rampup-batch-size 2 2 300 --lr 6e-4 2>&1 | tee log &
-srun pretrain_gpt.py --data-path 0.3 a 0.7 b --bf16
+srun pretrain_gpt.py --data-path 0.3 a 0.7 b --bf16 --wandb-exp-name 'a –lr'
+echo "The run –v2 starts now"
 wait
 """
     found = parse_flags(script, "x")
-    assert found == {"bf16": [], "seed": ["7"], "rampup-batch-size": ["2 2 300"], "lr": ["6e-4"],
-                     "data-path": ["0.3", "a", "0.7", "b"]}  # fmt: skip
+    assert found == {"bf16": [], "seed": ["7"], "wandb-exp-name": ["a –lr"], "rampup-batch-size": ["2 2 300"],
+                     "lr": ["6e-4"], "data-path": ["0.3", "a", "0.7", "b"]}  # fmt: skip
 
 
 def test_experts_on_the_processes_of_ranks() -> None:

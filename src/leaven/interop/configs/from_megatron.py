@@ -400,9 +400,11 @@ _PIECE = re.compile(
     r"|\\.|[^\\$`\"'#()]+|.",
     re.DOTALL,
 )
+_TRAINING = re.compile(r"pretrain\w*\.(?:py|sh)\b")
 _LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
-# A word that begins with a dash: U+2010 to U+2015, or the minus sign.
-_DASH = re.compile(r"(?<![^\s\"'=(])-*[\u2010-\u2015\u2212][\u2010-\u2015\u2212-]*([A-Za-z][\w-]*)")
+_DASHES = "\u2010-\u2015\u2212"  # the last one is the minus sign
+# A flag with a dash, perhaps as the first one of an assignment, before which variables may stand.
+_DASH = re.compile(rf"(?:\w+\+?=\(?\s*(?:\$\S+\s+)*)?((?=[\w-]*[{_DASHES}])[{_DASHES}-]+([A-Za-z][\w{_DASHES}-]*))")
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
@@ -424,12 +426,11 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             "the flags"
         )
     try:
-        plain = _plain(text)
-        script = _Script(plain, origin)
+        script = _Script(_plain(text), origin)
+    except InputError:  # of a flag with a dash
+        raise
     except ValueError as error:
         raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
-    if dashed := _DASH.search(plain):
-        raise InputError(f"{origin}: {dashed[0]} begins with a dash instead of hyphens; write --{dashed[1]}")
     if not script.flags:
         raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
     flags: dict[str, list[str]] = {}
@@ -441,11 +442,14 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             continue
         for words in given.values():
             spare = {"switch": words, "word": []}.get(kind, words[1:])
-            if spare and "$" not in spare[0]:  # an unset variable may be a flag that takes the words after it
-                raise InputError(
-                    f"{origin}: no flag takes {spare[0]}, which follows --{flag}; correct or remove it, or give a "
-                    "file with only the flags"
-                )
+            if not spare or "$" in spare[0]:  # an unset variable may be a flag that takes the words after it
+                continue
+            if kind != "switch" and re.match(r"[+-]?\.?\d", spare[0]):
+                raise InputError(f"{origin}: --{flag} {' '.join(words)}: leaven reads one value of --{flag}")
+            raise InputError(
+                f"{origin}: no flag takes {spare[0]}, which follows --{flag}, perhaps in the text of another command "
+                "such as echo; correct or remove it, or give a file with only the flags"
+            )
         if kind == "switch":
             continue
         texts = [" ".join(words if kind == "word" else words[:1]) for words in given.values() if words]
@@ -487,7 +491,7 @@ def _plain(text: str, *, comments: bool = True) -> str:
     """
     kept: list[str] = []
     ends: list[str] = []  # what closes each open double quote and $(, and each open ( within $(
-    at = 0
+    at = opened = 0
     while piece := _PIECE.match(text, at):
         token, kind, at = piece[0], piece.lastgroup, piece.end()
         quoted, dropped = ends[-1:] == ['"'], ")" in ends
@@ -503,10 +507,24 @@ def _plain(text: str, *, comments: bool = True) -> str:
         elif token in {'"', "$("} or (token == "(" and dropped and not quoted):
             ends.append('"' if token == '"' else ")")
         if not dropped:
+            opened = piece.start()
             kept.append(_COMMAND if kind == "command" else token)
     if ")" in ends:
-        raise ValueError("No closing parenthesis")
+        line = text.count("\n", 0, opened) + 1
+        raise ValueError(f"line {line}: No closing parenthesis for {text[opened:].splitlines()[0][:40]}")
     return "".join(kept)
+
+
+def _words_in_quotes(text: str, before: str) -> list[str]:
+    """Split a quoted text that has flags. It is a script after the word -c, or if its lines start a training run."""
+    try:
+        if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
+            plain = _plain(text).replace("\n", ";")
+        else:
+            plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
+    except ValueError as error:
+        raise ValueError(f"of a text in quotes, {error}") from None
+    return [part.strip("'\"") for part in plain.replace(";", " ; ").split()]
 
 
 class _Script:
@@ -526,13 +544,13 @@ class _Script:
 
     def _read(self, words: deque[str]) -> None:
         current: list[str] | None = None
-        command, takes_flags, flag = 0, True, ""
+        command, takes_flags, flag, word = 0, True, "", ""
         while words:
-            word = words.popleft()
+            before, word = word, words.popleft()
+            self._require_hyphens(word)
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
             if word.split() != [word] and _FLAG.search(word):
-                inside = _plain(_LINE_OF_COMMENT.sub("", word), comments=False)
-                words.extendleft(part.strip("'\"") for part in reversed(inside.replace(";", " ; ").split()))
+                words.extendleft(reversed(_words_in_quotes(word, before)))
             elif 0 < closes < len(word) and word.endswith(")" * closes):
                 words.extendleft([")", word[:-closes]])
             elif assigned := _ASSIGNMENT.fullmatch(word):
@@ -560,6 +578,13 @@ class _Script:
                     current += [word] if word.strip() else []
                 else:
                     takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
+
+    def _require_hyphens(self, word: str) -> None:
+        if dashed := _DASH.match(word):
+            flag = re.sub(f"[{_DASHES}]", "-", dashed[2])
+            raise InputError(
+                f"{self._origin}: {dashed[1]} has a dash instead of hyphens; write --{flag}, or put text in quotes"
+            )
 
     def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
         """Return all texts that a word can be: one for each combination of values of its variables.
