@@ -13,7 +13,8 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 _PASSWORD = re.compile(
     r"""http://127\.0\.0\.1:\d+/\?token=[\w-]+  # the page of leaven serve: it stays
     |(?<=:/)(/{0,2}[^\s:/@]*):[^\n]*@  # of a URL
-    |(?<=[?&\#])([\w-]*(?:passw(?:or)?d|pwd|auth|credentials?|token|signature|sig|key|accesskeyid|secret)|x-amz-[\w-]+)
+    |(?<=[?&\#])([\w-]*(?:passw(?:or)?d|pwd|auth|credentials?|token|signature|sig|key|accesskeyid|secret)
+        |x-amz-[\w-]+)
         =[^&\s]*?(?=['"]?:?(?:[&\s]|$))  # an option of a URL
     |\b(\w*password)[ ]*=[ ]*(?:'(?:[^'\\\n]|\\.)*'|\S*?(?=['"]?:?(?:\s|$)))  # of a database without a URL""",
     re.IGNORECASE | re.VERBOSE,
