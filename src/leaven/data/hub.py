@@ -221,7 +221,7 @@ def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
         left += [path for path in links if holds_data(path)]
         left += [path for name in names if is_data(name) and os.path.realpath(path := Path(base, name)) not in read]
     if left:
-        ending = {Path(path).suffix for path in (*files, *left)}
+        ending = {Path(str(path)).suffix for path in (*files, *left)}
         one = len(ending) == len(builder.config.data_files) == 1 and ending <= set(SUFFIXES)  # format and split
         pattern = f"{folder}/**/*{ending.pop()}" if one else ""
         yield (

@@ -412,7 +412,8 @@ def zeros_caution(folder: Path) -> str | None:
     never = {f"{architecture.ends[end]}.weight" for end in ("embedding", "norm.final")}
     weights = [each for each in architecture.tensors(plain.shape) if each.name.endswith(".weight")]
     with _opened(plain) as tensors:
-        for name, size, *columns in ((each.name, *each.shape) for each in weights):
+        for each in weights:
+            name, (size, *columns) = each.name, each.shape
             if not columns and architecture.offset_gains:  # a stored 0 is a gain of 1
                 continue
             file, there = tensors[name]
