@@ -53,13 +53,11 @@ _PLACEHOLDER = re.compile(r"\{(\{[A-Za-z_][\w.\-\[\]]*\})\}|(?<!\$)\{([A-Za-z_][
 _QUOTING = re.compile(rf"{_PLACEHOLDER.pattern}|\\[^{{]|['\"\n]|(?<![^\s;&|()])#")
 _NESTED = re.compile(r"`|<<|\$[('\"]|\$\{\w*[^\w}]")  # parts of a command in which quotes mean something else
 # A complete number: not a part of another number or of a word. In "1,234.5", "1'234.5", "1.#QNAN" and "2.3k" there is
-# no match; "2.3nats" is a number with its unit.
+# no match; "2.3nats" and "2.3b" are numbers with their unit.
 _THOUSANDS = "['\u2019\u00a0\u2009\u202f]"  # an apostrophe, or a space at which no line breaks
 _BEFORE = r"(?<!\d)(?<!\d[.eE])(?<!\d[eE][-+])"
-_AFTER = rf"(?!\.?(?:{_THOUSANDS}?\d|#|[a-zA-Z](?![a-zA-Z])))"
-# In "1.234,5" there is no match, either. After or before another comma, it is two columns of CSV.
-_NO_COMMA = r"(?:(?<=,)|(?!\d{1,3}(?:\.\d{3})+,\d+(?![\d.,eE])))"
-_DIGITS = rf"{_BEFORE}[-+]?{_NO_COMMA}(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
+_AFTER = rf"(?!\.?(?:{_THOUSANDS}?\d|#|[kKmMGT](?![a-zA-Z])|[eEdD][-+\d]|[xX]\d))"
+_DIGITS = rf"{_BEFORE}[-+]?(?:\d+(?![,_]\d)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?{_AFTER}"
 _NUMBER = rf"{_DIGITS}|[-+]?(?i:nan|inf(?:inity)?)(?!_?[^\W\d_]|\d)"
 # A word like a number, or of the asterisks that Fortran prints for one; not "**2.5**" or the start of "2.50.1.ckpt".
 _UNREADABLE = r"(?:[-+]?\.?\d[\d.,_]*|\*{2,})(?![^ \t\n])"

@@ -25,6 +25,8 @@ LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
 # Words in names of values that are logged because of NaN, and of losses that stay finite while the loss is NaN.
 _OF_NAN = re.compile("(?<![a-z])(?i:nan|inf|skip|skipped|overflow)(?![a-z])")
 _LIKE_NUMBER = re.compile(r"[^\w,;|]*\d|\*\*")  # a text that begins like a number, perhaps after quotes
+# What may be printed in place of a lost loss: nothing, signs, a text in brackets or quotes, or one of these words.
+_NO_NUMBER = re.compile(r"\W*(?:$|[,;|\['\"]|(?i:none|null|nan|n/?a|err|error|overflow|inf|infinity)\b)")
 _ANY_NUMBER = re.compile(r"[-+]?(?:\.?\d(?:[\d.,_]*\d)?(?:e[-+]?\d+)?|\b(?:nan|inf)\b)", re.IGNORECASE)
 _OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")
 
@@ -91,12 +93,13 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
         if len(step) > len(str(LARGEST_STEP)):
             raise InputError(f"{file}: a loss has the step {step:.60}, which is too large")
         if found["loss"] is not None:  # the pattern may have an alternative without a loss
-            losses.append(found)
+            if complete:
+                losses.append(found)
             yield int(step) if step else None, float(found["loss"])
     finite = all(math.isfinite(float(loss["loss"])) for loss in losses)  # otherwise, the command has diverged
     if complete and finite and (unreadable := _unreadable(source, text, losses)) is not None:
         raise InputError(
-            f"{file}: the last loss may be {unreadable[:60] or 'empty'}, which is not a number; print it as 1234.5 "
+            f"{file}: the last loss may be {unreadable[:60].rstrip(',;|') or 'empty'}, which is not a number; print it as 1234.5 "
             "or nan, and print no such line for a step without a loss"
         )
 
@@ -104,20 +107,26 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
 def _unreadable(source: LossSource, text: str, losses: list[re.Match[str]]) -> str | None:
     """Return what stands in place of a number after the last loss, or None.
 
-    On a line that begins in another way, it is probably no loss, as in "*** loss *** done". A text such as "None"
-    counts only if there are more after the last loss than between two losses: it may mean a step without a loss.
+    On a line that begins in another way, it is probably no loss, as in "*** loss *** done". A text such as "None" may
+    mean a step without a loss. It counts only if there are several losses, and more than twice as many such texts
+    after the last loss as in any earlier gap.
     """
     last = losses[-1] if losses else None
     for found in re.compile(source.unreadable, re.MULTILINE).finditer(text, last.end() if last else 0):
         same = last is None or _before(text, last.start()) == _before(text, found.start())
         if same and found["loss"] is not None:
             return found["loss"]
-    if last is None or not (after := _texts(source, last, last.end(), len(text))):
+    if last is None:
         return None
-    if numbers := [each for each in after if _LIKE_NUMBER.match(each)]:
+    texts = _texts(source, last, last.end(), len(text))
+    if numbers := [each for each in texts if _LIKE_NUMBER.match(each)]:
         return numbers[0]
+    after = [each for each in texts if _NO_NUMBER.match(each)]
+    if not after or len(losses) == 1:
+        return None
     parts = ((one.end() if one else 0, other.start()) for one, other in pairwise([None, *losses]) if other)
-    return after[-1] if len(after) > max(len(_texts(source, last, *part)) for part in parts) else None
+    rarer = any(2 * len(_texts(source, last, *part)) >= len(after) for part in parts)
+    return None if rarer else after[-1]
 
 
 def _texts(source: LossSource, last: re.Match[str], start: int, end: int) -> list[str]:
