@@ -881,15 +881,18 @@ def test_null_is_told_from_nan_without_steps(rows: list[dict[str, object]], mean
         ("loss 1,234.5 loss 3,25 loss 1_000.5 loss 1.2.3 loss 12,345 loss 1", [1.0]),
         ("loss 1\nother 3\nloss -1,234.5", "-1,234.5"),
         ("loss 1\nloss *****", "*****"),
-        ("loss 1\nloss *", "*"),
+        ("loss 1\nloss *", [1.0]),  # with a single loss, perhaps a step without one
+        ("loss 1\nloss 2\nloss *", "*"),
         ("loss 1\nloss 1.#QNAN", "1.#QNAN"),
-        ("loss 1\nloss 1.234,5", "1.234,5"),
+        ("loss 1\nloss 1.234,5", [1.0, 1.234]),  # as two columns of CSV
         ("loss 1\nloss 1'234.5", "1'234.5"),
         ("loss 1\nloss 1\u202f234.5", "1\u202f234.5"),
         ("loss 1\nloss 0x1.8p1", "0x1.8p1"),
         ("loss 1\nloss 2.3k", "2.3k"),
-        ("loss 2.3D+01 loss 2.3", [2.3]),
-        ("{'loss': '2.3', loss 2.3' loss 2.3\u202fs loss 2.3 1 loss 2.3s.", [2.3, 2.3, 2.3]),
+        ("loss 1\nloss 2.3M", "2.3M"),
+        ("loss 2.5b loss 2.4f loss 2.3j loss 2.2e loss 2.1s", [2.5, 2.4, 2.3, 2.2, 2.1]),
+        ("loss 2.3D+01 loss 2.3d5 loss 2.3E loss 2.3", [2.3, 2.3]),
+        ("{'loss': '2.3', loss 2.3' loss 2.3\u202fs loss 2.3 1 loss 2.3s.", [2.3, 2.3, 2.3, 2.3]),
         ("loss 2.345,0.5 loss 2.3) loss 2.3% loss 2.3\x1b[0m loss 2.3,acc", [2.345, 2.3, 2.3, 2.3, 2.3]),
         ("loss 1\nloss 1.2.3 loss null", "1.2.3"),
         ("loss information loss nano loss nan_count 0 loss infinite", []),
@@ -934,14 +937,16 @@ LOSSES = "loss: mse\nbest val loss: none\nstep 100: val loss 2.9\nstep 200: val 
 
 
 @pytest.mark.parametrize(
-    "last", ["None", "", "N/A", "--", "overflow", "∞", "'2.3'", "[2.3]", "(1,234.5)", "None | lr 1"]
+    "last", ["None", "", "N/A", "NA", "null,", "--", "overflow", "∞", "'2.3'", "[2.3]", "(1,234.5)", "None | lr 1"]
 )
 def test_a_word_in_place_of_the_last_number_is_an_error(tmp_path: Path, last: str) -> None:
     source = LossSource.model_validate({"pattern": "step {step}: val loss {loss}"})
     (tmp_path / "log").write_text(f"{LOSSES.replace('2.5', '2.5 | lr 1')}step 300: val loss {last}\ndone\n")
-    with refused(f"the last loss may be {(last.split() or ['empty'])[0]}, which is", "print it as 1234.5 or nan"):
+    with refused(
+        f"the last loss may be {(last.rstrip(',').split() or ['empty'])[0]}, which is", "print it as 1234.5 or nan"
+    ):
         read_losses(source, tmp_path / "log", complete=True)
-    read_losses(source, tmp_path / "log", complete=False)  # a number may follow
+    assert read_losses(source, tmp_path / "log", complete=False) == ((100, 2.9), (200, 2.5))  # a number may follow
 
 
 @pytest.mark.parametrize(
@@ -950,6 +955,12 @@ def test_a_word_in_place_of_the_last_number_is_an_error(tmp_path: Path, last: st
         ("val loss {loss}", f"{LOSSES}step 300: val loss improved from 2.9 to 2.5\n"),
         ("val loss {loss}", f"{LOSSES}step 300: val loss history: [2.9, 2.5]\nBest val loss None\n"),
         ("loss: {loss}", "loss: mse\nloss: 2.5\nloss: saved to loss.png\n"),
+        ("loss {loss}", "loss 2.9 acc 0.3\nloss 2.5 acc 0.4\nloss plateau acc 0.4\n"),
+        ("loss {loss}", "loss 2.9 (best 2.9)\nloss 2.5 (best 2.4)\nloss decreased (best 2.4)\n"),
+        # A single validation, and evaluations that get rarer.
+        ("^{step},[^,]*,{loss}", "step,train,val\n0,2.1,2.5\n" + "".join(f"{i},2.1,\n" for i in range(1, 14))),
+        ("^{step},[^,]*,{loss}", "".join(f"{i},2.1,{'2.5' if i == 5 else ''}\n" for i in range(14))),
+        ("loss {loss}", "".join(f"step {i} loss {None if i & (i - 1) else 2.5}\n" for i in range(1, 1800))),
         ("val loss {loss}", LOSSES + "".join(f"step 30{i}: val loss None\nstep 400: val loss 2.5\n" for i in "123")),
         ("val loss {loss}", f"step 1: val loss None\n{LOSSES}step 201: val loss None\n"),  # a step without a loss
         ("{loss}", "2.5\ndone\n"),
@@ -963,9 +974,18 @@ def test_a_word_on_another_line_is_not_the_last_loss(tmp_path: Path, pattern: st
     assert read_losses(source, tmp_path / "log", complete=True)[-1][1] == 2.5
 
 
-def test_words_after_the_last_loss_count_if_more_than_between_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", ["^{loss},{step}", "^{loss},", "^({loss}),", r"^{loss}, ?{step}$"])
+def test_a_loss_of_three_decimals_before_a_comma_is_read(tmp_path: Path, pattern: str) -> None:
+    for begin in ("", "loss=", "(", "7 "):
+        rows = "".join(f"{begin}{row}\n" for row in ("2.5,100", "2.41,200", "2.345,300"))
+        (tmp_path / "log").write_text(rows)
+        source = LossSource.model_validate({"pattern": pattern.replace("^", f"^{re.escape(begin)}")})
+        assert [loss for _, loss in read_losses(source, tmp_path / "log", complete=True)] == [2.5, 2.41, 2.345]
+
+
+def test_words_after_the_last_loss_count_if_more_than_twice_those_between_losses(tmp_path: Path) -> None:
     source = LossSource.model_validate({"pattern": "^{step},{loss}"})
-    (tmp_path / "log").write_text("1,2.9,1\n2,,1\n3,2.5,1\n4,,1\n5,,1\n")
+    (tmp_path / "log").write_text("1,2.9,1\n2,,1\n3,2.5,1\n4,,1\n5,,1\n6,,1\n")
     with refused("the last loss may be ,1, which is"):
         read_losses(source, tmp_path / "log", complete=True)
 

@@ -98,9 +98,10 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
             yield int(step) if step else None, float(found["loss"])
     finite = all(math.isfinite(float(loss["loss"])) for loss in losses)  # otherwise, the command has diverged
     if complete and finite and (unreadable := _unreadable(source, text, losses)) is not None:
+        shown = unreadable[:60].rstrip(",;|") or "empty"
         raise InputError(
-            f"{file}: the last loss may be {unreadable[:60].rstrip(',;|') or 'empty'}, which is not a number; print it as 1234.5 "
-            "or nan, and print no such line for a step without a loss"
+            f"{file}: the last loss may be {shown}, which is not a number; print it as 1234.5 or nan, and print no "
+            "such line for a step without a loss"
         )
 
 
