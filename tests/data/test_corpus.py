@@ -307,7 +307,7 @@ def test_a_file_that_changes_or_vanishes_while_it_is_read_is_named(tmp_path: Pat
     with pytest.raises(InputError, match=r"b\.txt has changed since its first reading: its text is different"):
         list(corpus.documents())
     (tmp_path / "b.txt").unlink()
-    with pytest.raises(InputError, match=r"b\.txt changed .*: it cannot be read to its end \(No such file"):
+    with pytest.raises(InputError, match=r"b\.txt has changed .*: it cannot be read to its end \(No such file"):
         list(corpus.documents())
 
 

@@ -329,7 +329,10 @@ def test_a_check_that_has_lost_its_runs_does_not_start_again(
     (tmp_path / "check.json").write_text("{}")
     if content is not None:
         (tmp_path / runs.LINES).write_text(content)
-    with pytest.raises(InputError, match=r"not its runs \(runs.jsonl\); bring back"), RunStore(tmp_path, 1) as store:
+    with (
+        pytest.raises(InputError, match=r"no undamaged runs in runs.jsonl; bring this file back"),
+        RunStore(tmp_path, 1) as store,
+    ):
         store.run(trials)
     assert not (tmp_path / runs.LINES).exists() or (tmp_path / runs.LINES).read_text() == content
 
