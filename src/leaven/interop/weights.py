@@ -34,7 +34,7 @@ from leaven.scaling.table import ParameterTable, folding
 from leaven.storage import share, written_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; other dtypes are of quantised weights
+READ_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them; quantised weights have other dtypes
 WHOLE = "model.safetensors"  # the file with all weights; several files (shards) have other names
 SHARD_BYTES = 5 * 10**9
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file

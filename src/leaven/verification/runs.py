@@ -67,7 +67,7 @@ class RunStore:
         self._texts: dict[str, str] = {}  # fingerprints of the texts of finished runs, by key
         self._unsaved: deque[dict[str, Any]] = deque()  # lines of finished runs that could not be written yet
         self._lost = 0  # number of results that the folder has lost
-        self._waits = False  # whether the last write failed; the user is told once
+        self._waits = False  # whether the last write failed; one message is printed
 
     def __enter__(self) -> "RunStore":
         return self

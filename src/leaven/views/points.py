@@ -175,7 +175,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 def _wider(dimension: Dimension, best: float) -> str:
     """Return a phrase that says how to search beyond ``best``, a value at a limit of the search space."""
-    if "." not in dimension.path:  # the study is of a command file; paths in recipes have a section
+    if "." not in dimension.path:  # paths in recipes have a section, names in command files have none
         return f"move this bound of {dimension.path} under [space]"
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if dimension.upper(best) else (math.floor(low - step), high)
