@@ -297,7 +297,10 @@ def test_a_tuning_table_sets_the_space_and_its_limits(deep: Recipe) -> None:
         ("[tuning]", "this table is empty; write space"),
         ('[tuning]\nspace = "gobal"', r"\[tuning\] space = gobal: not a value to search; did you mean global"),
         ('[tuning.octaves]\n"hyperparameters.lrr" = 2', r"octaves\] hyperparameters.lrr: not a value .* mean"),
-        ('[tuning.octaves]\n"hyperparameters.lr" = [2, 1]', "the range 2 to 1 octaves does not contain 0"),
+        (
+            '[tuning.octaves]\n"hyperparameters.lr" = [2, 1]',
+            "the range 2 to 1 octaves must have values on both sides of 0",
+        ),
         ("[tuning.octaves]\nhyperparameters.lr = 2", "quote the path"),
         ('[tuning.octaves]\n"schedule.warmup_tokens" = 4', r"\+4 octaves .*: warmup_tokens 16,384 is longer"),
         ('[tuning.octaves]\n"batch.tokens" = [-6, 1]', "a batch of 4 tokens is rounded to 0 sequences"),

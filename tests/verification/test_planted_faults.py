@@ -237,7 +237,7 @@ def test_a_multiplier_before_the_output_norm_is_found(monkeypatch: pytest.Monkey
 
 def test_the_multiplier_of_another_alpha_is_found() -> None:
     found = failed(coordinates(ALPHA_1, *DEEP, alpha=ALPHA))
-    assert {"norm.attention", "norm.mlp"} <= {module for module, _ in found}
+    assert {"norm.attention", "norm.mlp", "residual"} <= {module for module, _ in found}
     found = failed(gradients(ALPHA_1, *DEEP, alpha=ALPHA))
     assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {module for module, _ in found}
     assert all("eps GROWS relative to the gradient" in row.note for row in found.values())

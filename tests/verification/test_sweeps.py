@@ -100,6 +100,14 @@ def test_one_seed_is_undecided(tiny: Recipe, tmp_path: Path) -> None:
     assert measured_exponent(verdict, tmp_path) is None
 
 
+def test_no_exponent_is_written_if_a_best_lr_is_at_the_edge_of_its_grid(tiny: Recipe, tmp_path: Path) -> None:
+    verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(losses(tiny, 6, 0)))  # x2: 6 octaves higher
+    found = value(verdict, "exponent")
+    assert found.low is None
+    assert found.note == "no interval: a best lr is at the edge of its grid"
+    assert measured_exponent(verdict, tmp_path) is None
+
+
 def test_batch_measures_its_exponent(tiny: Recipe) -> None:
     def loss(recipe: Recipe) -> float:
         larger = recipe.batch.tokens / tiny.batch.tokens

@@ -216,12 +216,12 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists. Raise BrokenFile if an id is null. Each row is a document, or
-    a block of a longer text in which the ends of documents are unknown (see `BLOCKS`).
+    """Return the token ids in a column of lists. Raise BrokenFile if an id is null. If rows look like blocks of a
+    longer text, the ends of documents count as unknown (see `BLOCKS`); otherwise each row is a document.
 
     Args:
         chunks: the Arrow arrays that make up the column.
-        files: for each array, the files mapped into its memory.
+        files: for each array, the files whose memory maps hold its values.
     """
     arrays: list[ArrayTokens] = []
     lengths = []

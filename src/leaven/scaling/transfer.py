@@ -195,8 +195,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens with which the study of ``tuned`` began. If the study changed the run length,
-    assume a start with as many steps as ``target``, like a proxy of ``leaven new``."""
+    """Return the batch in tokens with which the study of ``tuned`` began: the base's if the base has the same run
+    length. Otherwise it is not known; return a batch that gives ``tuned`` as many steps as ``target`` has."""
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
     sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)

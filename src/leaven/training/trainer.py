@@ -17,10 +17,10 @@ The steps of ``leaven train recipe.toml``, in order. The ten files in bold are t
    does not wait. Callbacks act around the steps, in this order: metrics, profile, validation, checkpoints, spike
    guard.
 6. ``Training.issue`` in engine.py takes the step: the next batch, ``ShardedModel.forward_backward`` (a micro-batch at
-   a time), clipping and the update. The lr of each group is multiplied by the schedule and by the factors of rewinds
-   and of a batch ramp. The device skips the update if the loss or the gradient norm is not finite. With
-   ``on_spike = "skip"``, it also skips the update above the spike guard's limits.
-7. **metrics.py** measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
+   a time), and clipping and the update (**optimizer.py**). The lr of each group is multiplied by the schedule and by
+   the factors of rewinds and of a batch ramp. The device skips the update if the loss or the gradient norm is not
+   finite. With ``on_spike = "skip"``, it also skips the update above the spike guard's limits.
+7. ``metrics.py`` measures the step (``Telemetry``), adds a line to metrics.jsonl and points to the curves
    (``StepLog``), and computes the validation loss (``Validation``).
 8. **checkpoint.py** copies the state to host memory (``Checkpoints.save``), and a thread writes it while training
    continues (``write_checkpoint``): safetensors files, then state.json with their digests, then a rename.
@@ -32,8 +32,8 @@ The steps of ``leaven train recipe.toml``, in order. The ten files in bold are t
 
 You can skip ``cli/common.py`` (its ``load_recipe`` and ``prepare_text`` call the functions in 1 and 2),
 ``recipe/recipe.py`` (the keys of a recipe), ``model/transformer.py`` and ``model/loss.py`` (what they compute),
-``optimizer.py`` (clipping, and torch's AdamW), ``run_folder.py`` (the files of a run) and ``run_lines.py`` (appends
-to metrics.jsonl and events.jsonl, and keeps lines in memory while the disk is full).
+``run_folder.py`` (the files of a run) and ``run_lines.py`` (appends to metrics.jsonl and events.jsonl, and keeps
+lines in memory while the disk is full).
 """
 
 import math

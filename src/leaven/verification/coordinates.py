@@ -207,9 +207,7 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope that a correct rule may give. See the top of this file, but the stream
-    may fall by -1/2 at any alpha.
-    """
+    """Return the lowest and the highest slope that a correct rule may give, by the top of this file."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)
@@ -217,7 +215,7 @@ def _allowed(
         return INDEPENDENT * sums, INDEPENDENT * (sums and logits and quantity == "start")
     inside = len(lines[-1].squares["start"]) > 1
     if inside and lines[-1].container:
-        return INDEPENDENT, 0.0
+        return min(1 / 2 - alpha, 0.0), 0.0
     return (alpha - 1) * (inside and lines[-1].matrix and quantity != "start"), 0.0
 
 

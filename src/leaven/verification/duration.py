@@ -53,7 +53,9 @@ def duration(
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
-        raise InputError("a duration check compares durations, but 1 is the only one; give --durations 1,2,4")
+        raise InputError(
+            "a duration check compares run lengths, but --durations gives only 1, the recipe's own; write --durations 1,2,4"
+        )
     document, losses = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
     if len(losses) == 1:  # the sweep ended at the base
         return document
@@ -65,12 +67,10 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return a measured token exponent, its interval and its reason, by path in a recipe.
 
-    The best lr falls as tokens^-t, where the token exponent t is clipped to 0 to 1. Return None without an
-    interval, or if a best lr is at the edge of its grid.
+    The best lr falls as tokens^-t, where the token exponent t is clipped to 0 to 1. Return None without an interval.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
-    edge = any("edge" in row.note for row in document.rows)
-    if found is None or edge or found.value is None or found.low is None or found.high is None:
+    if found is None or found.value is None or found.low is None or found.high is None:
         return None
     low, high = -found.high, -found.low
     return {

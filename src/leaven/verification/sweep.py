@@ -230,7 +230,8 @@ def _exponents(
             continue
         by_rule = ruled.get(axis, 0.0)
         fitted = exponent({getattr(scale, axis): grid for scale, grid in on_axis.items()})
-        low, high = (None if end is None else end + by_rule for end in (fitted.low, fitted.high))
+        known = not any(grid.edge for grid in on_axis.values())  # beyond an edge, the best value is not known
+        low, high = (end + by_rule if known and end is not None else None for end in (fitted.low, fitted.high))
         name = f"exponent of the best {swept.label} over {axis}"
         if axis in ("width", "depth") or settings["rule"] is None:
             name += f", {settings['unit']}"
@@ -238,6 +239,8 @@ def _exponents(
         if low is not None and high is not None:
             whose = "the rule's exponent" if ruled else "0, which means no change,"
             note = f"{whose} is {'inside' if low <= by_rule <= high else 'OUTSIDE'} the 95% interval"
+        elif not known:
+            note = f"no interval: a best {swept.label} is at the edge of its grid"
         found.append(Estimate(fitted.value + by_rule, low, high).row(name, note, expected=by_rule))
     return found
 

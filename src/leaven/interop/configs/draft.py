@@ -266,7 +266,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the peak lr of the published run nearest in size, and the reason."""
+    """Return the peak lr of the closest published run, and the reason."""
     peak_lr, why = _of_nearest("peak_lr", shape, tokens)
     return peak_lr, f"the peak of {why}"
 
@@ -278,10 +278,10 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return ``key`` of the nearest run that publishes this value, and a text that names the run."""
+    """Return ``key`` of the closest run that publishes it, and a text that names the run. See `nearest`."""
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):
         if (value := getattr(run, key)) is not None:
-            return value, f"{run.id}, the published run nearest in size{counted}"
+            return value, f"{run.id}, the closest published run{counted}"
     raise AssertionError(f"no published run has {key}")

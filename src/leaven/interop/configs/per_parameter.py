@@ -156,7 +156,8 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return settings by parameter: ``vector`` (gains, biases), ``end`` (ends of branches) or ``matrix``."""
+    """Return the settings of each parameter, by name: ``vector`` if it is a gain or bias, ``end`` if it is the last
+    matrix of a branch, else ``matrix``."""
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix

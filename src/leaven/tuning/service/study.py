@@ -13,9 +13,10 @@ trial gets another attempt.
    A later command with other settings is refused (``study_settings.py``).
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
    trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start (the recipe itself), then
-   proposals of the search, then some of the best points again. **algorithm/trust_region.py** proposes points, from a
-   model of the loss fitted to the trials so far (``algorithm/surrogate.py``). It creates the trial in the store,
-   and records its outcome there (**stored_study.py**). It also takes over the trials of commands that have died.
+   proposals of the search, then some of the best points again. ``algorithm/trust_region.py`` proposes points, from a
+   model of the loss fitted to the trials so far (``algorithm/surrogate.py``): pure functions, to be read apart. The
+   loop creates the trial in the store, and records its outcome there (**stored_study.py**). It also takes over the
+   trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
    recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). Outside
@@ -30,7 +31,8 @@ trial gets another attempt.
    point gains clearly more than the noise. The reported loss is the mean over trials that were not used to choose
    the point, if there are any. Its 95% interval is mean +- t x noise / sqrt(trials).
 6. :meth:`BaseStudy.save` writes the study's document (``study_document.py``) to study.json, at the start and when
-   trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml (``study_folder.py``).
+   trials end. Once the search has ended, it also writes best.toml and perhaps fewest.toml (``write_results`` in
+   **study_folder.py**).
 7. ``leaven tune`` prints a line for each trial, and at the end the best values and the commands to type next
    (``views/terminal/study.py``, with sentences from ``views/points.py``).
 """
