@@ -41,7 +41,8 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
     """Compare the chosen layout with the best layout that has the values ``asked``, such as ``pp=8,zero=1``.
 
     If no such layout fits into memory, the layout that needs the least memory is compared. If no layout has
-    these values, the field ``line`` of the result says why. Raise InputError if ``asked`` is empty, or has a wrong key or value.
+    these values, the field ``line`` of the result says why. Raise InputError if ``asked`` is empty, or has a wrong
+    key or value.
     """
     fixed = parse_keys(asked)
     if not fixed:
