@@ -16,15 +16,8 @@ from leaven.errors import InputError
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_lines import digest
-from leaven.verification.logged_runs import (
-    LoggedRow,
-    _last,
-    _unused,
-    collapse_of_runs,
-    curves_of,
-    read_rows,
-    transfer_of_runs,
-)
+from leaven.verification.logged_rows import LoggedRow, read_rows, unused_numbers
+from leaven.verification.logged_runs import _last, collapse_of_runs, curves_of, transfer_of_runs
 
 OCTAVES = range(-9, -3)
 Row = dict[str, float | str]
@@ -651,7 +644,7 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
     document = transfer_of_runs(tensorboard_runs(tmp_path / "b", *names))
     assert document.settings["columns not used"] == ["run_a", "step", "w"]
     ids = [f"width{w}/offline-run-20240501_120{w:03}-a1b2c{w:03}/run-a1b2c{w:03}.wandb" for w in (64, 128)]
-    assert _unused(map(tmp_path.joinpath, ids), tmp_path, ["width"]) == []
+    assert unused_numbers(map(tmp_path.joinpath, ids), tmp_path, ["width"]) == []
     names = [f"w{w}-depth{d}-seed{w}" for w, d in product((64, 128), (2, 4))]
     for number, name in enumerate(names):
         (run := tmp_path / "c" / name).mkdir(parents=True)

@@ -1,0 +1,312 @@
+"""Read the rows of runs that any program has logged: CSV and JSON lines files, TensorBoard and W&B.
+
+A row of a CSV or JSON lines file is one run (for the check transfer) or one point of a loss curve (for collapse). Its
+columns give the size: width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is a
+.wandb file. The path of such a run gives its columns: width256-lr0.004 has the width 256 and the lr 0.004.
+"""
+
+import csv
+import io
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leaven import storage
+from leaven.data.sources import OF_DISKS
+from leaven.errors import InputError
+from leaven.training.run_logs import tensorboard_rows, wandb_rows
+
+SUFFIXES = (".csv", ".jsonl", ".wandb")
+UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
+EVENTS = "tfevents"  # part of the name of every TensorBoard event file
+TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+NUMBER = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
+# A name and its number, as part of a path. The last group is what may be more digits of the number.
+NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?![a-z\d]))?"
+WANDB_ID = r"run-(\d{8}_\d{6}-)?[a-z\d]{8}(?=/|\.wandb$)"  # W&B's own names of folders and files
+ONE_OR_TWO = r"\d_0[1-9]\d|\d{1,3}_(000|[1-9]\d\d)"  # such as 1_024; but in lr1_001 and width128_012, a run's number
+LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
+LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
+
+
+@dataclass(frozen=True)
+class LoggedRow:
+    """A row of a file, a point of a run in TensorBoard or W&B, or the result of a run of leaven."""
+
+    place: str  # for messages: the path and, for a row of a file, its number
+    values: Mapping[str, Any]  # by column name
+
+    def has(self, column: str) -> bool:
+        return self.values.get(column) not in (None, "")
+
+    def number(self, column: str) -> float:
+        """Return a column's number, possibly NaN or infinite. Raise InputError if there is no number."""
+        if not self.has(column):
+            raise InputError(f"{self.place} has no {column}; write a number, or remove the row or run")
+        value = self.values[column]
+        try:
+            return float(str(value))  # float() of a large integer raises OverflowError, and that of its digits is inf
+        except ValueError:
+            hint = "; the loss of a diverged run is nan" if column == "loss" else ""
+            raise InputError(f"{self.place}: {column} is {value!r:.60}, which is not a number{hint}") from None
+
+    def above_0(self, column: str) -> float:
+        """Return the number in a column. Raise InputError if it is not in [1 / LARGEST_NUMBER, LARGEST_NUMBER]."""
+        value = self.number(column)
+        if not 1 / LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+            limits = f"{1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+            raise InputError(f"{self.place}: {column} is {value:g}; give a number from {limits}")
+        return value
+
+    def loss(self) -> float:
+        """Return the loss, or NaN if it is not finite or beyond +-LARGEST_LOSS (the run diverged)."""
+        loss = self.number("loss")
+        return loss if abs(loss) <= LARGEST_LOSS else math.nan
+
+    def seed(self) -> float | str | None:
+        """Return the seed, or None if it is missing or nan. 0 and 0.0 are the same seed."""
+        value = str(self.values["seed"]) if self.has("seed") else "nan"
+        try:
+            return None if math.isnan(float(value)) else float(value)
+        except ValueError:
+            return value
+
+
+def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield ``path`` and each folder below it once, with the file names. Raise InputError if a run may be
+    missing."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
+
+    seen = {str(above) for above in path.resolve().parents}
+    runs, beside, missing = set[Path](), set[Path](), dict[Path, str]()
+    links = [path]
+    while links:  # after the folders, so that a folder has its own name rather than that of a link to it
+        tops, links = links, []
+        for folder, inner, files in (each for top in tops for each in os.walk(top, onerror=refuse)):
+            if (real := os.path.realpath(folder)) in seen:
+                inner.clear()
+                continue
+            seen.add(real)
+            here = Path(folder)
+            inner[:] = sorted(name for name in inner if name[0] != "." and name not in OF_DISKS)
+            names = sorted(name for name in files if name[0] != ".")
+            yield here, names
+            own = _is_own_run(here, names)
+            if own or any(EVENTS in name or Path(name).suffix.lower() in SUFFIXES for name in names):
+                beside.add(here.parent)
+            if own or any(EVENTS in name or name.lower().endswith(".wandb") for name in names):
+                runs.add(here)
+            if not runs.isdisjoint([here, *here.parents]):
+                continue
+            if not (inner or names):
+                missing[here] = f"{here} is empty; if a disk belongs there, mount it, or remove the folder"
+            for link in (here / name for name in (*inner, *names) if (here / name).is_symlink()):
+                if link.is_dir():
+                    links.append(link)
+                elif not link.suffix and not link.exists():
+                    where = f"{link} is a link to {os.readlink(link)}, which is missing (is its disk mounted?)"
+                    missing[link] = f"{where}; bring it back, or remove the link"
+    for lost, message in missing.items():
+        if lost.parent in beside:
+            raise InputError(message)
+
+
+def _is_own_run(folder: Path, names: Collection[str]) -> bool:
+    """Return whether a folder with the files ``names`` is a run folder of leaven. Some files may be missing."""
+    found = {"recipe.toml", "metrics.jsonl", "events.jsonl"}.intersection(names)
+    return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
+
+
+@dataclass(frozen=True)
+class RunLogs:
+    """The files and folders with runs at or below a path."""
+
+    own: list[Path]  # run folders of leaven; if there are any, no other runs are read
+    others: list[Path]  # files, and folders with event files of TensorBoard
+    unread: list[str]  # names of other files that may contain runs
+
+    @classmethod
+    def at(cls, path: Path, loss: str) -> "RunLogs":
+        """Raise InputError if there are no runs, or if run folders of leaven have no loss named ``loss``."""
+        if not path.exists():
+            raise InputError(f"{path}: no such file or folder")
+        if not path.is_dir():
+            return cls([], [path], [])
+        own, others, unread = set[Path](), set[Path](), set[Path]()
+        for folder, names in _folders(path):
+            if _is_own_run(folder, names):
+                own.add(folder)
+            for file in (folder / name for name in names):
+                if EVENTS in file.name:
+                    others.add(folder)
+                elif file.suffix.lower() in SUFFIXES:
+                    others.add(file)
+                elif (table := UNREAD.search(file.name)) and (folder == path or not table[2]):
+                    unread.add(file)  # a .json in an inner folder is often the configuration of a run
+        if own and loss != "loss":
+            raise InputError(f"{path} contains run folders of leaven, which have one loss; remove --loss {loss}")
+        if not own | others:
+            kinds = f"no TensorBoard event file, and no file that ends in {' or '.join(SUFFIXES)}"
+            raise InputError(f"{path} has {kinds}; give a folder with logged runs")
+        if own:
+            unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
+            unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
+            others = set()
+        names = [str(file.relative_to(path)) for file in sorted(unread)]
+        return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
+
+
+def is_one_run(path: Path) -> bool:
+    return path.is_dir() or path.suffix.lower() == ".wandb"  # a folder is a run of TensorBoard
+
+
+def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
+    """Return the points of a TensorBoard or W&B run. ``columns`` are read from the run's path below ``root``."""
+    cut: list[str] = []
+    if path.is_dir():
+        events = sorted(file for file in path.iterdir() if EVENTS in file.name)
+        found = [row for file in events for row in tensorboard_rows(file, loss, cut.append)]
+    else:
+        found = list(wandb_rows(path, cut.append))
+    place = f"{path} ({'; '.join(cut)})" if cut else str(path)
+    known = {name: number for name, number in _numbers(path, root, columns).items() if name in columns}
+    rows = [
+        LoggedRow(place, {**known, "step": step, "loss": row[loss]})
+        for step, row in found
+        if row.get(loss) is not None
+    ]
+    if not rows:
+        names = ", ".join(sorted({name for _, row in found for name in row})) or "no columns"
+        raise InputError(f"{place} has no column {loss}; it has {names}; name the loss with --loss")
+    return rows
+
+
+def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, float]:
+    """Return the named numbers in a run's path below ``root``.
+
+    Without a width, the mup_width or model_width is the width, unless the path has both. So it is with the depth.
+    """
+    found = {}
+    named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
+    for name, number, unit, more in re.findall(NAMED, named):
+        used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
+        if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
+            where = f"{path}: {name}{number}{more} may be one number or two"
+            raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
+        found[name] = float(number) * UNITS[unit]
+    for size in {"width", "depth"} - found.keys():
+        others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
+        if len(others) == 1:
+            found[size] = found.pop(others[0])
+    return found
+
+
+def unused_numbers(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
+    """Return the names of the numbers in paths of runs that differ or that some lack, and that are in no column."""
+    numbers = [_numbers(path, root, columns) for path in paths if is_one_run(path)]
+    names = {name for each in numbers for name in each}
+    return sorted(name for name in names - {*columns} if len({each.get(name) for each in numbers}) > 1)
+
+
+def rows_of(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
+    """Return the rows of a file or logged run. Copy the column that ``loss`` names to the column "loss"."""
+    if is_one_run(path):
+        return _rows_of_curve(path, root, loss, columns)
+    rows = read_rows(path)
+    if (loss := loss.lower()) == "loss":
+        return rows
+    if not any(row.has(loss) for row in rows):
+        columns = dict.fromkeys(column for row in rows for column in row.values)
+        raise InputError(f"{path} has no column {loss}; its columns are {', '.join(columns)}")
+    return [LoggedRow(row.place, {**row.values, "loss": row.values.get(loss)}) for row in rows]
+
+
+def read_rows(path: Path) -> list[LoggedRow]:
+    """Return the rows of a CSV or JSON lines file, with lower-case columns. Raise InputError if it cannot be used."""
+    try:
+        if path.suffix.lower() == ".jsonl":
+            read = storage.read_json_lines(path)
+            if read.damaged:
+                raise InputError(f"{path}: line {read.damaged[0]} is not a JSON object; correct or remove it")
+            if read.torn:
+                raise InputError(f"{path}: its last line is cut; copy the file again, or complete or remove it")
+            found: list[dict[str, Any]] = read.documents
+            headers: Sequence[Iterable[str]] = found
+        else:
+            columns, *lines = _csv_lines(path) or [[]]
+            found, headers = [dict(zip(columns, line, strict=True)) for line in lines], [columns]
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not a CSV file; give a text file with a header and commas") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if not found:
+        raise InputError(f"{path} has no rows; write a row for each run or curve point, below a header if it is CSV")
+    for header in headers:
+        names = [column.strip().lower() for column in header]
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise InputError(f"{path} has two columns {twice[0]}; rename or remove one")
+    return [
+        LoggedRow(
+            f"{path}: row {number}", {column.strip().lower(): line[column] for column in line if column.strip()}
+        )
+        for number, line in enumerate(found, start=1)
+    ]
+
+
+def _csv_lines(path: Path) -> list[list[str]]:
+    """Return the cells of the rows of a CSV file, without blank rows and without last columns that are empty.
+
+    Raise InputError unless every row has as many cells as the header, and no cell contains a row.
+    """
+    rows: list[tuple[int, list[str]]] = []  # the line in which a row begins, and its cells
+    reader = csv.reader(io.StringIO(storage.read(path).decode("utf-8-sig"), newline=""), skipinitialspace=True)
+    begin = 1
+    try:
+        for cells in reader:
+            if any(cells):
+                rows.append((begin, cells))
+            inner = [line for cell in cells for line in re.split(r"[\r\n]+", cell)[1:] if "," in line]
+            if any('"' in line or line.count(",") >= _filled(rows[0][1]) - 1 for line in inner):
+                where = f'{path}: line {begin} has a cell that begins with " and seems to contain the next row'
+                raise InputError(f"{where}; correct the cell, or remove its column")
+            begin = reader.line_num + 1
+    except csv.Error:
+        where = f"{path}: line {begin} has a cell with more than {csv.field_size_limit():,} characters"
+        raise InputError(f'{where}, or one without its closing "; correct it, or remove its column') from None
+    if not rows:
+        return []
+    header = rows[0][1]
+    if len(header) == 1 and re.search("[;\t]", header[0]):
+        raise InputError(f"{path}: separate the columns by commas")
+    named, count = _filled(header), len(header)
+    if not any(any(cells[named:count]) for _, cells in rows):
+        rows = [(line, cells[: max(named, _filled(cells))]) for line, cells in rows]
+        count = named
+    for line, cells in rows:
+        if len(cells) != count:
+            hint = "quote cells that contain a comma"
+            if header[0].startswith("#"):
+                hint = "remove the first line, which begins with #"
+            elif len(cells) < count:
+                hint = "copy the file again, or complete or remove the row"
+            raise InputError(f"{path}: line {line} has {len(cells)} and the header {count} cells; {hint}")
+    return [cells for _, cells in rows]
+
+
+def _filled(cells: Sequence[str]) -> int:
+    """Return the number of cells up to the last one that is not empty."""
+    return max((number for number, cell in enumerate(cells, 1) if cell), default=0)
+
+
+def by_numbers(name: str) -> list[str | float]:
+    """Return a sort key that compares the numbers in names: 900k is before 1b."""
+    texts = re.split(NUMBER, name.lower())
+    numbers = [float(number) * UNITS[unit or ""] for number, unit in zip(texts[1::3], texts[2::3], strict=True)]
+    return [part for pair in zip(texts[::3], [*numbers, 0.0], strict=True) for part in pair]
