@@ -213,7 +213,9 @@ def _denied() -> list[str]:
     [
         ("show closed/tiny.toml", "closed/tiny.toml: permission denied"),
         ("report RUN -o RUN/x.html", "RUN/x.html: cannot be written: Permission denied"),
-        pytest.param("train RUN/recipe.toml --run RUN --rewind-to 5120", "RUN: permission denied", marks=pytest.mark.slow),
+        pytest.param(
+            "train RUN/recipe.toml --run RUN --rewind-to 5120", "RUN: permission denied", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_missing_permissions_are_one_line(

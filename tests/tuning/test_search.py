@@ -313,14 +313,15 @@ def test_trials_that_go_while_a_command_runs_are_noticed(monkeypatch: pytest.Mon
         stored.read()
 
 
+@pytest.mark.parametrize("overwritten", [True, False])
 @pytest.mark.parametrize(
     ("copied", "replaced"),
     [(1, "when it runs"), (1, "when it has ended"), (1, "later"), (2, "later"), (1, "at last"), (2, "at last")],
 )
 def test_an_older_copy_that_replaces_the_database_of_a_command_is_noticed(
-    tmp_path: Path, stores: Path, copied: int, replaced: str
+    tmp_path: Path, stores: Path, copied: int, replaced: str, overwritten: bool
 ) -> None:
-    """The copy has one trial, or also the second one, which runs."""
+    """The copy has one trial, or also the second one, which runs. It is written into the file, or takes its name."""
     file, first, axes = tmp_path / "store", stores / "one trial", Axes({"lr": (-3.0, 3.0)})
 
     def opened(file: Path) -> stored_study.StoredStudy:
@@ -333,7 +334,8 @@ def test_an_older_copy_that_replaces_the_database_of_a_command_is_noticed(
 
     def replace(now: str) -> None:
         if now == replaced:
-            file.write_bytes(copies[copied - 1])
+            (tmp_path / "copy").write_bytes(copies[copied - 1])
+            (shutil.copyfile if overwritten else shutil.move)(tmp_path / "copy", file)
 
     if not first.exists():
         begin(new := opened(first), 0)

@@ -63,6 +63,8 @@ POSTGRESQL = {
     "options": "-c idle_in_transaction_session_timeout=60s -c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10",
 }
 
+LOST = "it has lost trials; an older copy may have replaced it"
+
 
 class StoreGone(RuntimeError):
     """The store is unreachable, or the results cannot be written. Repeating the command resumes the study."""
@@ -166,7 +168,7 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
             known = {*included_trial_ids, trial_id_greater_than} - {-1}
             trials = super()._get_trials(study_id, states, known, trial_id_greater_than)
             if known - {trial._trial_id for trial in trials}:
-                raise LookupError("it has lost trials; an older copy may have replaced it")
+                raise LookupError(LOST)
             return trials
 
         def _get_prepared_new_trial(
@@ -211,6 +213,7 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
         # Optuna reads rows and then changes them in one transaction, which must lock the file from the beginning.
         event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
         event.listen(storage.engine, "connect", _begin_nothing)
+        event.listen(storage.engine, "handle_error", _leave_moved_file)
         storage.engine.dispose()
     else:
         event.listen(storage.engine, "handle_error", _leave_read_only)
@@ -221,6 +224,13 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
 def _leave_read_only(context: "ExceptionContext") -> None:
     """Close a connection after a read-only error. A new connection may be able to write."""
     if getattr(context.original_exception, "sqlstate", None) == READ_ONLY:
+        context.is_disconnect = True
+
+
+def _leave_moved_file(context: "ExceptionContext") -> None:
+    """Close a connection whose SQLite file was moved, if another file has its name. A new connection reads that one."""
+    moved = getattr(context.original_exception, "sqlite_errorname", None) == "SQLITE_READONLY_DBMOVED"
+    if moved and context.engine is not None and exists(str(context.engine.url)):
         context.is_disconnect = True
 
 
@@ -274,6 +284,8 @@ def _kind(error: Exception) -> str:
 def _reason(error: Exception) -> str:
     """Return an error's message as one line. Prefer the message of the database driver."""
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
+    if isinstance(cause, KeyError) and "does not exist" in str(cause):  # of Optuna, for a row that existed
+        return LOST
     message = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
     return message.splitlines()[0]
 
