@@ -228,7 +228,8 @@ def _leave_read_only(context: "ExceptionContext") -> None:
 
 
 def _leave_moved_file(context: "ExceptionContext") -> None:
-    """Close a connection whose SQLite file was moved, if another file has its name. A new connection reads that one."""
+    """Close a connection whose SQLite file was moved, if another file has its name. A new connection reads the other
+    file."""
     moved = getattr(context.original_exception, "sqlite_errorname", None) == "SQLITE_READONLY_DBMOVED"
     if moved and context.engine is not None and exists(str(context.engine.url)):
         context.is_disconnect = True
