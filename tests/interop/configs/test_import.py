@@ -18,7 +18,7 @@ from tests.interop.configs.recipes import FAMILIES, MIXTURES, WINDOWED, megatron
 from leaven.errors import InputError
 from leaven.interop.configs import from_megatron, from_transformers
 from leaven.interop.configs.export import export, write
-from leaven.interop.configs.from_megatron import parse_flags
+from leaven.interop.configs.megatron_script import parse_flags
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table

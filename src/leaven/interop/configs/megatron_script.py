@@ -1,0 +1,235 @@
+"""Reads the flags of Megatron-LM in a shell script, without running the script."""
+
+import re
+import shlex
+import tomllib
+from collections import deque
+from pathlib import Path
+
+from leaven.errors import InputError
+
+TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^{}]*))?\}|([A-Za-z_]\w*))")
+_OPEN = re.compile(r"\$\{?(\w+)")
+_FLAG = re.compile(r"(?:^|\s)--\w")
+_COMMAND = "$_COMMAND_"
+# What a shell reads at once. A comment begins where a word can begin.
+_PIECE = re.compile(
+    r"(?P<comment>(?<![^\s;&|(])#)|(?P<single>'[^']*')|(?P<continued>\\\r?\n)|(?P<command>`[^`]*`|\$\()"
+    r"|\\.|[^\\$`\"'#()]+|.",
+    re.DOTALL,
+)
+_TRAINING = re.compile(r"pretrain\w*\.(?:py|sh)\b")
+_LINE_OF_COMMENT = re.compile(r"(?<=\n)[ \t]*#.*")
+_DASHES = "\u2010-\u2015\u2212"  # the last one is the minus sign
+# A flag with a dash, perhaps as the first one of an assignment, before which variables may stand.
+_DASH = re.compile(rf"(?:\w+\+?=\(?\s*(?:\$\S+\s+)*)?((?=[\w-]*[{_DASHES}])[{_DASHES}-]+([A-Za-z][\w{_DASHES}-]*))")
+_END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
+LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
+MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
+DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
+
+
+def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
+    """Return the flags in a shell script or a list of flags, each with the words after it.
+
+    All lines count, even in branches and in unused variables. If a command repeats a flag, its last value
+    counts. Raise InputError if commands have different values of a flag that leaven reads.
+
+    Variables set by the script are inserted. Unset variables stay as $NAME, and the output of commands as
+    ``_COMMAND``. An unset variable that may contain flags is a key of the result.
+    """
+    if len(text) > LONGEST:
+        raise InputError(
+            f"{origin}: has {len(text):,} characters, and leaven reads at most {LONGEST:,}; give a file with only "
+            "the flags"
+        )
+    try:
+        script = _Script(_plain(text), origin)
+    except InputError:  # of a flag with a dash
+        raise
+    except ValueError as error:
+        raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
+    if not script.flags:
+        raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
+    flags: dict[str, list[str]] = {}
+    several = []
+    for flag, given in script.flags.items():
+        flags[flag] = list(given.values())[-1]
+        kind = kind_of(flag)
+        if kind is None:
+            continue
+        for words in given.values():
+            spare = {"switch": words, "word": []}.get(kind, words[1:])
+            if not spare or "$" in spare[0]:  # an unset variable may be a flag that takes the words after it
+                continue
+            if kind != "switch" and re.match(r"[+-]?\.?\d", spare[0]):
+                raise InputError(f"{origin}: --{flag} {' '.join(words)}: leaven reads one value of --{flag}")
+            raise InputError(
+                f"{origin}: no flag takes {spare[0]}, which follows --{flag}, perhaps in the text of another command "
+                "such as echo; correct or remove it, or give a file with only the flags"
+            )
+        if kind == "switch":
+            continue
+        texts = [" ".join(words if kind == "word" else words[:1]) for words in given.values() if words]
+        values = [re.sub(r"\s\S*\$\S*", "", value) for text in texts for value in script.expand(text)]
+        flags[flag] = list(dict.fromkeys(values))  # without unset variables after the first word: they may be flags
+        if len(flags[flag]) > 1:
+            several.append(f"--{flag} ({' or '.join(flags[flag][:5]).replace(_COMMAND, '$(...)')})")
+    if several:
+        raise InputError(
+            f"{origin}: {', '.join(several)} {'have' if len(several) > 1 else 'has'} several values; write echo "
+            "before the command that trains, run the script, and import the line that it prints"
+        )
+    return flags | {word: [] for word in script.loose if script.values.keys().isdisjoint(_OPEN.findall(word))}
+
+
+def _name(flag: str) -> str:
+    """Return the current spelling of a flag if leaven reads it, otherwise the flag as it is written."""
+    name = flag.replace("_", "-")
+    name = TABLE["aliases"].get(name, name)
+    return name if name in TABLE["flags"] else flag
+
+
+def kind_of(flag: str) -> str | None:
+    """Return the kind of a flag's value, as in megatron_flags.toml, or None if leaven does not read the flag."""
+    kind: str | None = TABLE["flags"].get(flag, {}).get("kind")
+    return kind
+
+
+def _words(text: str) -> deque[str]:
+    """Split a script without comments into words. Each semicolon or line end is a word, too."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    return deque(lexer)
+
+
+def _plain(text: str, *, comments: bool = True) -> str:
+    """Return a script without comments, on one line where lines continue, and with ``_COMMAND`` for ``$(date)``.
+
+    With ``comments`` false, # is a character like any other.
+    """
+    kept: list[str] = []
+    ends: list[str] = []  # what closes each open double quote and $(, and each open ( within $(
+    at = opened = 0
+    while piece := _PIECE.match(text, at):
+        token, kind, at = piece[0], piece.lastgroup, piece.end()
+        quoted, dropped = ends[-1:] == ['"'], ")" in ends
+        if kind == "single" and quoted:
+            token, at = "'", piece.start() + 1
+        elif kind == "comment" and comments and not quoted:
+            end = text.find("\n", at)
+            token, at = " ", end if end >= 0 else len(text)
+        elif kind == "continued":
+            token = " "
+        elif [token] == ends[-1:]:
+            ends.pop()
+        elif token in {'"', "$("} or (token == "(" and dropped and not quoted):
+            ends.append('"' if token == '"' else ")")
+        if not dropped:
+            opened = piece.start()
+            kept.append(_COMMAND if kind == "command" else token)
+    if ")" in ends:
+        line = text.count("\n", 0, opened) + 1
+        raise ValueError(f"line {line}: No closing parenthesis for {text[opened:].splitlines()[0][:40]}")
+    return "".join(kept)
+
+
+def _words_in_quotes(text: str, before: str) -> list[str]:
+    """Split a quoted text that has flags. It is a script after the word -c, or if its lines start a training run."""
+    try:
+        if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
+            plain = _plain(text).replace("\n", ";")
+        else:
+            plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
+    except ValueError as error:
+        raise ValueError(f"of a text in quotes, {error}") from None
+    return [part.strip("'\"") for part in plain.replace(";", " ; ").split()]
+
+
+class _Script:
+    """The flags and variables of a shell script without comments.
+
+    ``flags[flag][n]`` has the words after a flag in command n. ``values`` has each variable's values that
+    are not flags. ``loose`` has the variables that stand where a flag may be.
+    """
+
+    def __init__(self, text: str, origin: str) -> None:
+        self.flags: dict[str, dict[int, list[str]]] = {}
+        self.loose: list[str] = []
+        self.values: dict[str, list[str]] = {}
+        self._origin = origin
+        self._expanded = 0  # characters that variables have inserted so far
+        self._read(_words(text))
+
+    def _read(self, words: deque[str]) -> None:
+        current: list[str] | None = None
+        command, takes_flags, flag, word = 0, True, "", ""
+        while words:
+            before, word = word, words.popleft()
+            self._require_hyphens(word)
+            closes = word.count(")") - word.count("(") if word.endswith(")") else 0
+            if word.split() != [word] and _FLAG.search(word):
+                words.extendleft(reversed(_words_in_quotes(word, before)))
+            elif 0 < closes < len(word) and word.endswith(")" * closes):
+                words.extendleft([")", word[:-closes]])
+            elif assigned := _ASSIGNMENT.fullmatch(word):
+                name, value = assigned.groups()
+                values = self.values.setdefault(name, [])
+                if _FLAG.match(value) or (value.startswith("(") and (")" not in value or value[1] in "-$)")):
+                    first = value.removeprefix("(")
+                    words.appendleft(first if first[:1] in "-$" else "")
+                elif value and value not in values:
+                    values.append(value)
+                words.appendleft(";")
+            elif _END.fullmatch(word):
+                alone = word.isspace() and (len(words) < 2 or words[1].isspace())
+                value_may_follow = alone and not current and kind_of(_name(flag)) != "switch"
+                current = current if value_may_follow else None  # a word alone in its line may be a value
+                command, takes_flags = command + 1, True
+            elif word.startswith("--") and len(word) > 2:
+                flag, equals, value = word[2:].partition("=")
+                current = self.flags.setdefault(_name(flag), {})[command] = [value] if equals else []
+                takes_flags = True
+            else:
+                if takes_flags and current != [] and _VARIABLE.fullmatch(word):
+                    self.loose.append(word)
+                if current is not None:
+                    current += [word] if word.strip() else []
+                else:
+                    takes_flags = re.search(r"^\$|pretrain\w*\.py$", word) is not None
+
+    def _require_hyphens(self, word: str) -> None:
+        if dashed := _DASH.match(word):
+            flag = re.sub(f"[{_DASHES}]", "-", dashed[2])
+            raise InputError(
+                f"{self._origin}: {dashed[1]} has a dash instead of hyphens; write --{flag}, or put text in quotes"
+            )
+
+    def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
+        """Return all texts that a word can be: one for each combination of values of its variables.
+
+        Unset variables stay. Values in ``inside`` are left out, because inserting them again would never end.
+        """
+        found, end = [""], 0
+        for match in _VARIABLE.finditer(word) if len(inside) < DEEPEST else ():
+            name, default = match[1] or match[3], match[2]
+            values = [value for value in self.values.get(name, []) if value not in inside]
+            values += [] if default is None else [default]
+            each = [text for value in values for text in self.expand(value, (*inside, value))] or [match[0]]
+            self._expanded += sum(len(text) + 1 for text in each) * len(found)
+            if self._expanded > MOST_EXPANDED:
+                raise InputError(
+                    f"{self._origin}: its variables expand to more than {MOST_EXPANDED:,} characters, the last "
+                    f"variable {name}; write the values into the flags"
+                )
+            found = [before + word[end : match.start()] + text for before in found for text in each]
+            end = match.end()
+        return list(dict.fromkeys(before + word[end:] for before in found))
+
+
+def open_variables(word: str) -> list[str]:
+    """Return the unset variables in a word, such as ``$LR``. A command's output counts as unset."""
+    return ["the output of a command" if name == _COMMAND[1:] else f"${name}" for name in _OPEN.findall(word)]
