@@ -39,7 +39,44 @@ _GPTS = {
     1008: {"L": 128, "h": 25_600, "a": 160},
 }
 # Models with experts that are not in the catalogue.
+_MIXTRAL: dict[str, Any] = {
+    "vocab_size": 32_000, "n_kv_heads": 8, "activation": "swiglu", "gated": True, "norm": "rmsnorm",
+    "positional": "rotary", "tied_embeddings": False, "qk_norm": False, "bias": False, "n_dense_layers": 0,
+    "n_shared_experts": 0, "confidence": "file",
+}  # fmt: skip
+_MODEL_ZOO = "yanring/Megatron-MoE-ModelZoo: model_configs/benchmarking"
 _EXPERTS = {
+    "mixtral-8x7b": PublishedArchitecture(
+        n_layers=32, d_model=4096, n_heads=32, d_ff=14_336, n_experts=8, experts_per_token=2, d_expert=14_336,
+        source=f"{_MODEL_ZOO}/Mixtral-8x7B.yaml", **_MIXTRAL,
+    ),
+    "mixtral-8x22b": PublishedArchitecture(
+        n_layers=56, d_model=6144, n_heads=48, d_ff=16_384, n_experts=8, experts_per_token=2, d_expert=16_384,
+        source=f"{_MODEL_ZOO}/Mixtral-8x22B.yaml", **_MIXTRAL,
+    ),
+    "mixtral-8x22b-g8t8": PublishedArchitecture(
+        n_layers=56, d_model=6144, n_heads=48, d_ff=16_384, n_experts=64, experts_per_token=8, d_expert=2048,
+        source="arXiv 2504.14960, section 4.1: Mixtral 8x22B with 64 experts of an eighth of the width", **_MIXTRAL,
+    ),
+    "qwen2-57b-a14b": PublishedArchitecture(
+        n_layers=28, d_model=3584, n_heads=28, n_kv_heads=4, d_ff=18_944, vocab_size=151_936, activation="swiglu",
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False,
+        qkv_bias=True, n_dense_layers=0, n_experts=64, experts_per_token=8, n_shared_experts=8, d_expert=2560,
+        source=f"{_MODEL_ZOO}/Qwen2-57B-A14B.yaml", confidence="file",
+    ),
+    "qwen3-30b-a3b": PublishedArchitecture(
+        n_layers=48, d_model=2048, n_heads=32, n_kv_heads=4, d_head=128, d_ff=6144, vocab_size=151_936,
+        activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=True,
+        bias=False, n_dense_layers=0, n_experts=128, experts_per_token=8, n_shared_experts=0, d_expert=768,
+        source=f"{_MODEL_ZOO}/Qwen3-30B-A3B.yaml", confidence="file",
+    ),
+    "deepseek-v2-lite": PublishedArchitecture(
+        n_layers=27, d_model=2048, n_heads=16, d_ff=10_944, vocab_size=102_400, activation="swiglu", gated=True,
+        norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False, attention="MLA",
+        n_dense_layers=1, n_experts=64, experts_per_token=6, n_shared_experts=2, d_expert=1408, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        source="AMD-AGI/Primus: primus/configs/models/megatron/deepseek_v2_lite.yaml", confidence="file",
+    ),
     "qwen3-235b-a22b": PublishedArchitecture(
         n_layers=94, d_model=4096, n_heads=64, n_kv_heads=4, d_head=128, d_ff=12_288, vocab_size=151_936,
         activation="swiglu", gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=True,

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import yaml
 from benchmarks.planner.conventions import CONVENTIONS
 from benchmarks.planner.tables import PublishedRow
 
@@ -89,8 +90,29 @@ def in_fp8(row: PublishedRow) -> bool:
     return bool(re.search(r"fp8|float8", f"{row.own.get('precision', of_table)} {row.get('options', '')}"))
 
 
+def _named(row: PublishedRow) -> RowStack | None:
+    """The stack of a row that names its training code itself (``code``), or None.
+
+    ``code_changes`` is what differs from this code: "logit: 14, grads: 2".
+    """
+    name = row.get("code")
+    if name is None:
+        return None
+    if name not in TRAINING_CODES:
+        raise Unused(f"{name} is no training code of the planner's")
+    changes: dict[str, Any] = yaml.safe_load(f"{{{row.get('code_changes') or ''}}}")
+    unknown = [key for key in changes if key not in TRAINING_CODES[name].__dataclass_fields__]
+    if unknown:
+        raise Unused(f"a training code has no setting {unknown[0]}")
+    code = replace(TRAINING_CODES[name], **changes)
+    return RowStack(replace(code, products="fp8") if in_fp8(row) else code, zero=1)
+
+
 def stack_of(row: PublishedRow) -> RowStack:
     """The training code of a row, with the dtype of its matmuls."""
+    named = _named(row)
+    if named is not None:
+        return named
     origin = row.table.origin.lower()
     stack = next((stack for word, stack in STACKS.items() if word in origin), None)
     if stack is None:

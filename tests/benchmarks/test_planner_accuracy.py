@@ -5,10 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.planner.cases import case_of
+from benchmarks.planner.exact import identities
 from benchmarks.planner.judge import judge
+from benchmarks.planner.models import shape_of
+from benchmarks.planner.stacks import Unused, stack_of
 from benchmarks.planner.tables import read
 from benchmarks.planner.verdict import TableVerdict
-from benchmarks.planner_accuracy import main
+from benchmarks.planner_accuracy import PUBLISHED, main
+
+from leaven.planning.training_codes import TRAINING_CODES
 
 SOURCES = """
 sources: {somewhere: 'Megatron-LM, a paper', elsewhere: 'github.com/pytorch/torchtitan'}
@@ -223,3 +229,60 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not out
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_row_can_name_its_training_code_and_what_differs_from_it(tmp_path: Path) -> None:
+    file = tmp_path / "tables.yaml"
+    named = "code: megatron-deepep, code_changes: 'logit: 14, whole_experts: false', precision: fp8"
+    file.write_text(SOURCES + GPT % ("named", named))
+    (table,) = read(file)
+    stack = stack_of(table.rows[0])
+    assert (stack.code.sends, stack.code.logit, stack.code.whole_experts, stack.code.products) == (
+        "node",
+        14,
+        False,
+        "fp8",
+    )
+    for wrong in ("code: nobody", "code: megatron-moe, code_changes: 'colour: 14'"):
+        file.write_text(SOURCES + GPT % ("wrong", wrong))
+        with pytest.raises(Unused):
+            stack_of(read(file)[0].rows[0])
+
+
+# Parameters in 1e9, all of them, as their authors state them: Mistral AI (46.7B, 141B), arXiv 2504.14960 (57B; G8T8
+# has those of 8x22B and a larger router), llama.cpp's count of the published weights (30.53B), Primus (16B).
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("Mixtral-8x7B", 46.7),
+        ("Mixtral-8x22B", 141),
+        ("Mixtral-8x22B-G8T8", 141),
+        ("Qwen2-57B-A14B", 57),
+        ("Qwen3-30B-A3B", 30.53),
+        ("DeepSeek-V2-Lite", 16),
+    ],
+)
+def test_models_with_experts_have_their_published_number_of_parameters(
+    tmp_path: Path, model: str, billions: float
+) -> None:
+    file = tmp_path / "tables.yaml"
+    file.write_text(SOURCES + f"  - {{id: one, source: somewhere, seq_len: 4096, rows: [{{model: {model}}}]}}")
+    digits = 0 if isinstance(billions, int) else len(str(billions).partition(".")[2])
+    assert round(shape_of(read(file)[0].rows[0]).params / 1e9, digits) == billions
+
+
+def test_every_row_of_the_second_blind_test_is_read_with_its_code_and_layout() -> None:
+    """Nothing is planned here: the file is for one run, whose settings no prediction may have influenced."""
+    tables = read(PUBLISHED.with_name("blind-experts-2.yaml"))
+    rows = [row for table in tables for row in table.rows]
+    assert len(rows) == 77
+    assert len({row.where for row in rows}) == 77
+    for table in tables:
+        verdict = TableVerdict(table)
+        for row in table.rows:
+            identities(row, verdict)
+            case = case_of(row)
+            assert not case.chosen
+            assert row.get("code") in TRAINING_CODES
+            assert case.gbs == row.whole("gbs")
+        assert not verdict.broken
