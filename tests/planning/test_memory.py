@@ -193,8 +193,11 @@ def test_torchtitans_selective_recomputation_keeps_every_second_product_and_the_
 def test_activations_of_experts_count_for_the_tokens_that_are_sent_to_them() -> None:
     model = published_blueprint(find_run("deepseek-v3").arch, 4096)
     by_operator = operators_kept(model.blocks[-1], 7168, 4096, 1, MEGATRON)
-    assert by_operator["mlp.experts"] == 2 * 4 * 8 * 2048
-    assert by_operator["mlp.shared"] == 2 * 4 * 2048
+    # A fused SwiGLU does not keep the gate after its activation.
+    assert by_operator["mlp.experts"] == 2 * 3 * 8 * 2048
+    assert by_operator["mlp.shared"] == 2 * 3 * 2048
+    unfused = operators_kept(model.blocks[-1], 7168, 4096, 1, replace(MEGATRON, fused=False))
+    assert unfused["mlp.experts"] == 2 * 4 * 8 * 2048
     assert by_operator["mlp.experts.inputs"] == by_operator["mlp.experts.outputs"] == 2 * 8 * 7168
     assert by_operator["attention.latents"] == 2 * 2 * (1536 + 512 + 64)
     assert "mlp" not in by_operator

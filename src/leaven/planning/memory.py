@@ -17,8 +17,10 @@ from leaven.recipe.layout import Layout, Recompute
 
 GIB = 2**30
 # Number of saved tensors of the MLP's width: the input and the output of the activation function (ReLU needs only the
-# output), or in a gated MLP the gate before and after its activation, the other factor, and the product.
+# output), or in a gated MLP the gate before and after its activation, the other factor, and the product. A fused kernel
+# computes the gate after its activation again (Megatron-LM, core/fusions/fused_bias_swiglu.py and fused_bias_geglu.py).
 _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4, "geglu": 4}
+_GATED_AND_FUSED = 3
 
 
 @dataclass(frozen=True)
@@ -304,7 +306,8 @@ def operators_kept(
         found["norm.mlp"] = norm
     if "mlp_out" in block.norms:
         found["norm.outputs"] = 2 * norm
-    tensors = _MLP_TENSORS[block.activation]
+    gated = block.activation in {"swiglu", "geglu"}
+    tensors = _GATED_AND_FUSED if gated and code.fused else _MLP_TENSORS[block.activation]
     # Parallel branches share one saved input, unless each branch saves a gathered copy.
     parallel = "attention" in block.norms and "mlp" not in block.norms and gathered == stretch
     if ("mlp.in" in rows or "mlp.shared.in" in rows) and not parallel:

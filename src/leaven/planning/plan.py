@@ -34,7 +34,7 @@ ACCURACY = (
 )
 ACCURACY_OF_EXPERTS = (
     "mean error on published mixtures of experts: time 13% over 6 rows of DeepSeek-V2 (worst -15%), 7% over 6 "
-    "rows of DeepSeek-V3 (worst -12%), 13% over 5 rows of Qwen3 (worst -30%); memory 2% over 6 rows of "
+    "rows of DeepSeek-V3 (worst -12%), 13% over 5 rows of Qwen3 (worst -30%); memory 3% over 6 rows of "
     "DeepSeek-V2 (worst -3%), 2% over 6 rows of DeepSeek-V3 (worst -2%); see docs/evidence/planner-accuracy.md"
 )
 
