@@ -17,8 +17,8 @@ from leaven.recipe.layout import Layout, Recompute
 
 GIB = 2**30
 # Number of saved tensors of the MLP's width: the input and the output of the activation function (ReLU needs only the
-# output), or in a gated MLP the gate before and after its activation, the other factor, and the product. A fused kernel
-# computes the gate after its activation again (Megatron-LM, core/fusions/fused_bias_swiglu.py and fused_bias_geglu.py).
+# output), or in a gated MLP the gate before and after its activation, the other factor, and the product. A fused
+# kernel computes the gate after its activation again (Megatron-LM: core/fusions/fused_bias_swiglu.py, _geglu.py).
 _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4, "geglu": 4}
 _GATED_AND_FUSED = 3
 
