@@ -41,7 +41,7 @@ MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estima
 
 @dataclass(frozen=True)
 class Size:
-    """The widths, learning rates and seeds of a demo, for one value of ``--size``."""
+    """The runs of a demo, for one value of ``--size``: widths, learning rates and seeds."""
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
     lrs: tuple[float, ...]  # at the base

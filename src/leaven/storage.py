@@ -87,9 +87,9 @@ def read(path: Path | str, most: float = LARGEST) -> bytes:
 
 
 def require_target(path: Path, advice: str) -> None:
-    """Raise InputError, which ends with ``advice``, if ``path`` or a folder above it is a link to nothing.
+    """Raise InputError if ``path`` or a folder above it is a symbolic link whose target is missing.
 
-    A path that cannot be looked at, for example without permission, counts as no link.
+    The message ends with ``advice``. A path that cannot be read, for example without permission, raises nothing.
     """
     for each in () if os.path.exists(path) else (path, *path.parents):
         if os.path.islink(each) and not os.path.exists(each):
@@ -434,7 +434,10 @@ def append_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def ends_with(path: Path, document: Mapping[str, Any]) -> bool:
-    """Return whether a file ends with the line of ``document``. A failed append may have written this line."""
+    """Return whether the last line of a file is ``document`` as JSON. Return False if the file is missing.
+
+    A caller uses this after an append has failed, because the line may have been written in spite of the error.
+    """
     line = json.dumps(document).encode() + b"\n"
     with suppress(FileNotFoundError), open_file(path) as file:
         file.seek(-min(len(line), file.seek(0, os.SEEK_END)), os.SEEK_END)

@@ -19,7 +19,10 @@ class Expectation:
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return the predictions by recipe path, without hyperparameters that are 0 in the recipe."""
+    """Return the predicted best values of hyperparameters by recipe path. Skip those that are 0 in the recipe.
+
+    The predictions come from published runs and from scaling laws.
+    """
     near, lr, batch = case.size.near, lr_evidence(case.size, case.batch), batch_evidence(case.size)
     decays = near.values("hyperparameters.weight_decay")
     by_tau = case.batch / (case.hidden("lr") * case.tokens * power_lines_tau(case.params, case.tokens))

@@ -108,7 +108,10 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Fill in a message of ``catalogue/messages.toml``. Return its parts."""
+    """Return the parts of message ``key`` in ``section`` of ``catalogue/messages.toml``, with ``facts`` filled in.
+
+    A part is left out if a field in it has no value in ``facts``.
+    """
     return filled(templates()[section][key], facts)
 
 
@@ -118,5 +121,5 @@ def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Pa
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section. They have no fields."""
+    """Return {key: message} for a section of ``catalogue/messages.toml`` whose messages have no fields."""
     return dict(templates()[section])

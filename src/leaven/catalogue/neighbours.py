@@ -131,7 +131,10 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes in ``by`` with their most frequent value (the first in a tie), or None without votes."""
+    """Return the most frequent value in ``by`` together with ``by``, or None if ``by`` is empty.
+
+    ``by`` maps each run or law to its value. Of equally frequent values, the first is returned.
+    """
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
@@ -209,8 +212,9 @@ class Neighbours:
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        The weight is 1 at the model's size, and nearly 0 at a size ratio of `FACTOR`. With few near runs, it
-        falls more slowly (`EDGE`). With a reference run, or without near runs, all weights are 1.
+        The weight is 1 for a run of the model's size, and falls to nearly 0 at a size ratio of `FACTOR`. If fewer
+        than `NEAREST` runs are within `FACTOR`, it falls to nearly 0 only at `EDGE` times the ratio of the farthest
+        run. If no run is within `FACTOR`, or if there is a reference run, all weights are 1.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -231,8 +235,8 @@ def mixtures(params: int, alike: tuple[int, int] | None = None, reference: Publi
 
     Args:
         params: the number of parameters that a token uses.
-        alike: (experts in a layer, experts per token). If given, only similar mixtures (`ALIKE`) count.
-        reference: the run of ``--from``. Its values replace those of other runs.
+        alike: (experts in a layer, experts per token). If given, only similar mixtures (`ALIKE`) are returned.
+        reference: the run of ``--from``. A value that this run publishes is used instead of the neighbours' votes.
     """
 
     def fits(run: PublishedRun) -> bool:

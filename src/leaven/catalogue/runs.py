@@ -53,7 +53,10 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` fits. None in this stack fits every value. Adam counts as AdamW."""
+        """Return whether ``other`` has the same values as this stack. Adam counts as AdamW.
+
+        A value that is None in this stack is not compared.
+        """
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)

@@ -25,7 +25,10 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer. ``adam`` with decay is `L2_DECAY`, but published "Adam" decays like AdamW."""
+    """Return the name of the optimizer, or `L2_DECAY` for ``adam`` with weight decay.
+
+    ``adam`` adds the decay to the gradient (L2). The "Adam" of published runs decays the weights like AdamW.
+    """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -123,14 +126,14 @@ def term(of: PublishedRun | Recipe, path: str) -> Any:
 
 
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
-    """Return the known values of a run or recipe at the recipe paths `TERMS`, by path."""
+    """Return {path: value} for the paths in `TERMS`. Values that the run or recipe does not state are left out."""
     return {path: value for path in TERMS if (value := term(of, path)) is not None}
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for values that cannot be compared, because only runs or only recipes have them.
+    """Yield (path, value) for each value without a counterpart: only runs have it, or only recipes.
 
-    Defaults of a recipe, false values of a run, and paths that ``terms.toml`` excludes are left out.
+    Skip the defaults of a recipe, the values of a run that are False, and the paths that ``terms.toml`` excludes.
     """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):

@@ -262,7 +262,9 @@ class LoggedRunOptions(RunOptions):
         """Return the logs' path, or None if the check trains runs. ``only_logs`` names options for logs."""
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
-            raise InputError(f"{path}: logs end in {' or '.join(LOGS)}; write them in one of these formats")
+            raise InputError(
+                f"{path}: cannot read this format; give the logs as a file that ends in {' or '.join(LOGS)}"
+            )
         if path.is_dir() or path.suffix.lower() in LOGS:
             require_alone(context, self.subject, "run scales lrs seeds overrides workers tokens batch_tokens source")
             return path

@@ -35,15 +35,19 @@ if TYPE_CHECKING:
 
 
 def option(help: str, default: str | bool = True, names: str = "", **more: Any) -> Any:
-    """Return an option of a command. ``names``, such as ``"--output -o"``, replace the name of the parameter.
+    """Return an option of a command for typer. ``more`` are arguments of `typer.Option`.
 
-    ``default`` is the text of the default value in ``--help``. ``more`` are arguments of `typer.Option`.
+    ``names``, such as ``"--output -o"``, are the option's names; by default, typer derives one from the parameter.
+    ``default`` is the text that ``--help`` shows as the default: True for the default value itself, False for none.
     """
     return typer.Option(*names.split(), help=help, show_default=default, **more)
 
 
 def argument(metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an argument of a command. ``default`` is the text of the default value in ``--help``."""
+    """Return an argument of a command for typer.
+
+    ``default`` is the text that ``--help`` shows as the default: True for the default value itself, False for none.
+    """
     return typer.Argument(metavar=metavar, help=help, show_default=default)
 
 

@@ -35,8 +35,9 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands to suggest after ``check coordinates`` passed: tune an untuned proxy, or train. A recipe
-    that is too large for this machine is planned first."""
+    """Return the commands to suggest after ``check coordinates`` passed: ``tune`` for a proxy that is not yet tuned,
+    otherwise ``train``. If this machine is too small for the recipe, ``plan`` comes before ``tune``, or in place of
+    ``train``."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -52,11 +53,14 @@ def after_findings(changes: Mapping[str, Any]) -> list[str]:
 
 
 def after_failed_check(check: CheckDocument, run: Path | None, page: Path | None) -> list[str]:
-    """Return the command to suggest after a check that did not pass.
+    """Return a list with the command to suggest after a check that failed or is undecided.
 
     - If no row failed and the check advises options: the same check with these options.
-    - If a row failed and the rule is not complete-d-p: the same check with complete-d-p.
-    - Otherwise: a command that writes a page about the check, or [] if ``page`` is given.
+    - If a row failed and the check has a rule other than complete-d-p: the same check with complete-d-p.
+    - Otherwise: a command that writes an HTML page about the check. The list is empty if ``page`` was written
+      already.
+
+    ``run``: the folder of the check, if it has one. The page is then a report on this folder.
     """
     failed = [row for row in check.rows if row.passed is False and not row.undecided]
     if not failed and check.options:
@@ -252,7 +256,10 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for a shell. Consoles show ESC as ``\\u001b``, which bash and zsh read as ESC in ``$'...'``."""
+    """Return ``word`` quoted for a shell, as ``$'...'`` if it has control characters.
+
+    Consoles print ESC as ``\\u001b``. Inside ``$'...'``, bash and zsh read these six characters as ESC.
+    """
     if word.isprintable():
         return shlex.quote(word)
     return "$'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,4 +1,6 @@
-"""Defines the command ``leaven train``. :mod:`leaven.training.trainer` explains it file by file."""
+"""Defines the command ``leaven train``. :mod:`leaven.training.trainer` lists the steps of the command and the source
+file of each.
+"""
 
 import os
 from pathlib import Path

@@ -210,14 +210,18 @@ def tune(
 
 
 def _where(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return the database URL (or None) and the results folder: --study, --out or studies/``name``."""
+    """Return (database URL or None, folder of the results) of a study.
+
+    ``study`` is a folder, or the URL of a database. With a URL, the results are in ``out``, by default in
+    studies/``name``. Raise InputError if ``study`` is empty, or if ``out`` is given without a URL.
+    """
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     if "://" in study:
         return study, out or Path("studies", name)
     if out is not None:
         raise InputError(
-            "--out needs a --study that is a URL; leave it out: the results are in the folder of --study"
+            "--out is only for a --study that is a URL; leave --out out: the results go into the folder of --study"
         )
     return None, Path(study)
 
@@ -288,8 +292,8 @@ def _study_of_recipe(
 ) -> "Study":
     """Return the study in which leaven's own trainer trains a recipe. Tokenise the recipe's text first.
 
-    Each worker trains at most ``stack`` trials at once, by default 1. If ``gpus`` is above 0 on a CUDA GPU,
-    leaven chooses ``stack``.
+    If ``gpus`` is above 0 and the device is a CUDA GPU, leaven chooses how many trials a worker trains at once.
+    Otherwise, a worker trains at most ``stack`` trials at once, by default 1.
     """
     from leaven.training.device import default_device, free_memory
     from leaven.tuning.service.recipe_study import Study, check_request, stack_size, stackable

@@ -107,7 +107,10 @@ class HubTokens(_Split):
 
 
 def _mapped_files(table: Any) -> list[tuple[int, tuple[MappedFile, ...]]]:
-    """Return (number of rows, mapped files) for each group of rows that ``datasets`` stores together."""
+    """Return (number of rows, files) for each group of rows that ``datasets`` stores together.
+
+    The files are those that ``datasets`` has mapped into memory for these rows.
+    """
     found = []
     for blocks in getattr(table, "blocks", [[table]]):  # blocks: different columns of the same rows
         paths = [block.path for block in blocks if hasattr(block, "path")]
@@ -201,8 +204,10 @@ def _require_whole_streams(source: str, files: Sequence[str]) -> None:
 
 
 def _left_out(source: str, folder: Path, builder: Any) -> Iterator[str]:
-    """Yield a note if ``datasets`` leaves out data files of a folder, or links to folders outside. Files that
-    README.md chooses need no note."""
+    """Yield a note if ``datasets`` does not read some data files of a folder, or some links to other folders.
+
+    There is no note if the README.md of the folder chooses the files.
+    """
     if len(builder.builder_configs) > 1 or any(isinstance(split, str) for split in builder.config.data_files or {}):
         return
     files, left = _data_files(builder), []

@@ -283,7 +283,8 @@ def _record(entry: dict[str, Any], dtype: np.dtype[Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return the faults of a shard's damaged files. Check only the sizes of files older than ``checked_ns``."""
+    """Return what is wrong with each damaged file of a shard, by path. Checksums are compared only for files that
+    were modified at ``checked_ns`` (a Unix time) or later."""
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

@@ -84,7 +84,7 @@ def source_parts(source: DataSource) -> SourceParts:
 
     Raises:
         InputError: if the source does not exist, cannot be read, has files of another format, or mixes text with
-            token ids. With ``validation``, both must be token ids.
+            token ids; also if the source sets ``validation``, and either the source or the validation is text.
     """
     found = _parts(source)
     if source.validation is None:
@@ -141,8 +141,11 @@ def same_files(files: Sequence[File]) -> list[list[int]]:
 
 
 def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
-    """Return each file once, and pairs (left-out path, kept path). So no link puts a document in both splits.
-    Paths without links are preferred, so that links that are added later do not change keys."""
+    """Return each file once, and a pair (path left out, path kept) for every other path to the same file.
+
+    This keeps links from putting a document into both splits. A path without links is kept if there is one. So the
+    keys of documents stay the same when links are added.
+    """
     links: dict[int, File] = {}
     for same in same_files(files):
         kept = min(same, key=lambda at: (_is_behind_link(files[at]), files[at].key))

@@ -58,8 +58,8 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of streams. For every n, each stream has its share of the first n samples, within one sample.
-    Skipped samples (``skip``) count, too."""
+    """A mixture of streams. Among the first n samples, for any n, the number of samples from a stream differs from
+    n x (share of the stream) by less than 1. Skipped samples (``skip``) are among these n samples."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
@@ -87,10 +87,11 @@ def _period(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return the source of each sample in a period, its index in this source, and the samples per source.
 
-    The order follows Tijdeman 1980, "The chairman assignment problem", for k sources. The candidates for
-    each sample are the sources that are at least 1/(2k - 2) samples behind their share. Of these, the source
-    that would first be 1 - 1/(2k - 2) samples behind is chosen. No source is ever further from its share
-    than 1 - 1/(2k - 2) samples.
+    The order follows Tijdeman 1980, "The chairman assignment problem", for k sources. A source is behind by the
+    number of samples that its share would give it so far, minus the number that it has. The candidates for each
+    sample are the sources that would be behind by at least 1/(2k - 2) without it. Of these, the order takes the
+    source that would be the first to be 1 - 1/(2k - 2) behind. So no source is ever further from its share than
+    1 - 1/(2k - 2) samples.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]

@@ -161,7 +161,8 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     raw = np.memmap(index, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
     if size < _MEGATRON_HEADER.size or raw[:9].tobytes() != MEGATRON_MAGIC:
         raise BrokenFile(
-            f"has an index {index.name} with an unknown magic number; remove it, or copy Megatron-LM's again"
+            f"has an index {index.name} with an unknown magic number; if Megatron-LM wrote it, copy it "
+            "again, else remove it"
         )
     _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(raw[: _MEGATRON_HEADER.size].tobytes())
     if version != 1 or code not in _MEGATRON_DTYPES:

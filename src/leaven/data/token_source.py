@@ -77,9 +77,10 @@ def uses(parts: SourceParts) -> Iterator[tuple[TokenPart, str]]:
 
 
 def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
-    """Raise InputError if the same token ids have two uses, such as "train" and "validation" (see
-    :func:`uses`). ``used`` has (identity, part, use) of each part. Parts with the same identity have the
-    same ids."""
+    """Raise InputError if the same token ids have two uses, such as "train" and "validation" (see :func:`uses`).
+
+    ``used``: (identity, part, use) of each part. Parts have the same identity if they have the same ids.
+    """
     first: dict[Hashable, dict[str, TokenPart]] = {}
     for identity, part, use in used:
         found = first.setdefault(identity, {})
@@ -108,15 +109,16 @@ class TokenReader:
     progress: OnProgress | None = None
 
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
-        """Return the tokens of each source.
+        """Return the training and the validation tokens of each source.
 
-        All ids of a source with ``validation`` are for training. In others, the end of each stretch of a file is
-        held out (see `STRETCHES`), in whole documents if possible. If documents have known ends but no
-        end-of-text token, ``end_of_text`` is added after each document.
+        If a source has ``validation``, all its other ids are for training. If it has none, every file is divided into
+        stretches (`STRETCHES`), and the end of each stretch is for validation, in whole documents if possible. If the
+        ends of documents are known but documents have no end-of-text token, ``end_of_text`` is added after each
+        document.
 
         Raises:
             InputError: if a file cannot be used, an id is not in the vocabulary, the ends of documents are needed but
-                unknown, or the same ids have different :func:`uses`.
+                unknown, or the same ids occur with different :func:`uses`, such as for training and for validation.
             OSError: if ``memory`` cannot be written.
         """
         read, used = [], []
@@ -223,7 +225,8 @@ class _SourceIds:
     notes: tuple[str, ...]
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
-        """Return tokens ``start`` to ``stop - 1`` of ``mapped``, with ``added`` after each document."""
+        """Return tokens ``start`` to ``stop - 1`` of ``mapped``. If :attr:`added` is not None, this token
+        follows each document."""
         views = ShardedTokens(mapped.arrays).between(start, stop)
         if self.added is None:
             return views
@@ -269,7 +272,10 @@ def _of_arrays(mapped: MappedTokens, survey: TokenSurvey) -> Iterator[tuple[File
 def _same_at_the_end(
     source: str, files: Sequence[tuple[str, MappedTokens]], end_of_text: int | None
 ) -> Iterator[str]:
-    """Yield a note if files end with many equal ids other than ``end_of_text``. ``files`` has (name, ids)."""
+    """Yield one note if some files end with many copies of one token id that is not ``end_of_text``.
+
+    ``files`` has (name, token ids).
+    """
     found = []
     for name, mapped in files:
         end = ShardedTokens(mapped.arrays)[max(len(mapped) - LONGEST_END - 1, 0) :]

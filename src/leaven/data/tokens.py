@@ -176,9 +176,9 @@ def _validate(data: Data, vocab_size: int, of_ids: Mapping[str, SourceParts]) ->
             raise InputError(f"data.source {source.source!r} states its own dtype; remove dtype")
     if of_ids and data.tokenizer == "bpe" and len(of_ids) < len(data.sources):
         raise InputError(
-            f"data.source {next(iter(of_ids))!r} has token ids, and with data.tokenizer = 'bpe' another tokenizer "
-            "would be trained for the text of the other sources; set data.tokenizer to the tokenizer.json with which "
-            "the ids were written"
+            f"data.source {next(iter(of_ids))!r} has token ids, but with data.tokenizer = 'bpe' the text of the "
+            "other sources would get ids of a new tokenizer; set data.tokenizer to the tokenizer.json that wrote "
+            "the ids"
         )
     if data.end_of_text is not None:
         if not of_ids:

@@ -70,7 +70,11 @@ class ExpertExchange:
 
 
 def exchanged(x_RD: Tensor, of: list[int], to: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the next ``to[r]`` rows to each rank r. Return the received rows, ``of[r]`` from each rank r."""
+    """Exchange rows between the ranks of ``group``. Return the received rows, in the order of their ranks.
+
+    ``x_RD`` has the rows for rank 0 first, then those for rank 1, and so on. This process sends ``to[r]`` rows to
+    rank r and receives ``of[r]`` rows from it.
+    """
     y_RD: Tensor = _Exchange.apply(x_RD, of, to, group)  # type: ignore[no-untyped-call]
     return y_RD
 

@@ -237,7 +237,10 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
-    """Return a message that says what this process waited for, and which other process has the oldest heartbeat."""
+    """Return a message about a failed collective: which one this process was in, and which other rank is behind.
+
+    The rank behind is the one with the oldest heartbeat.
+    """
     frames, library = traceback.extract_tb(error.__traceback__), os.path.join("torch", "distributed")
     collective = next((frame.name for frame in reversed(frames) if library in frame.filename), "a collective")
     heartbeats = {}

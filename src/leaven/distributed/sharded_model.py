@@ -252,7 +252,10 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last rank of this process's pipeline, or None for other ranks."""
+    """Return the process group of the first and last rank of this process's pipeline.
+
+    Return None for a rank that is neither. All processes must make this call.
+    """
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)

@@ -38,7 +38,8 @@ class SplitMatrix:
 
 
 class WholeMatrices:
-    """Applies functions to named whole matrices. All processes of a pipeline rank call :meth:`map` together."""
+    """Applies functions to whole matrices that are sharded over the processes of a pipeline rank. These processes
+    must call :meth:`map` together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
         """``parameters`` are the matrices of this process's pipeline stages."""
@@ -83,7 +84,8 @@ class WholeMatrices:
         return iter(self._exchange(back, [tuple(block.shape) for block in mine])[: len(mine)])
 
     def _exchange(self, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Send ``sent[r]`` to each rank r. Return the matrices received from the ranks, with these ``shapes``."""
+        """For each rank r, send ``sent[r]`` to it, and receive a matrix of shape ``shapes[r]`` from it. Return the
+        received matrices. Both lists may be shorter than the group; the ranks without an entry exchange nothing."""
 
         def sizes(elements: Iterable[int]) -> list[int]:
             found = list(elements)

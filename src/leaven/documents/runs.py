@@ -295,8 +295,10 @@ class DemoDocument(Document, schema="demo/2"):
     next: list[str] = []  # commands to type next
 
     def losses(self, rule: str, width: int) -> dict[float, list[float]]:
-        """Return the losses of a rule at a width by learning rate, in the order of the seeds. At the smallest width,
-        where all rules are the same, all runs count."""
+        """Return the losses of a rule's runs at a width, by learning rate, in the order of the seeds.
+
+        At the smallest width, return the losses of all runs, because all rules give the same model there.
+        """
         found: dict[float, list[float]] = {}
         for run in sorted(self.runs, key=lambda run: run.seed):
             if run.width == width and (run.rule == rule or width == self.models[0].width):

@@ -272,7 +272,11 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 def _with_like(table: Config, known: Mapping[str, Config]) -> Config:
-    """Return an architecture's table. Missing entries, except ``without``, come from the table ``like``."""
+    """Return an architecture's table, completed from the architecture that its entry ``like`` names.
+
+    Entries that are missing in ``table`` are copied from that architecture in ``known``. The entry ``without`` lists
+    entries that the result does not have.
+    """
     base, without = known.get(table.pop("like", ""), {}), table.pop("without", ())
     inner = {
         name: {
@@ -309,10 +313,11 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture for which a shape needs the fewest changes, and the changes: new values by key.
+    """Return the architecture that requires the fewest changes of a shape, and these changes: {key: new value}.
 
-    Some changes count more than others (`_LARGE`). If an architecture always has biases, a shape without
-    biases fits it with biases of 0, but not if the model will be ``trained``.
+    Some changes count more than others (`_LARGE`). If an architecture always has biases, a shape without biases
+    requires no change, because biases of 0 have no effect. But training would change these biases, so if the model
+    will be ``trained``, ``bias = true`` is required.
     """
     changes = []
     for architecture in ARCHITECTURES:

@@ -66,10 +66,10 @@ def _named(config: Config) -> Architecture:
 
 
 def given_keys(architecture: Architecture, config: Config) -> Config:
-    """Return a config.json with current key names. Missing keys get the architecture's defaults.
+    """Return a config.json with current key names. A missing or null key gets the architecture's default.
 
-    A value of null counts as missing. But for sizes in `implied` and keys in ``_OPTIONAL``, null removes the
-    default. Raise InputError if a known key has a value of the wrong type.
+    For sizes in `implied` and keys in ``_OPTIONAL``, null instead means no value, and the key is left out. Raise
+    InputError if a known key has a value of the wrong type.
     """
     stated = {architecture.aliases.get(key, key): value for key, value in config.items() if value is not None}
     given = architecture.defaults | stated

@@ -284,7 +284,11 @@ def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Validate two arguments of :func:`parametrize`. Return hyperparameters, and whether to draw new weights."""
+    """Validate the arguments ``hyperparameters`` and ``initialise`` of :func:`parametrize`.
+
+    Return the hyperparameters, and whether to draw new initial weights. Raise InputError if the arguments are invalid
+    or contradict each other.
+    """
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):

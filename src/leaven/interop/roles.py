@@ -187,7 +187,8 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter after the blocks has a vocabulary size as fan out, in both models."""
+        """Return whether a parameter is an unembedding weight or bias: it comes after the blocks, and its first
+        dimension is a vocabulary size, both in the model and in the base."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -340,7 +341,9 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with the reason ``why`` and a hint: to pass one of ``modules``, or a role."""
+        """Raise InputError with the reason ``why`` and an example of how to classify the parameter: with the argument
+        ``modules`` and one of the given module names, or if none are given, with the argument ``roles`` and a
+        possible role."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

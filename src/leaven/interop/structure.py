@@ -62,7 +62,8 @@ class ParameterSite:
 
     @property
     def beside_experts(self) -> tuple[str, ...]:
-        """The path of the module that contains the experts of this parameter and their router."""
+        """For a parameter of a routed expert: the path of the MoE module, which contains the experts and their
+        router."""
         return self.path[: self.path.index(EXPERTS)]
 
     @property

@@ -129,7 +129,10 @@ def write_huggingface(
 def _factors(
     architecture: Architecture, shape: ModelShape, table: ParameterTable, config: Config
 ) -> dict[str, float]:
-    """Return factors by leaven's weight name, in ``stored = factor x weight - offset``. A missing factor is 1."""
+    """Return {leaven's weight name: factor}, for the conversion ``stored = factor x weight - offset``.
+
+    The factor of a weight that is not in the result is 1. The offsets are :meth:`Architecture.offsets`.
+    """
     factors = dict(folding(shape, table))
     for name, factor in architecture.factors(shape, config).items():
         factors[name] = factors.get(name, 1.0) / factor
@@ -154,7 +157,13 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 def _joined(
     stored: Stored, held: Mapping[str, Tensor], factors: Mapping[str, float], offsets: Mapping[str, float]
 ) -> Tensor:
-    """Make a file's tensor from leaven's weights. A bias that leaven's model lacks is 0."""
+    """Return the tensor of a file, made of leaven's tensors.
+
+    Args:
+        stored: how the file stores the tensor.
+        held: leaven's tensors by name. A missing tensor, such as a bias that leaven's model lacks, counts as 0.
+        factors, offsets: by name. A tensor of leaven is multiplied by its factor, and its offset is then subtracted.
+    """
     parts = []
     for name, shape in stored.parts.items():
         part = torch.zeros(shape)
@@ -554,8 +563,7 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
                 whole = plain.architecture.whole_name(name)
                 if whole in tensors:
                     raise InputError(
-                        f"{plain.folder / file}: {name} is the tensor {tensors[whole][1]} once more; remove one of "
-                        "them"
+                        f"{plain.folder / file}: {name} repeats the tensor {tensors[whole][1]}; remove one of them"
                     )
                 tensors[whole] = (opened, name)
         yield tensors

@@ -47,7 +47,7 @@ class SequenceWeights:
 
 @dataclass
 class RouterTally:
-    """A layer's load and balance loss in a step. Each backward pass adds to them."""
+    """The expert load and the balance loss of a layer in one step. Each backward pass adds to both."""
 
     load_E: Tensor | float = 0.0  # number of tokens sent to each expert
     balance: Tensor | float = 0.0  # balance loss without its coefficient, summed over the targets
@@ -128,7 +128,10 @@ class MixtureOfExperts(nn.Module):
         return y_BTD
 
     def _route(self, x_BTD: Tensor, sequences: SequenceWeights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each token's experts (B, T, k), their weights (B, T, k), and the tokens of each expert (B, E)."""
+        """Return each token's experts (B, T, k) and their weights (B, T, k), and the load (B, E).
+
+        The load is the number of tokens that each expert gets from each sequence.
+        """
         settings, k = self.settings, self.settings.active
         logits_BTE = self.router(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if settings.router == "softmax" else logits_BTE.sigmoid()
@@ -183,8 +186,12 @@ class MixtureOfExperts(nn.Module):
 
 
 def copied_rows(x_ND: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int = 1) -> Tensor:
-    """Return R = copies x N rows. Row i is a copy of row ``order_R[i] // copies`` of ``x_ND``. The backward
-    pass gathers with the inverse permutation ``inverse_R``: scattering is not reproducible on a GPU."""
+    """Return the rows of ``x_ND`` in a new order, each ``copies`` times: row i of the R = copies x N rows is row
+    ``order_R[i] // copies``.
+
+    ``order_R`` is a permutation of the R rows, and ``inverse_R`` is its inverse. The backward pass gathers with
+    ``inverse_R`` instead of scattering, because scattering is not reproducible on a GPU.
+    """
     x_RD: Tensor = _Rows.apply(x_ND, order_R, inverse_R, copies)  # type: ignore[no-untyped-call]
     return x_RD
 
@@ -205,7 +212,10 @@ class _Rows(torch.autograd.Function):
 
 
 class _AlsoMinimise(torch.autograd.Function):
-    """Return ``x``. The backward pass also computes the gradients of ``loss``, and adds ``counted`` to ``tally``."""
+    """An identity function of ``x`` whose backward pass also gives ``loss`` the gradient 1, so it is minimised, too.
+
+    The backward pass adds ``counted`` to ``tally``: the load of each expert, and the balance loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, tally: RouterTally, counted: tuple[Tensor, Tensor]) -> Tensor:

@@ -93,8 +93,10 @@ def has_grouped_kernel(device: str) -> bool:
 
 
 def on_host(sizes: Tensor, total: int) -> list[int]:
-    """Return the elements of ``sizes``. On a GPU, the host waits for them. :mod:`leaven.verification.dry_run`
-    replaces this function; only there is ``total``, the sum of the sizes, used."""
+    """Return the elements of ``sizes``. On a GPU, the host waits for them.
+
+    Only the replacement of this function in :mod:`leaven.verification.dry_run` uses ``total``, the sum of the sizes.
+    """
     found: list[int] = sizes.tolist()
     return found
 

@@ -59,8 +59,11 @@ class WholeVocabulary:
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool, z_loss: ZLoss | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a chunk's loss, and ``weight`` x the gradient of the logits, (n, V). The gradient includes the
-        z-loss. It is None unless ``learns``. The logits may be overwritten."""
+        """Return the sum of the losses of a chunk of tokens, and ``weight`` times its gradient (n, V) for the logits.
+
+        The gradient includes the z-loss; the sum does not. Without ``learns``, None is returned as the gradient. The
+        logits may be overwritten.
+        """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         # log Z = logit - log(softmax) for every logit. The softmax of the largest logit cannot underflow.

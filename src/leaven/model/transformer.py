@@ -317,7 +317,10 @@ class Positions:
         )
 
     def within(self, window: int | None) -> Tensor | None:
-        """Return the bias or mask of the scores in a layer with this ``window``; None for plain causal attention."""
+        """Return the bias or mask for the attention scores of a layer, or None for plain causal attention.
+
+        ``window`` is the layer's attention window; None for attention to all earlier positions.
+        """
         if window is None or self.window_TT is None:
             return self.bias_HTT
         if self.bias_HTT is None:
@@ -400,8 +403,8 @@ class Stage(nn.Module):
         return [block for block in self.model.layers.children() if isinstance(block, Block)]
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations (B, T, D). The last stage returns ``factor`` x the summed loss in nats, (1,).
-        ``x`` is the previous stage's activations, or in the first stage the tokens (B, T)."""
+        """Return the activations (B, T, D), or in the last stage :attr:`factor` times the summed loss in nats, (1,).
+        ``x`` is the output of the previous stage, or in the first stage the tokens (B, T)."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:

@@ -169,8 +169,9 @@ def _cut_by_tensor_ranks(model: Model, tp: int) -> str:
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Return the share of a step in which a pipeline rank is idle. ``stages`` is the number of pipeline ranks.
+    """Return the share of a step in which a pipeline rank is idle.
 
+    ``stages`` is the number of pipeline ranks, each with ``stages_per_rank`` virtual stages (interleaved schedule).
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)

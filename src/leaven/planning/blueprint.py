@@ -17,7 +17,7 @@ Attention = Literal["full", "causal"]
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix product of a block, which turns ``k`` inputs into ``n`` outputs for every token."""
+    """A matrix product of a block, which maps ``k`` inputs to ``n`` outputs for every token."""
 
     name: str
     k: int

@@ -161,7 +161,10 @@ class _Speeds:
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # planned so far, by number of parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the model size that a law gives. ``size`` is the law: it converts FLOPs to parameters."""
+        """Return the model size that a law recommends for the budget, with its speed. ``law`` is the law's name.
+
+        ``size`` is the law as a function: it maps the FLOPs of a run to the number of parameters.
+        """
         # Start from the speed of the last planned size, or from the given or usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

@@ -15,10 +15,10 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
 def bandwidth(ranks: int, stride: int, accelerator: Accelerator) -> float:
-    """Return the bandwidth that a collective reaches on one rank of a group, in bytes/s.
+    """Return the bytes/s that each rank of a group sends in a collective.
 
-    A group over several nodes uses one NIC for each of its ranks in a node, up to the speed of the link inside the
-    node.
+    Inside a node, the link sets the speed. Between nodes, the speed is the network speed of one NIC times the
+    group's ranks per node, but at most the speed of the link. Collectives reach ``LINK_SHARE`` of this speed.
     """
     gb_s = accelerator.link_gb_s
     if ranks * stride > accelerator.node_size:

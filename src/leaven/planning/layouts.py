@@ -168,7 +168,10 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The fastest fitting layout that leaven cannot train. None if ``choices[0]`` is at most 2% slower."""
+        """The fastest layout that fits but that leaven cannot train, if it is worth mentioning.
+
+        None if it is at most 2% faster than ``choices[0]``, or if the job may choose it (``job.by_leaven`` is false).
+        """
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None

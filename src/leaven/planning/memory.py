@@ -196,7 +196,10 @@ def _units(blocks: tuple[BlockTable, ...], layout: Layout, code: TrainingCode) -
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float, float]:
-    """Return ``stays``, ``once`` and ``freed`` of :class:`_States`: activation memory in bytes per token."""
+    """Return ``stays``, ``once`` and ``freed`` of :class:`_States`, which describe the activation memory of a rank.
+
+    All three are in bytes per token.
+    """
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -241,8 +244,8 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator. Their sum is ``stage_memory(...).activations``.
 
-    With recomputation, the key ``kept`` replaces the operators of blocks. The key ``elsewhere`` has all
-    other activations.
+    With recomputation, the single key ``kept`` stands for all operators of blocks. The key ``elsewhere`` has the
+    rest of the sum.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -131,8 +131,8 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the operator for matrix products of one input. A launch runs up to ``code.experts_at_once``
-    experts."""
+    """Return one operator for matrix products that have the same input. Of routed experts, at most
+    ``code.experts_at_once`` run at the same time."""
     first, dtype = rows[0], code.products
     whole = first.routed and code.whole_experts
     tp, ranks = (1, work.ep * work.tp) if whole else (work.tp, work.ep)

@@ -57,9 +57,9 @@ class KnownCluster(NamedTuple):
 def known_cluster(recipe: Recipe) -> KnownCluster | None:
     """Return the cluster on which a recipe is probably trained, or None if it is not known.
 
-    It is the cluster given to ``leaven new --gpus`` if the layout has a rank per GPU. Otherwise it is the
-    cluster of a published run with the same n_layers, d_model, d_ff and (within 1%) tokens. Then the layout
-    must have 1 rank or a rank per GPU.
+    If ``leaven new --gpus CLUSTER`` chose the layout and the layout has a rank for each GPU, return this cluster.
+    Otherwise, return the cluster of a published run with the same n_layers, d_model and d_ff, the same tokens
+    (within 1%), and as many GPUs as the layout has ranks. A layout of one rank fits a cluster of any size.
     """
     # A recipe has no key for a cluster. ``leaven new --gpus`` writes it only into the reason for the layout, as the
     # message "reason" of [cluster] in catalogue/messages.toml.

@@ -141,10 +141,10 @@ def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) ->
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest multiple of dp that splits ``sequences`` into at most 64 equal parts.
+    """Return the increment of a batch ramp: the smallest that divides ``sequences`` into at most 64 equal parts.
 
-    If dp x ``micro_batch`` splits ``sequences`` into 8 or more equal parts, use multiples of this product
-    instead.
+    The increment is a multiple of dp x ``micro_batch`` if this product divides ``sequences`` into at least 8 equal
+    parts. Otherwise, it is a multiple of dp.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -152,7 +152,10 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return ``start`` and the smallest points with at least 1, 1/2, 1/4, ... of the full batch."""
+    """Return points of a ramp, sorted by batch: about the full batch, half of it, a quarter and so on, and ``start``.
+
+    For each of these fractions, this is the smallest point in ``starts`` whose batch is at least as large.
+    """
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)

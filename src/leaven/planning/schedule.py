@@ -62,9 +62,9 @@ class Timeline:
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order. ``micro_batches`` is the result of :func:`arrangement.scheduled`.
 
-    In GPipe, all forward passes come first. Otherwise a rank begins with some forward passes, an earlier
-    rank with more. Then forward and backward passes alternate. In a zero-bubble schedule, the ``input``
-    passes of rank r are r ahead of its ``weight`` passes, so ranks with equal stages end together.
+    In GPipe, all forward passes come first. In other schedules, a rank first runs some forward passes (the
+    first rank runs the most), then alternates forward and backward passes. In a zero-bubble schedule, rank r
+    runs each ``weight`` pass r backward steps after its ``input`` pass, so ranks with equal stages end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches

@@ -64,7 +64,10 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """Return (block, count) for the distinct blocks on a rank, in its stages rank, rank + pp, ..."""
+    """Return (block, count) for each distinct block on the pipeline rank ``rank``, over all stages of the rank.
+
+    These stages are rank, rank + pp, rank + 2 pp, and so on.
+    """
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)

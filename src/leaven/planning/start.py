@@ -105,7 +105,10 @@ def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
 
 
 def _proxy(started: StarterRecipes) -> Recipe | None:
-    """Return the proxy's recipe for one process, or None. The proxy is the target, scaled down."""
+    """Return the recipe of the proxy that ``started.tuning`` advises to tune, or None without such a proxy.
+
+    The proxy is the target recipe, scaled down and laid out for one process.
+    """
     proxy, target = started.tuning.proxy, started.target
     if proxy is None:
         return None

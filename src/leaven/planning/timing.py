@@ -114,7 +114,8 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Context-parallel ranks send keys and values around a ring while they compute attention.
+    Context-parallel ranks exchange keys and values in a ring while they compute attention. Of this exchange, only
+    the time beyond that of attention counts.
     """
     stream, names = code.element * work.tokens * work.width, {row.name for row in block.matmuls}
     only_attention = code.whole_experts and not names & {"mlp.out", "mlp.shared.out"}

@@ -108,10 +108,10 @@ class TrainingCode:
         return replace(self, fixed_gib=0.0, slack=0.0)
 
     def with_moments(self, moments: Moments) -> "TrainingCode":
-        """Return the training code with another optimizer.
+        """Return the training code with the optimizer states of another optimizer.
 
-        ``adam-8bit`` is Dettmers 2021, arXiv 2110.02861. Scales (one per 2,048 values) do not count. ``muon``
-        uses Muon for the matrices of blocks, and Adam for all other parameters.
+        ``adam-8bit`` has moments of 1 byte (Dettmers 2021, arXiv 2110.02861). Their scales (one per 2,048 values)
+        do not count. ``muon`` uses Muon for the matrices of blocks, and Adam for all other parameters.
         """
         matrices = self.master + 4 if moments == "muon" else None
         return replace(

@@ -202,7 +202,12 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return ``rows``. If they are tables, leave out the defaults that the template omits."""
+    """Return the value ``rows`` of a recipe. If it is a list of tables, leave out the defaults that the template does
+    not state.
+
+    ``own`` is the same list without defaults, and ``stated`` the list in the template. If ``stated`` has another
+    number of tables, all defaults are left out.
+    """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)

@@ -97,7 +97,7 @@ class Muon(Part):
     ns_steps: int = Field(default=5, ge=1, lt=100)  # Newton-Schulz iterations that make the momentum orthogonal
 
     def matching(self, out: float, into: float) -> float:
-        """Return f in Muon's step, which is lr x f x (orthogonal ``out`` x ``into`` matrix)."""
+        """Return the factor f in Muon's step, lr x f x U. U is the orthogonalised update (``out`` x ``into``)."""
         if self.match == "spectral":
             return math.sqrt(max(1.0, out / into))
         return 0.2 * math.sqrt(max(out, into))
@@ -203,7 +203,10 @@ class Hyperparameters(Part):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Return why a multiplier of a module is refused, else None. ``known`` has the role of each module."""
+        """Return why a module cannot have a multiplier of ``quantity``, or None if it can.
+
+        ``known`` has the role of each module of the model.
+        """
         where = "hyperparameters.modules"
         if module not in known:
             hint = suggestion(module, known, f"there are {', '.join(known)}")

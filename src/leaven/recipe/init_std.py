@@ -65,7 +65,7 @@ class Init:
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
     def formula(self, parameter: Parameter, gated: bool) -> Formula:
-        """Return the formula for one matrix. ``gated``: whether the MLPs of the model are gated."""
+        """Return the formula of the initial std of one matrix. ``gated``: whether the model has gated MLPs."""
         if parameter.module in self.modules:
             return self.modules[parameter.module]
         is_input = parameter.module.startswith("mlp.") and parameter.module.endswith(".in")
@@ -204,12 +204,12 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
     if wider:
         raise ValueError(
-            f'init = "{init}" sets the std at any width, and rule {rule} would scale it again, because base and '
-            f"model differ in width; {instead}"
+            f'init = "{init}" itself sets the std for every width, but rule {rule} would also scale this std, '
+            f"because base and model differ in width; {instead}"
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(
-            f'init = "{init}" draws the last matrix of a branch with std {INITS[init].outputs.text}, and rule {rule} '
-            f"multiplies the branch by L^-alpha: the depth would count twice, since base and model differ in depth; "
-            f"{instead}"
+            f'base and model differ in depth, and the depth would count twice: init = "{init}" draws the last matrix '
+            f"of each branch with std {INITS[init].outputs.text}, and rule {rule} multiplies each branch by L^-alpha "
+            f"(L is the number of blocks); {instead}"
         )

@@ -126,8 +126,8 @@ class Average(Part):
     def _not_empty(self) -> "Average":
         if self.half_life_tokens is None and self.last == 1:
             raise ValueError(
-                "this is the average of the whole run; set last below 1, such as last = 0.2 for the last fifth of "
-                "the run, or half_life_tokens, or remove [average]"
+                "a uniform average over the whole run includes its early weights; set last below 1, such as "
+                "last = 0.2 for the last fifth of the run, or half_life_tokens, or remove [average]"
             )
         return self
 
@@ -345,7 +345,10 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences of two recipes in all parts but `NOT_NUMBERS`."""
+    """Return the differences between two recipes that can change the loss by more than its last bits.
+
+    The parts of a recipe in ``NOT_NUMBERS`` (name, why, layout, tuning) are not compared.
+    """
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 

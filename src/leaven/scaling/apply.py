@@ -24,10 +24,10 @@ class Factors:
     half_life: float  # factor on the half-life of Adam's moments in steps
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
-        """Return Adam's beta at this scale: ``base ** r``, where r is ``multiplier / half_life``.
+        """Return Adam's beta at this scale: ``base ** (multiplier / half_life)``.
 
-        ``multiplier`` is that of the tensor's module. Papers multiply ``1 - beta`` by r instead, which may
-        give a beta outside (0, 1).
+        ``multiplier`` is the recipe's multiplier of beta for the tensor's module. Papers instead multiply
+        ``1 - beta`` by ``multiplier / half_life``, which may give a beta outside (0, 1).
         """
         return float(base ** (multiplier / self.half_life))
 

@@ -1,7 +1,8 @@
 """The scaling rules as tables: how each hyperparameter changes with scale, with a source for every cell.
 
 A table has a row for each role of a tensor, such as embedding, hidden weight (inside the blocks) or norm gain.
-:mod:`leaven.scaling.cells` explains the cells. All tables differ from the papers in these points:
+:mod:`leaven.scaling.cells` explains the cells and their letters, such as I (ratio of the fan in) and L (ratio of the
+depth). All tables differ from the papers in these points:
 
 - **Per-tensor ratios.** The papers scale all widths together, by one ratio m_N. Here initial variance, lr and weight
   decay scale with the tensor's fan in: each output is a sum over the fan in, and Adam changes each weight
@@ -117,7 +118,7 @@ class Rule:
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """The cells that all roles share and the cells for Muon, by printed name."""
+        """The cells that do not belong to one role, by printed name: those for all roles, and those for Muon."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         columns |= {f"{quantity} (Muon)": cell for quantity, cell in self.muon.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}

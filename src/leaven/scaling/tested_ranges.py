@@ -84,8 +84,11 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about ratios to the base outside the tested range. Batches were tested at equal tokens, so step ratios
-    were tested, too. A tested step ratio allows any batch ratio."""
+    """Yield a warning for each ratio to the base (width, depth, batch, tokens) that is outside the tested range.
+
+    Batch ratios were tested with equal tokens, and so with other numbers of steps. A batch ratio therefore gives no
+    warning if the ratio of the steps was tested.
+    """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
         ratio = getattr(ratios, axis)

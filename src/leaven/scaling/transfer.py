@@ -221,15 +221,16 @@ def _moved(recipe: Recipe, changes: dict[str, Any], option: str = "") -> Recipe:
                 steps = moved.data.tokens / moved.batch.tokens
                 base_steps = moved.base.tokens / moved.base.batch_tokens
                 raise InputError(
-                    f"the run has too few steps for Adam: {steps:,.0f} (its base: {base_steps:,.0f}), so the "
-                    f"rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
+                    f"the run has too few steps for Adam: it has {steps:,.0f} and the base has {base_steps:,.0f}, "
+                    f"so the rule lowers {name} from {getattr(base, name):g} to {getattr(row, name):.2g}; "
                     "give more --tokens or a smaller --batch-tokens"
                 )
     return moved
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the ``[scaling.base]`` with which ``target`` has the base of ``recipe``."""
+    """Return a table ``[scaling.base]`` that gives a recipe with the shape ``target`` the same base as ``recipe``.
+    The table has d_ff, d_head and n_kv_heads only if scaling ``target`` down gives other values."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:

@@ -135,7 +135,7 @@ def _counted(found: list[Found]) -> str:
 
 
 def _unlisted(errors: list[OSError]) -> str:
-    """Return a sentence about the folders that cannot be listed, or "". A folder may also have been removed."""
+    """Return a sentence about folders that cannot be listed, or "" if there are none. Skip removed folders."""
     lost = [error for error in errors if not isinstance(error, FileNotFoundError)]
     if not lost:
         return ""

@@ -26,7 +26,10 @@ STEPS = 3  # optimizer steps of a measurement; the first is a warm-up and is not
 
 
 def batches_of(recipe: Recipe) -> list[int]:
-    """Return global batches to measure, in sequences: the recipe's batch / 1, 2, 4, ..., 64, rounded up."""
+    """Return the global batch sizes to measure, in sequences, from small to large.
+
+    They are the recipe's batch size divided by 1, 2, 4, ..., 64, rounded up, without repeats.
+    """
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(7)})
 

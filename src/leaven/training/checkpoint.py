@@ -142,8 +142,11 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write this process's share of the tensors. Return a JSON object with the digests of its files, the positions of
-    its blocks, and the names of the tensors that other processes must save."""
+    """Write this process's share of the tensors. Return a JSON object about what was written.
+
+    The object has the fingerprint of each file (``files``), the shape and blocks of each tensor (``model``,
+    ``optimizer``), and the names of tensors in ``checkpoint.places`` that other processes save (``of_others``).
+    """
     folder.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted is not made again
     folder.mkdir(exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -257,8 +260,11 @@ def read_checkpoint(
 
 
 def require_seen(path: Path, differs: Callable[[], bool], group: ProcessGroup) -> None:
-    """Wait until ``differs`` is False on every process. A network disk may show new files late. After
-    `SEEN_AFTER` seconds, raise InputError on all processes, with ``path`` in the message."""
+    """Wait until all processes see the same files at ``path``. A network disk may show new files late.
+
+    ``differs`` returns whether this process sees something else than rank 0. It is called about once a second on
+    every process. After `SEEN_AFTER` seconds, all processes raise InputError, with ``path`` in the message.
+    """
     if group.size == 1:
         return
     for looks_left in range(SEEN_AFTER, -1, -1):
@@ -427,9 +433,11 @@ class CheckpointManager:
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = (), rewinds: Sequence[Rewind] = ()) -> None:
-        """Prepare the folder to continue from ``after_tokens``. The ``damaged`` checkpoints are renamed. Unfinished
-        checkpoints and those undone by ``rewinds`` are removed. Raise InputError on all processes if any other
-        checkpoint is after ``after_tokens``. Call :meth:`outcome` first."""
+        """Prepare the folder to continue from ``after_tokens``. Call :meth:`outcome` first.
+
+        Rename the ``damaged`` checkpoints. Remove unfinished checkpoints, and those that ``rewinds`` have undone.
+        Raise InputError on all processes, and change nothing, if another checkpoint is later than ``after_tokens``.
+        """
         self._group.barrier()
         new: Path | None = None
         if self._group.is_first:
@@ -438,7 +446,8 @@ class CheckpointManager:
             new = next(iter(others), None)
         if (new := self._group.broadcast(new)) is not None:
             raise InputError(
-                f"{new} was not seen at first (a network disk may show new files late); run the same command again"
+                f"{new} appeared after the checkpoints were listed (a network disk may show new files late); "
+                "run the same command again"
             )
         if self._group.is_first:
             for path in self._folder.glob(UNFINISHED):

@@ -132,8 +132,10 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return the fall of the baseline's loss after ``curve`` ends, in nats. An end is the
-    last :data:`SMOOTH` points."""
+    """Return how much the loss of the baseline falls between the end of ``curve`` and its own end, in nats.
+
+    The loss at an end is the mean of the last :data:`SMOOTH` points.
+    """
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

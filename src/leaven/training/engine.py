@@ -146,7 +146,7 @@ class Training:
         return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check between steps."""
+        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check it between steps."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
@@ -268,7 +268,10 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences. This process trains on the first ``count`` of ``windows``."""
+        """Return a batch of ``sequences`` sequences, the number in all processes together.
+
+        This process trains only on the first ``count`` sequences in ``windows``.
+        """
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -282,8 +285,11 @@ class Training:
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. All processes need equally many of the same size,
-        so copies of a window are added. The copies do not count in the loss."""
+        """Yield the first ``count`` windows as micro-batches.
+
+        Every process must have the same number of micro-batches, all of the same size. Copies of the first window
+        fill them up. The copies do not count in the loss.
+        """
         size, micro_batches = self.split(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * micro_batches - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):

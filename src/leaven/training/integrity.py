@@ -106,9 +106,15 @@ def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool 
 
 
 def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> Iterator[str]:
-    """Yield sentences about files that belong to another run, changed after the checkpoint, or cannot be read.
-    ``state`` is the checkpoint's state. With ``to_use``, the run is not trained further, so values of the
-    recipe that do not affect the weights may differ."""
+    """Yield a sentence for each file of a run that does not fit a checkpoint, and how to repair it.
+
+    Such a file belongs to another run, was changed after the checkpoint, or cannot be read.
+
+    Args:
+        state: the state of the checkpoint.
+        to_use: whether the run is only used, not trained further. Then recipe.toml may differ in values that do not
+            affect the weights.
+    """
     found = list(_identities(run, state))
     other = next((file for file, identity in found if identity != found[0][1]), None)
     if other is not None:
@@ -231,8 +237,11 @@ def saved_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between the trained recipe and recipe.toml. A value in recipe.toml from before the
-    last change is no difference: the process may have been killed before it wrote the file."""
+    """Return the differences between the recipe that was trained and recipe.toml.
+
+    Leave out a value of recipe.toml that equals the value before the last change of the recipe: a kill may have
+    ended the process before it wrote the changed file. Return [] if no recipe of the trained state can be read.
+    """
     there, change = _trained_values(read_recipe(run.recipe_file)), run.last_change()
     if change is not None:
         recipe, before = change
@@ -248,7 +257,7 @@ def _changes_of_recipe(run: RunFolder, state: Mapping[str, Any]) -> list[Differe
 
 
 def _trained_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values that a resumed run must keep. The path of a single source may change."""
+    """Return the values that a resumed run must keep. If the text has one source, its path is not among them."""
     values = recipe.model_dump(exclude=NOT_NUMBERS | {"start"})
     names = [source.source for source in recipe.data.sources]  # several names decide the order of the samples
     values["data"] |= {"source": recipe.data.proportions if len(names) == 1 else names, "tokenizer": None}
@@ -258,8 +267,11 @@ def _trained_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def require_text(run: RunFolder, fingerprint: str, saved: str | None = None) -> None:
-    """Raise InputError if the run was started on a text with another ``fingerprint``. If events.jsonl has none,
-    the checkpoint's fingerprint ``saved`` counts."""
+    """Raise InputError if the run was trained on other text: the run's fingerprint differs from ``fingerprint``.
+
+    The run's fingerprint is the one in events.jsonl, or else ``saved``, the one in the checkpoint. If both are
+    missing, any text is accepted.
+    """
     if (run.text() or saved or fingerprint) != fingerprint:
         own = ""
         if run.tokenizer_file.exists():  # another version of tokenizers may train another BPE on the same text
@@ -406,7 +418,8 @@ def events_before_torchrun(run: RunFolder) -> int:
 
 
 def _torchrun_mark() -> Path | None:
-    """Return a file in torchrun's log folder, or None without torchrun. It outlives process restarts."""
+    """Return the path of a mark file in torchrun's log folder, or None without torchrun. torchrun keeps the folder
+    when it restarts the processes."""
     attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     return attempt.parent / "leaven-run" if attempt.name.startswith("attempt_") else None
 
@@ -415,8 +428,12 @@ def _torchrun_mark() -> Path | None:
 
 
 def changed_since(run: RunFolder, finish: Mapping[str, Any]) -> dict[str, str]:
-    """Return what does not match the ``finish`` event (events.jsonl: or the newest checkpoint) or cannot be read, as
-    {file or folder name: what has changed}."""
+    """Return {file or folder name: what has changed} for the files that a finished run wrote.
+
+    ``metrics.jsonl`` is compared with ``finish``, the run's ``finish`` event. ``events.jsonl`` is compared with
+    ``finish`` and with the newest checkpoint. A file that cannot be read counts as changed. The folder of
+    checkpoints counts as changed if it has checkpoints, but not the last one.
+    """
     metrics = lines_digest(finish.get("metrics"))
     found: dict[str, str | None] = {}
     if metrics is not None and isinstance(step := finish.get("step"), int):

@@ -48,8 +48,11 @@ class Callback:
         """Called with the result of each step, such as a :class:`leaven.training.metrics.Step`."""
 
     def on_due(self) -> None:
-        """Called between two steps when a multiple of :attr:`every_tokens` is reached. ``after_step`` has had all
-        earlier steps. Not called after the last step, or after a rewind."""
+        """Called between two steps, when the trained tokens reach a multiple of :attr:`every_tokens`.
+
+        The loop has already passed all earlier steps to ``after_step``. It does not call ``on_due`` after the last
+        step, or after a rewind.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
@@ -96,7 +99,8 @@ class Loop:
                 callback.on_due()
 
     def read(self) -> bool:
-        """Wait for an unread step and pass it to the callbacks. Return whether a callback has rewound the run."""
+        """Wait for the step that was started last, if its result is unread, and pass the result to the callbacks.
+        Return whether a callback has then rewound the run."""
         started, self._unread = self._unread, None
         return self._pass_on(started)
 

@@ -58,7 +58,10 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether a non-finite loss or gradient caused a skip. In fp16, a gradient counts only at loss scale 1."""
+        """Whether the step was skipped because the loss or the gradient norm was not finite.
+
+        In fp16, the gradient norm counts only at loss scale 1, because a larger scale can itself cause the overflow.
+        """
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
@@ -96,8 +99,10 @@ class Telemetry:
         measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
         """Start copying the measurements of a step to the host. Return a function that waits for them.
-        ``measured``: loss, gradient norm, applied or not, loss scale, noise scale, z-loss, balance loss, highest
-        load."""
+
+        ``measured`` has these eight values, None if not measured: loss, gradient norm, whether the update was
+        applied, loss scale, noise scale, z-loss, balance loss, highest load.
+        """
         subtract_(self._before, self._model.local_parameters)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.local_parameters))
         self._before = []

@@ -190,7 +190,10 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Halve the micro-batch of :func:`rule_of_thumb` until a pass fits into memory. Return None if none fits."""
+    """Return the largest micro-batch that fits into memory, found by halving. Return None if none fits.
+
+    The first size to be tried is that of :func:`rule_of_thumb`, or ``candidates[-1]`` if this is smaller.
+    """
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while time_passes(training, size) is None:
@@ -265,8 +268,8 @@ def time_passes(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """On CUDA, return memory for ``copies`` copies of the parameters. Elsewhere, return None: unwritten memory takes
-    no space."""
+    """Return unused CUDA memory of the size of ``copies`` copies of the parameters. Return None on other devices,
+    where memory that is never written takes no space."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(parameter.numel() for parameter in training.sharded.local_parameters)

@@ -31,11 +31,10 @@ Moments = Mapping[tuple[str, str], Tensor]
 class Optimizer:
     """Adam, AdamW, or AdamW with Muon, with the groups of the parameter table.
 
-    If a batch ramp scales the betas, step i uses beta ** (1 / h_i). Here h_i is the half-life of the moment
-    divided by its half-life at the full batch. Adam's bias correction must divide by 1 minus the product of
-    all steps' betas. torch divides by 1 - beta_now ** n instead, with n its step count and now the current
-    step. Both agree if n is h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step
-    count to this n.
+    A batch ramp may scale the betas: step i then uses beta_i = beta ** (1 / h_i), where h_i is the half-life of the
+    moment divided by its half-life at the full batch. The correct bias correction divides by 1 - (product of all
+    beta_i). After n steps, torch divides by 1 - beta_n ** (its step count). The two agree if the step count is
+    h_n x sum(1 / h_i). So whenever the batch changes, :meth:`recount` sets the count to this value.
     """
 
     adam: torch.optim.Adam
@@ -150,7 +149,11 @@ class Clipper:
         return norm
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the gradient's running norm, a scalar: infinite before the first nonzero gradient."""
+        """Return the root of the exponential average of the squared gradient norms of earlier steps, a scalar.
+
+        The norms are those after clipping. The result is infinite before the first nonzero gradient. ``ramp`` has the
+        factors for the current batch of a batch ramp.
+        """
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -230,15 +233,21 @@ class NoiseScale:
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step, and return the noise scale as :meth:`add` does. ``grad_norm`` is the norm
-        of the mean gradient. ``targets`` is the number of the batch's targets that count in the loss."""
+        """Add the measurement of a step. Return the noise scale in tokens, or nan if :meth:`add` cannot estimate it.
+
+        ``targets``: the number of tokens of the batch that count in the loss. ``grad_norm``: the norm of the gradient
+        averaged over them.
+        """
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
         return self.add(first, self.first_norm / (share * first), targets, grad_norm)
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add a measurement: the norms of the mean gradients over ``small`` and over ``big`` tokens. Return the
-        noise scale in tokens, or nan while the estimated squared gradient is not positive."""
+        """Add the gradient norms of one step to the running averages, and return the noise scale in tokens.
+
+        ``small_norm`` is the norm of a mean gradient over ``small`` tokens, and ``big_norm`` of one over ``big``
+        tokens. Return nan while the averaged estimate of the true gradient's squared norm is not positive.
+        """
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)
         found = torch.stack((noise, squared_gradient(widened(small), small_squared, big, big_squared)))

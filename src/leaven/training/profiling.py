@@ -82,8 +82,11 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of this and earlier starts to ``plan.json``, if possible. Return the rows of this start, one
-        for each batch size. If this process may not write, return []."""
+        """Write the measurements of this and earlier starts of the run to ``plan.json``. Ignore a failed write.
+
+        Return the records of this start, one for each batch size. Return [] if this process does not write the run's
+        files, or if the run has no identifier.
+        """
         if not (self._run.writes and self._run.identity):  # without an identifier, the start was refused
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))

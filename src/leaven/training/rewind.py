@@ -137,15 +137,19 @@ class ManualRewind:
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
         if refused:
             raise InputError(
-                f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
-                f"{', '.join(HYPERPARAMETERS)} with --rewind-to; for other changes, give a new folder with --run"
+                f"--rewind-to: {describe_changes(refused)}; a rewind can change only the sections "
+                f"[{'], ['.join(SECTIONS)}] and the values {', '.join(HYPERPARAMETERS)}; for other changes, give a "
+                "new folder with --run"
             )
         run.require_own_checkpoints(rewinds=True)
         require_run_of(run, run.recipe())
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record this rewind and any change of ``recipe`` in the run folder. Do nothing if :meth:`done`."""
+        """Record this rewind in the run folder, and store ``recipe`` there if it differs from the run's recipe.
+
+        Do nothing if :meth:`done` returns True.
+        """
         with LockedFolder(run.path, "run folder"):
             if self.done(run, recipe):
                 return
@@ -181,6 +185,6 @@ class ManualRewind:
             missing = run.checkpoints / checkpoint_name(self.rewind_to)
             raise InputError(
                 f"--rewind-to {self.rewind_to}: {missing} is damaged or gone; "
-                f"bring it back (is its disk mounted?), or type --rewind-to {tokens} for the one before it"
+                f"bring it back (is its disk mounted?), or type --rewind-to {tokens} for the checkpoint before it"
             )
         return tokens

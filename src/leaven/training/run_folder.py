@@ -230,9 +230,10 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"{os.strerror(errno.ESTALE)}; mount the disk of this folder again")
 
     def require_own_checkpoints(self, *, rewinds: bool = False) -> None:
-        """Raise InputError if another run or study may use these checkpoints through a link, as after ``cp -r``.
+        """Raise InputError if another run or study may use the folder of checkpoints, for example after ``cp -r``.
 
-        ``rewinds``: checkpoints will be deleted, so also refuse a linked folder without the file ``OWNER``.
+        ``cp -r`` copies a link to the folder, not the folder. With ``rewinds``, the caller will delete checkpoints,
+        so also refuse a link to a folder that has no file ``OWNER``.
         """
         try:
             path, _, inode = storage.read(self.checkpoints / OWNER).rpartition(b"\n")
@@ -248,8 +249,8 @@ class RunFolder:
         unused = f"if no other run or study uses these checkpoints, type: echo > {shlex.quote(str(folder / OWNER))}"
         if not self.checkpoints.is_symlink():
             raise InputError(
-                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, first put a folder there in place of "
-                "the link to this one"
+                f"{self.checkpoints} is marked as {whose}; {unused}; otherwise, the other "
+                "folder has a link to these checkpoints: first replace the link by a folder"
             )
         raise InputError(
             f"{self.checkpoints} is a link to {whose}; {unused}; otherwise, put a folder in place of the link: if "
@@ -258,7 +259,11 @@ class RunFolder:
         )
 
     def _is_owner(self, owner: Path, inode: int) -> bool:
-        """Return whether this run owns the checkpoints. ``owner`` and ``inode`` are from the file ``OWNER``."""
+        """Return whether this run owns its folder of checkpoints.
+
+        The file ``OWNER`` in this folder names the run that uses it: ``owner`` is the path of that run's folder, and
+        ``inode`` the inode.
+        """
         linked, same = self.checkpoints.is_symlink(), _same(owner, self.path)
         if inode == _inode(self.path):  # this run, or one on another disk, which numbers its inodes itself
             return not linked or same or not os.path.exists(owner) or _inode(owner) != inode
@@ -393,8 +398,11 @@ def _content(path: Path) -> bytes:
 
 
 def in_order(lines: Iterable[NumberedLine]) -> tuple[list[NumberedLine], list[int]]:
-    """Return (lines of metrics.jsonl ordered by step, line numbers of damaged lines). Only the last line of a
-    repeated step counts. A damaged line's step is not between its neighbours' steps."""
+    """Return (lines of metrics.jsonl ordered by step, line numbers of damaged lines).
+
+    A line replaces earlier lines with the same or a later step, because the run was rewound. A line is damaged if
+    its step is not between those of the lines before and after it, although these two are in order.
+    """
     with_step = [(number, line) for number, line in lines if isinstance(line.get("step"), int)]
     steps = [line["step"] for _, line in with_step]
     found, damaged = list[NumberedLine](), list[int]()

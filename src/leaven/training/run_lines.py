@@ -167,8 +167,11 @@ def digest(lines: Iterable[bytes]) -> "blake2b":
 
 
 def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None) -> tuple[int, str | None]:
-    """Return (count, fault). The first ``count`` lines are the steps up to ``step``. ``fault`` is None or a fault
-    of these lines, such as "steps 3 to 5 are missing". ``written`` is their original digest."""
+    """Return (count, fault). The first ``count`` of ``lines`` are those of the steps up to ``step``. ``fault`` says
+    what is wrong with them, such as "steps 3 to 5 are missing"; None if nothing is.
+
+    ``written``: the count and digest of these lines when they were written, if known.
+    """
     if written is not None and digest(lines[: written.lines]).hexdigest() == written.blake2b:
         return written.lines, None
     found, _ = in_order(enumerate((storage.json_object(line) or {} for line in lines), start=1))

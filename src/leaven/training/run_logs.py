@@ -2,7 +2,7 @@
 Biases).
 
 Readers raise :class:`LogDamaged` if the file is damaged. Another program may be writing the last record.
-If this record is incomplete, readers leave it out and call ``cut(message)``.
+If this record is incomplete, readers leave it out and pass a message to their argument ``cut``.
 """
 
 import json
@@ -34,8 +34,16 @@ class LogDamaged(InputError):
 def tensorboard_rows(
     file: Path, tag: str, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file. A value is None unless
-    its name is ``tag``. A tensor that is not a scalar gives a text with its shape."""
+    """Yield (step, {name: value}) for each number or tensor in a TensorBoard event file.
+
+    The value is None for other names than ``tag``. For a tensor that is not a scalar, it is a text with the shape.
+
+    Args:
+        cut: called with a message if the file ends within a record.
+
+    Raises:
+        LogDamaged: if a record is damaged.
+    """
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -53,9 +61,17 @@ def tensorboard_rows(
 
 
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
-    """Yield (position of the first byte, content) for each record of a TensorBoard event file. A record is:
-    length (8 bytes), checksum of the length (4), content, checksum of the content (4). A crash may leave
-    zeros from inside a record to the end of the file. Such a record is incomplete, not damaged."""
+    """Yield (position of the first byte, content) for each record of a TensorBoard event file.
+
+    A record has four parts: length (8 bytes), checksum of the length (4), content, checksum of the content (4). A
+    crash can fill the end of the file with zeros. A record that ends in such zeros is incomplete, not damaged.
+
+    Args:
+        cut: called with a message if the last record is incomplete.
+
+    Raises:
+        LogDamaged: if a checksum is wrong for another reason.
+    """
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
     with storage.open_file(file) as log:
@@ -88,7 +104,7 @@ def _scalar(value: "Summary.Value") -> Any:
         return value.simple_value
     shape = [dimension.size for dimension in value.tensor.tensor_shape.dim]
     if any(size < 0 for size in shape):
-        raise ValueError(f"a tensor of shape {shape[:8]}")
+        raise ValueError(f"a tensor has a negative size, in its shape {shape[:8]}")
     # Check the shape before the tensor is made: a small record may state a shape that does not fit into memory.
     if any(size != 1 for size in shape):
         return f"a tensor of shape {shape[:8]}"
@@ -136,8 +152,17 @@ def log_records(
     log: bytes, name: str, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield (position of the first byte, content) for each record of a log in LevelDB's format, which W&B uses.
+
     Source: https://github.com/google/leveldb/blob/main/doc/log_format.md. In W&B, the file begins with a header of 7
-    bytes, and the checksums are plain CRC-32. ``name`` is the name of the log in messages."""
+    bytes, and the checksums are plain CRC-32.
+
+    Args:
+        name: the name of the log in messages.
+        cut: called with a message if the log ends within a record.
+
+    Raises:
+        LogDamaged: if a checksum is wrong.
+    """
     at, first, parts = _HEADER, _HEADER, list[bytes]()
     while at < len(log):
         if _BLOCK - at % _BLOCK < _HEADER:  # the rest of a block is padding

@@ -103,9 +103,12 @@ class QuantityMonitor:
 
 
 class SpikeDetector:
-    """Detects anomalies. Pass the metrics of every step to :meth:`observe`, in order. With ``skipping``
-    (``on_spike = "skip"``), the trainer skips steps above :meth:`limits`. Then only two things are
-    anomalies: :data:`PATIENCE` skipped steps in a row, and an update norm that is not finite."""
+    """Detects anomalies. Pass the metrics of every step to :meth:`observe`, in order.
+
+    ``skipping`` is true with ``on_spike = "skip"``: the trainer then skips the update of a step whose loss or
+    gradient norm is above :meth:`limits`. Only two things are anomalies in this case: :data:`PATIENCE` skipped
+    steps in a row, and an update norm that is not finite.
+    """
 
     def __init__(self, skipping: bool = False) -> None:
         self.skipping = skipping
@@ -171,7 +174,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits for a step. They do not depend on the metrics of the step before."""
+        """Return the limits of the loss and the gradient norm for ``step``. They come from the metrics up to
+        ``step - 2``, and are infinite without ``skipping``."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,11 +228,18 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Return the token count of the oldest scheduled checkpoint that exists when an anomaly is found. The disk
-    is not read, because it may have damaged and unscheduled checkpoints."""
+    """Return the token count of the oldest checkpoint that exists when ``anomaly`` is found.
+
+    The result follows from the schedule of checkpoints and the earlier ``rewinds``. The disk is not read: it may
+    also have damaged checkpoints, and checkpoints outside the schedule.
+    """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read."""
+        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read.
+
+        ``there`` has those that existed after the last rewind. ``good_tokens`` is the token count before the
+        anomaly that ``step`` reveals.
+        """
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]

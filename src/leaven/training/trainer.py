@@ -292,7 +292,8 @@ def _require_one_recipe(
     others = [str(rank) for rank, [flag] in enumerate(flags) if flag]
     if others:
         raise Settled(
-            f"rank {', '.join(others)} has another recipe, text, start, --rewind-to or leaven version than rank 0"
+            f"rank {', '.join(others)} has another recipe, text, tokenizer, [start], --rewind-to or leaven version "
+            "than rank 0"
         )
 
 
@@ -523,7 +524,10 @@ def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, rewind: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Let the first process rewind, lock and begin the run folder. On failure, all processes raise Settled."""
+    """Open the run folder for training: rewind the run if asked, lock the folder and prepare its files.
+
+    Only the first process does this. If it fails, all processes raise :class:`Settled` with the same message.
+    """
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:

@@ -106,7 +106,11 @@ def train_trial(
 
 
 def same_tokens(recipe: Recipe, inputs: str | None) -> TokenSet:
-    """Return the tokens of a recipe's text. If ``inputs`` is given, raise InputError for another fingerprint."""
+    """Return the tokens of a recipe's text.
+
+    ``inputs`` is the fingerprint of the text and the [start] weights when the command began. If it is given, raise
+    InputError if these have changed since.
+    """
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     if inputs is not None and fingerprint_of(recipe, tokens) != inputs:
         raise InputError(
@@ -141,7 +145,8 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
         raise InputError(
-            f'durations: with decay = "{schedule.decay}" they cannot share one run; set schedule.decay = "wsd"'
+            f'durations: with decay = "{schedule.decay}", several durations cannot share one run; '
+            'set schedule.decay = "wsd"'
         )
     for duration in sorted(set(durations)):
         prefix = f"durations: {duration:,} tokens"
@@ -213,8 +218,11 @@ class Cooldowns(Callback):
 
 
 class TrialCheckpoint(Callback):
-    """Saves a trial every ``every_seconds`` seconds in ``folder`` (see :func:`checkpoint_folder`). If saving
-    fails, it only warns. Checkpoints of other trials, or with parameters unlike ``recipe``, are ignored."""
+    """A callback that saves a trial every ``every_seconds`` seconds in ``folder`` (see :func:`checkpoint_folder`).
+
+    If saving fails, it warns and goes on. It warns of checkpoints that it cannot use, and ignores them: damaged
+    ones, those of another trial, and those whose parameters do not match ``recipe``.
+    """
 
     def __init__(
         self,
@@ -229,8 +237,11 @@ class TrialCheckpoint(Callback):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from this trial's checkpoint, if there is one. Warn about ignored checkpoints. Raise InputError
-        if this trial cannot have written the checkpoint."""
+        """Continue from this trial's checkpoint, if there is one.
+
+        Warn about checkpoints that are damaged, do not fit the recipe or belong to another trial, and ignore
+        them. Raise InputError if a checkpoint of this trial does not fit the model or the callbacks.
+        """
         found, damaged = read_checkpoint(self._folder, recipe=self._recipe)
         ignored = {path: "it is damaged, or has other parameters than this trial" for path in damaged}
         if found is not None and found.state.get(TRIAL) != self._folder.name:

@@ -207,9 +207,12 @@ class Command(Part):
         return shared | ({} if self.config is None else {"config": text})
 
     def check(self, space: SearchSpace) -> None:
-        """Raise InputError if a placeholder has no value, or a searched value or ``config`` has no placeholder.
+        """Raise InputError if the command and the search space do not fit together:
 
-        Also raise InputError if all trials would read their losses from the same path.
+        - The command has a placeholder without a value.
+        - A searched value has no placeholder. A command with ``{recipe}`` in the study of a recipe needs no others.
+        - ``config`` is given without the placeholder ``{config}``, or the other way round.
+        - All trials would read their losses from the same path.
         """
         known = space.placeholders(dict.fromkeys(space.paths, 0.0), space.seed)
         of_recipe = RECIPE in self.used and space.kind == "recipe"
@@ -238,14 +241,17 @@ class Command(Part):
                 )
 
     def filled(self, values: Mapping[str, Value]) -> str:
-        """Return the command with values in place of the placeholders. Raise InputError if a value needs quotes, but
-        its placeholder is inside quotes already."""
+        """Return the command with each placeholder replaced by its value, quoted for the shell if necessary.
+
+        Raise InputError if a value needs quotes, and its placeholder is already inside quotes, a comment or a
+        substitution of the shell.
+        """
         quoted = {name: shlex.quote(text_of(value)) for name, value in values.items()}
         for name in sorted(_in_quotes(self.command)):
             if name in values and quoted[name] != (text := text_of(values[name])):
                 raise InputError(
-                    f"{{{name}}} is inside quotes, a comment or a substitution of the shell, where its value "
-                    f"{text!r} would be misread; write {{{name}}} outside of it"
+                    f"{{{name}}} is inside quotes, a comment or a command substitution, where the shell "
+                    f"would misread its value {text!r}; write {{{name}}} outside of it"
                 )
         return fill(self.command, quoted)
 
@@ -335,7 +341,7 @@ def _names_of_values(space: dict[str, SearchedValue]) -> dict[str, SearchedValue
     for name in space:
         if not re.fullmatch(NAME, name) or name in OF_TRIAL:
             raise ValueError(
-                f"{name} cannot be the name of a value; use letters, digits and _, and none of {', '.join(OF_TRIAL)}"
+                f"{name} cannot be the name of a value; use letters, digits and _; {', '.join(OF_TRIAL)} are reserved"
             )
     return space
 
@@ -353,7 +359,7 @@ class CommandFile(Command):
     # The seed of the search. {seed} is this seed, or in repeated trials this seed + 1, + 2, ...
     seed: Annotated[int, Field(ge=0)] = 0
     space: Annotated[dict[str, SearchedValue], AfterValidator(_names_of_values)]
-    why: dict[str, str] = {}  # the reason for the start of each value
+    why: dict[str, str] = {}  # for each value by name: why the search starts at it
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """Return the searched values by name. ``octaves``: their distances from the start."""

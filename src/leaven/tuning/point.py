@@ -1,25 +1,28 @@
 """Convert points of a search space to recipes.
 
-A point maps the path of each searched value to its distance from the value in the recipe. Example:
-``{"hyperparameters.lr": 1.0}`` doubles the lr. The recipe is the start of the search: all distances are 0. The code
-calls distances ``octaves``, whatever their unit. Optuna and the store of a study call them ``params``.
+A point maps the path of each searched value to a distance. The distance says how far the value is from the recipe's
+value. Example: ``{"hyperparameters.lr": 1.0}`` doubles the lr. The recipe is the start of the search: all its
+distances are 0. The code calls distances ``octaves``, whatever their unit. Optuna and the store of a study call them
+``params``.
 
 Most distances are in octaves: a distance of 1 doubles the value. Some values have further rules:
 
 - ``beta1``, ``beta2`` and Muon's momentum: at distance x, beta becomes ``beta ** 2^x``. So a distance of 1 halves the
-  half-life. The multiplier of a module or depth is an exponent of the global beta, and a distance of 1 doubles this
-  exponent.
+  half-life. A beta multiplier of a module or a depth profile is the exponent of the global beta. A distance of 1
+  doubles the exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens.
 - ``batch.tokens`` is rounded to whole sequences. A batch ramp and batch stages are scaled in proportion. The order of
   the sequences stays the same, so a larger batch means fewer steps.
 - When ``batch.tokens`` or ``data.tokens`` changes, the scaling rule adapts lr, betas, eps and weight decay, as in
   :func:`leaven.scaling.transfer.transfer`.
 - ``hyperparameters.depth.lr[2]`` is an entry of a depth profile. A profile with one entry is first replaced by three
-  equal entries (fewer if the model has fewer blocks).
+  equal entries, or by one for each block if the model has fewer than three blocks.
 
-Values that may be 0 (``TENTHS``), such as dropout, have distances in tenths: a distance of 1 adds 0.1. A choice, such
-as ``schedule.decay``, has one of several names, its levels (``CHOICES``). Its distance is the index of a level; the
-recipe's level has index 0.
+Two kinds of values have distances in other units:
+
+- A value in ``TENTHS``, such as dropout, may be 0. Its distance is in tenths: a distance of 1 adds 0.1.
+- A choice in ``CHOICES``, such as ``schedule.decay``, is a name, one of the levels of the choice. Its distance is the
+  index of the level in :func:`levels`, where the recipe's own level is first.
 """
 
 import math
@@ -93,7 +96,8 @@ def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the recipe's value at a searchable path, or the default, or None."""
+    """Return the recipe's value at a searchable path, numbers as float. A value that is not set has its default,
+    which may be None."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -141,7 +145,10 @@ def distance_in(unit: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return values by path at the distances ``octaves``. Raise ValueError if a batch rounds to 0 sequences."""
+    """Return the values of the paths in ``octaves``, at these distances from the recipe's own values.
+
+    Raise ValueError if a batch rounds to 0 sequences.
+    """
     return {path: _moved_value(recipe, path, x) for path, x in octaves.items()}
 
 

@@ -64,7 +64,10 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return the values of a command's placeholders at a point. Raise ValueError for an invalid point."""
+        """Return the values that replace the placeholders ``{name}`` of a command, by name, for one trial.
+
+        ``octaves`` is the point of the trial. Raise ValueError if the point is invalid.
+        """
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
@@ -98,8 +101,11 @@ class SearchSpace(ABC):
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
-        """Return the space with prior knowledge. ``expected`` maps a path to (distance from start to optimum,
-        standard deviation), in octaves."""
+        """Return the space with prior knowledge from two sources.
+
+        ``expected`` maps a path to (distance from start to optimum, standard deviation), in octaves. ``earlier`` has
+        the trials of an earlier search.
+        """
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
@@ -132,8 +138,11 @@ class Space(SearchSpace):
         return point.values(self.recipe, octaves)
 
     def recipe_at(self, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-        """Return the recipe at a point. A given ``seed`` becomes ``data.seed``. Raise ValueError if the values are
-        invalid together. ``batch.tokens`` and ``data.tokens`` also change other values (``point.py``)."""
+        """Return the recipe at a point. If ``seed`` is given, it becomes ``data.seed``.
+
+        If the point moves ``batch.tokens`` or ``data.tokens``, the scaling rule adapts other values, such as lr
+        (``point.py``). Raise ValueError if the values cannot be combined.
+        """
         return point.recipe_at(self.recipe, octaves, seed)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
@@ -167,7 +176,10 @@ class Space(SearchSpace):
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with the value at ``path`` kept below ``limit``, if ``path`` is searched."""
+        """Return a space in which the value at ``path`` stays below ``limit``.
+
+        Without a dimension for ``path``, this is ``self``.
+        """
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -226,7 +238,10 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
         for path in _paths(recipe, known, "[tuning.octaves]", pattern.replace('"', ""))
     }
     if choice := next((path for path in tuning.octaves if path in point.CHOICES), None) if tuning else None:
-        raise InputError(f"[tuning.octaves] {choice}: a choice has no octaves; move this path to [tuning] space")
+        raise InputError(
+            f"[tuning.octaves] {choice}: this value is a choice and has no range in octaves; move its path to "
+            "[tuning] space"
+        )
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
     for origin, name in ((origin, name.strip().replace('"', "")) for origin, name in requested):
@@ -275,14 +290,16 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
 
 
 def _scaled_by_others(model: ModelShape) -> set[str]:
-    """Return the modules whose init_std need not be searched, because other searched values have the same
-    effect.
+    """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
-    With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the
-    training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A
-    norm on the matrix's output removes the factor, for example for queries and keys. If a branch's output is
-    linear in the matrix, dividing the residual multiplier by c undoes the factor. A bias does not get the
-    factor, so a model with biases has no such module.
+    With Adam, if the init_std and lr of a matrix are multiplied by c, the matrix is c times as large throughout the
+    training, except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). In these
+    two cases, init_std needs no search of its own:
+
+    - A norm on the matrix's output removes the factor c, for example for queries and keys with QK-norm.
+    - The output of the branch is linear in the matrix, so the residual multiplier divided by c undoes the factor.
+
+    A bias does not get the factor, so a model with biases has no such module.
     """
     if model.bias or model.has_bias("attention.query"):
         return set()
@@ -292,7 +309,10 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
 
 def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
-    """Return the reason why a path is not a searchable value of a recipe."""
+    """Return why ``path`` cannot be searched, and what to type instead.
+
+    ``known`` has the paths that can be searched, for suggestions of a similar path.
+    """
     keys = split_path(path)
     of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in point.QUANTITIES
     if of_module and (reason := recipe.hyperparameters.refusal(recipe.model.roles, keys[2], keys[3])):

@@ -321,8 +321,10 @@ def _study_of(answer: Path) -> StudyDocument | None:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """For each share in ``SHARES``, return the factor on the tokens of ``target`` that lowers the loss by this
-    share of a study's gain. (A larger model may keep only a share.)
+    """Return what a study's gain is worth in training tokens of ``target``, for each share in ``SHARES``.
+
+    The gain is the loss that tuning saved. A larger model may keep only a share of it. Each row has the factor on the
+    tokens that would save as much as this share.
 
     ``answer`` is the best.toml of the study. The list is empty without a gain, or if the tokens are outside
     ``WORTH_TOKENS``.

@@ -42,12 +42,13 @@ def tensor_of(output: Any) -> Tensor | None:
 class ActivationRecorder(TorchFunctionMode):
     """A context manager that records module outputs and attention logits. :meth:`take` returns them.
 
-    ``label`` maps a module's name to the label of its output, or to None (not recorded). Outputs with the
-    same label are stacked in the order of computation. An output that a container passes on is recorded
-    once. Not recorded are:
+    ``label`` maps a module's name to the label of its output, or to None (not recorded). Outputs with the same label
+    are stacked in the order of computation. If a container returns the output of one of its modules, this output is
+    recorded once, for the inner module. Not recorded are:
 
-    - outputs of a branch after its multiplier, such as ``layers.3.mlp`` in a parametrized model;
-    - outputs inside ``experts``, whose rows depend on a router, and so change in training.
+    - the product of a branch's output and its multiplier, as ``layers.3.mlp`` returns it in a parametrized model; the
+      output before this product is recorded;
+    - outputs inside ``experts``: their rows depend on the router, so they change in training.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:

@@ -25,8 +25,8 @@ band. With 95% probability, the band contains the true deviations at all x. If a
 draws from the noise within its curve. Then the band is too narrow, because seeds do not vary.
 
 The check passes if the band of every size is within :data:`LIMIT` everywhere. It fails in three cases: the whole band
-of a size is beyond the limit at some x, a run diverged, or the loss of a size besides the base does not fall after
-the first quarter. Otherwise it is undecided.
+of a size is beyond the limit at some x; a run diverged; or the loss of a size other than the base does not fall
+after the first quarter. Otherwise it is undecided.
 """
 
 import math
@@ -230,11 +230,12 @@ def _interval_means(points: Points, count: int) -> Array:
 
 
 def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Array | None:
-    """Return bootstrap samples of the mean curves, (draws, sizes, intervals), or None with too few points.
+    """Return bootstrap samples of the mean curves, (draws, sizes, intervals).
 
-    A sample draws seeds, or blocks of a single run (:func:`_blocks`). Deviations of n seeds from their mean
-    are too small by sqrt((n - 1) / n). Deviations of n blocks from a line are too small by sqrt((n - 2) /
-    n). Both are scaled up.
+    At a size with several seeds, a sample draws seeds with replacement. At a size with one run, it draws blocks of
+    the run (:func:`_blocks`); return None if the run has too few points. The drawn deviations are scaled up, because
+    n seeds deviate from their own mean too little, by sqrt((n - 1) / n), and n blocks from their own line by
+    sqrt((n - 2) / n).
     """
     random, drawn = np.random.default_rng(0), []
     for several, means in zip(runs, by_seed, strict=True):
@@ -253,7 +254,8 @@ def _samples(runs: Sequence[Sequence[Points]], by_seed: Sequence[Array]) -> Arra
 
 
 def _blocks(points: Points, count: int) -> Array | None:
-    """Fit lines to ``count`` intervals. Return the mean deviation of each block, or None with few points."""
+    """Fit a line to each of ``count`` equal time intervals of the curve. Return the mean residuals of `BLOCKS` blocks
+    of points in each interval, as an array (``count``, `BLOCKS`). Return None if an interval has too few points."""
     time, loss = np.asarray(points, dtype=float).T
     place = np.minimum((time / time[-1] * count).astype(int), count - 1)
     found = []

@@ -193,7 +193,8 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails whatever its slopes, or "" if the slopes must be judged."""
+    """Return a failure that does not depend on slopes: a value is not finite, never changes, or is 0 at some sizes
+    only. Return "" if there is none; then the slopes over size decide."""
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -207,7 +208,8 @@ def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRec
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope that a correct rule may give, by the top of this file."""
+    """Return the lowest and the highest slope that a correct rule may give. This module's docstring gives the
+    reasons."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they fall only if this dimension grows.
         logits = module.endswith(LOGITS)

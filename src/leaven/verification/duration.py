@@ -46,10 +46,11 @@ def duration(
     *,
     seeds: int = 3,
 ) -> CheckDocument:
-    """Run or resume the duration check.
+    """Run or resume the duration check, which compares the best lr of runs of several lengths.
 
-    ``ratios`` are multiples of the family's run length; 1 is always added. ``lrs`` are the lrs to try, by
-    default a grid. Raise InputError as :func:`sweep` does, or if the only ratio is 1.
+    ``ratios`` are run lengths as multiples of the family's own, 1. The check always includes 1. ``lrs`` are the lrs
+    to try, or None for a default grid. Raise InputError if ``ratios`` has no other number than 1, and in the cases
+    of :func:`sweep`.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -124,7 +125,11 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """For each scale in ``longer``, return each control run's loss minus the loss under the rule."""
+    """Return, for each scale in ``longer``, the losses of control runs minus the loss under the rule, in nats.
+
+    One control follows the rule except for the lr, which is the base's. It is left out if the rule does not change
+    the lr. The other control keeps all values of the base.
+    """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

@@ -83,7 +83,9 @@ class ForeignFamily:
     def value(self, quantity: Quantity) -> float:
         """For "lr", return 1, a factor on the factory's lr. Raise InputError for other quantities."""
         if quantity != "lr":
-            raise InputError(f"{self.name}: of a factory, only the lr can be swept; give a recipe file")
+            raise InputError(
+                f"{self.name}: {quantity} of a factory's model cannot be swept, only its lr; give a recipe file"
+            )
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
@@ -149,7 +151,7 @@ class ForeignFamily:
 
 @dataclass(frozen=True)
 class ForeignTrial:
-    """One training run of a factory's model."""
+    """A training run of a factory's model. Runs with equal ``key`` and equal text have the same loss."""
 
     family: ForeignFamily
     setting: RunSetting
@@ -163,7 +165,11 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train a new model. Raise InputError if the text has changed. Diverged runs have a finite loss."""
+        """Train a new model. Return its outcome, with the loss on held-out tokens.
+
+        The loss is at most ``divergence_limit``, and equal to it if the run diverged. Raise InputError if the text
+        has changed since the command began.
+        """
         family, setting, scale = self.family, self.setting, self.setting.scale
         if self.text is not None and family._fingerprint != self.text:
             raise InputError(f"the text of {family.source} has changed since this command began; run it again")
@@ -241,7 +247,8 @@ def foreign(
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
         raise InputError(
-            f"{entry}: no torch.nn.Embedding, which gives the size of the vocabulary; return a batch function, too"
+            f"{entry}: the model has no torch.nn.Embedding to read the vocabulary size from; return a batch "
+            "function, too"
         )
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:

@@ -199,7 +199,7 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails before its exponents are judged, or "" if they can be judged."""
+    """Return why a parameter fails even without a look at its exponents, or "" if its exponents can be judged."""
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

@@ -95,7 +95,7 @@ class ScaleChange:
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each module label. Batch or tokens also get a row if the rule ignores them."""
+    """Return a verdict for each module label. If the rule ignores the batch or the tokens, add a row that says so."""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -143,8 +143,11 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponents of ``column`` by layer, without layers where it is 0 in both models. If depths differ,
-    use only the first and last layers."""
+    """Return the exponents of ``column`` between two models, one for each layer. ``ratio`` is their size ratio.
+
+    Leave out layers where the value is 0 in both models. The exponent is infinite where it is 0 in one of them. If
+    the models differ in depth, compare only their first and last layers.
+    """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []

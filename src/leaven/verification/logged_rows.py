@@ -134,7 +134,11 @@ class RunLogs:
 
     @classmethod
     def at(cls, path: Path, loss: str) -> "RunLogs":
-        """Raise InputError if there are no runs, or if run folders of leaven have no loss named ``loss``."""
+        """Return the logs at ``path``, which is a log file or a folder with log files or run folders of leaven.
+
+        Raise InputError if there are none. Also raise it if there are run folders of leaven and ``loss`` is not
+        ``"loss"``, the only name of their losses.
+        """
         if not path.exists():
             raise InputError(f"{path}: no such file or folder")
         if not path.is_dir():
@@ -168,7 +172,8 @@ def is_one_run(path: Path) -> bool:
 
 
 def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) -> list[LoggedRow]:
-    """Return the points of a TensorBoard or W&B run. ``columns`` are read from the run's path below ``root``."""
+    """Return the points of a TensorBoard or W&B run. The numbers of ``columns``, such as the width, come from the
+    run's path below ``root``, for example ``width=64/lr=0.01``. Raise InputError if no point has the loss."""
     cut: list[str] = []
     if path.is_dir():
         events = sorted(file for file in path.iterdir() if EVENTS in file.name)
@@ -261,9 +266,9 @@ def read_rows(path: Path) -> list[LoggedRow]:
 
 
 def _csv_lines(path: Path) -> list[list[str]]:
-    """Return the cells of the rows of a CSV file, without blank rows and without last columns that are empty.
+    """Return the rows of a CSV file, as lists of cells. Leave out blank rows, and empty columns at the right end.
 
-    Raise InputError unless every row has as many cells as the header, and no cell contains a row.
+    Raise InputError if a row has more or fewer cells than the header, or if a cell seems to contain the next row.
     """
     rows: list[tuple[int, list[str]]] = []  # the line in which a row begins, and its cells
     reader = csv.reader(io.StringIO(storage.read(path).decode("utf-8-sig"), newline=""), skipinitialspace=True)

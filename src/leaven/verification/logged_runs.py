@@ -1,4 +1,7 @@
-"""The checks transfer and collapse on runs that any program has trained, or leaven (rows: ``logged_rows.py``)."""
+"""Runs the checks transfer and collapse on the logs of finished runs of any program, including leaven.
+
+The logs are read by ``logged_rows.py``.
+"""
 
 import math
 import re
@@ -63,8 +66,8 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         fails = len(base.octaves) and base.octaves[base.means.argmin()] in grid.diverged
         if not grid.has_optimum and not fails:
             raise InputError(
-                f"{path}: {names[scale]} has {len(grid.octaves)} values of {value} without a diverged run, and an "
-                "optimum needs three; add runs with other values"
+                f"{path}: {names[scale]} has {len(grid.octaves)} values of {value} without a diverged run, but an "
+                f"optimum needs at least three; add runs with other values of {value}"
             )
     counts = sorted({len(runs) for values in found.values() for runs in values.values()})
     limit = next((known.shift_limit for known in SWEPT.values() if known.key == value), SWEPT["lr"].shift_limit)
@@ -126,10 +129,11 @@ def _runs_by_size(
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
-    """Raise InputError if several of ``values`` have several runs and each of these has two with the same loss.
+    """Raise InputError if runs seem to be copies: they have the same loss as another run at the same value.
 
-    This is a copy. If only one or some have, this may be chance: losses may have few digits. Diverged runs do not
-    count.
+    ``values`` has the runs of each value. Runs count as copies if at least two values have several runs, and all
+    values with several runs repeat a loss. A single value may repeat a loss by chance, because logs round losses.
+    Diverged runs are ignored.
     """
     twins = []
     for rows in values:
@@ -140,13 +144,16 @@ def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
     if len(twins) > 1 and all(twins):
         row, first = twins[0][0]
         raise InputError(
-            f"{row.place} repeats the loss of {first.place}, and no runs of this size show the noise of seeds; "
-            "remove copies of runs, or write losses with more digits"
+            f"{row.place} repeats the loss of {first.place}, and at this size, every value with several runs has "
+            "such a repeated loss; these runs are probably copies: remove them, or write losses with more digits"
         )
 
 
 def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
-    """Raise InputError if a run has not diverged, but ends before an equally large run. ``ends``: last rows."""
+    """Raise InputError if a run that has not diverged ends at an earlier step than another run of the same size.
+
+    ``ends`` has the last row of each run. Nothing is compared if ``value`` is part of the size, such as the batch.
+    """
     if value in AXES:  # with another batch, a run has another number of steps
         return
     furthest: dict[tuple[Any, ...], LoggedRow] = {}
@@ -267,10 +274,10 @@ def _last(rows: Sequence[LoggedRow]) -> LoggedRow:
 
 
 def _read_own_runs(folders: Sequence[Path], *free: str) -> list[tuple[RunScale, Recipe, RunFolder]]:
-    """Return the size, recipe and folder of each run. A size gives batch and duration in tokens.
+    """Return the size, recipe and folder of each run. A size includes the batch and the duration, both in tokens.
 
-    Raise InputError if files were changed or lost, if texts differ, or if recipes of one size differ in a
-    key other than ``free``.
+    Raise InputError if files of a run were changed or lost, or if the runs have different texts. Also raise it if
+    recipes of the same size differ in a key that is not in ``free``.
     """
     found = []
     firsts: dict[RunScale, tuple[Path, Recipe]] = {}

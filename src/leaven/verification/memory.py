@@ -107,7 +107,10 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants for leaven's trainer, with memory of tensors only."""
+    """Return the planner's constants for leaven's trainer, without fixed memory and slack.
+
+    With them, the planner predicts only the memory of tensors, which the measurement counts.
+    """
     code = LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16
     code = code.tensors_only().with_muon(recipe.hyperparameters.ns_steps)
     return code.averaging(recipe.average is not None)

@@ -67,7 +67,8 @@ class LossGrid:
 
     @property
     def following(self) -> float:
-        """The next value beyond the grid's `edge`: one step further, or halfway to a diverged value."""
+        """The next value to try beyond the grid's `edge`. It is halfway, in octaves, to the nearest diverged value
+        there, or one more step of the grid if no value there diverged."""
         last, before = self.octaves[[0, 1] if self.edge < 0 else [-1, -2]].tolist()
         there = [octave for octave in self.diverged.tolist() if (octave - last) * self.edge > 0]
         nearest = min(there, key=lambda octave: abs(octave - last), default=None)
@@ -160,7 +161,10 @@ class _Runs:
         return cls(value, inverse[: len(runs)], fitted[: len(runs)], noise, len(losses) - columns.shape[1])
 
     def pools(self) -> list[Array]:
-        """For each value, return the residuals to draw from: its own, or all residuals if it has fewer than two."""
+        """Return residuals for a bootstrap, one array for each of the compared values.
+
+        An array has the residuals of the value's own runs, or those of all runs if fewer than two are known.
+        """
         known = np.isfinite(self.noise)
         own = [self.noise[known & (self.value == value)] for value in range(len(self.weights))]
         return [pool if len(pool) > 1 else self.noise[known] for pool in own]
@@ -169,14 +173,14 @@ class _Runs:
 def estimate(
     of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], *, paired: bool = False
 ) -> Estimate:
-    """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
+    """Return ``of(grids)`` with its 95% bootstrap interval over seeds. Without residuals, the interval is None.
 
-    The bootstrap draws residuals of losses, scaled up to the size of the noise. A further factor allows for
-    few runs: the ratio of the 97.5% quantiles of Student's t and the normal distribution. Without residuals,
-    the interval is None.
+    Each draw adds random residuals to the losses. Residuals of a fit are smaller than the noise, so they are scaled
+    up. As there are few runs, they are also multiplied by (97.5% quantile of Student's t) / (97.5% quantile of the
+    normal distribution).
 
-    Set ``paired`` if ``of`` depends only on differences of losses within each grid. Then a seed's effect
-    does not count as noise.
+    Set ``paired`` only if ``of`` depends on nothing but differences of losses within each grid. Then the mean effect
+    of a seed does not count as noise.
     """
     value = float(of(grids))
     fits = [_Runs.of(grid.runs, paired=paired) for grid in grids]

@@ -1,7 +1,8 @@
 """Train the runs of a check in worker processes, and save each result as soon as the run ends.
 
-A result is saved under the ``key`` of its trial. The key is a hash of all that determines the loss,
-except the text. So checks can share a folder, and a stopped check resumes with the missing runs.
+A run is a trial with a ``key``, under which the result is saved. The key is a hash of everything that determines the
+loss, except the text. A fingerprint of the text is saved beside the result. So checks can share a folder, and a
+stopped check resumes with the missing runs.
 """
 
 import json
@@ -220,7 +221,10 @@ class RunStore:
         return [None if each is None else each[1].decode() for each in found]
 
     def _known(self) -> int:
-        """Return how many results are expected: ``finished``, or a larger number in the folder's document."""
+        """Return how many finished runs the folder should have.
+
+        It is ``finished`` of the constructor, or the number of runs in the folder's document if that is larger.
+        """
         document = {}
         with suppress(OSError):
             document = storage.json_object(storage.read(self.folder / RESULT)) or {}

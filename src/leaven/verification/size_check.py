@@ -134,9 +134,9 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def _measure(self, scale: RunScale, seed: int, labels: set[str]) -> Mapping[str, Measured]:
-        """Train and measure a model. Raise InputError if the model lacks a label in ``labels``.
+        """Train and measure a model. Raise InputError if the model has no parameter for one of ``labels``.
 
-        An empty set ``labels`` gets the labels of this model.
+        If ``labels`` is empty, as for the first model, add the labels of this model to the set.
         """
         instance = self.family.build(scale, seed)
         found = {str(instance.label(name)) for name, _ in instance.model.named_parameters()}
@@ -145,8 +145,8 @@ class SizeCheck(ABC, Generic[Measured]):
         if missing := labels - found:
             raise InputError(
                 f"{self.family.name}: the smallest model has a parameter {min(missing)}, but the model of width "
-                f"{scale.width} and depth {scale.depth} does not; put the blocks, and nothing else, into an "
-                "nn.ModuleList or nn.Sequential, so that other modules keep their names"
+                f"{scale.width} and depth {scale.depth} does not; put the blocks into an nn.ModuleList or "
+                "nn.Sequential of their own, so that all other parameters have the same names at every size"
             )
         return self.record(instance)
 

@@ -155,10 +155,10 @@ class SmallModels(RecipeFamily):
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     def table(self, recipe: Recipe) -> ParameterTable:
-        """Return the parameter table of ``recipe``, with smaller logits if embedding and unembedding are tied.
+        """Return the parameter table of ``recipe``. With tied embeddings, the logits are divided by the base's width.
 
-        A tied matrix starts at RMS 1, as an embedding, although an unembedding starts at RMS 1/width. So the logits
-        are divided by the base's width, which is the same at every scale.
+        The reason: a tied matrix starts at RMS 1, like an embedding, but an untied unembedding starts at RMS 1/width.
+        The divisor is the same at every scale.
         """
         table = parameter_table(recipe)
         rows = tuple(

@@ -248,7 +248,11 @@ def _exponents(
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield each scale's loss curve and minimum over the swept value, and the best values over each axis."""
+    """Yield the curves of a sweep, to draw.
+
+    For each scale, yield the loss over the swept value, and the minimum of this loss if the grid has one. For each
+    axis with several such scales, yield the best value over the axis.
+    """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         by_seed = [list(runs.values()) for runs in grid.runs]

@@ -230,10 +230,10 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return the quartiles of values at several model sizes: (size, lower quartile, upper quartile).
+    """Return the quartiles of values at a grid of model sizes: (size, lower quartile, upper quartile).
 
-    A lineage counts once at a size, by the median of its runs within a factor of `BAND_FACTOR`. Sizes with
-    fewer than four lineages are left out.
+    At each size, a lineage has one value: the median over its runs within a factor of `BAND_FACTOR` of the size.
+    Sizes with fewer than four lineages are left out.
     """
     sizes = [run.params_active for run, _ in points]
     edge = []

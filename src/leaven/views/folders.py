@@ -91,7 +91,8 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of complete trials at the start, or else the first complete trial's loss, or None."""
+        """The mean loss of the complete trials at the start. Without such trials, the loss of the first complete
+        trial, or None if no trial is complete."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -209,7 +210,7 @@ def read_study(folder: Path) -> StudyView:
     path = folder / "study.json"
     state = _document(path, StudyDocument, _faults_of_study)
     if not state.trials:
-        raise InputError(f"{path}: no trial has ended yet; wait for the first trial, or run leaven tune")
+        raise InputError(f"{path}: no trial has ended yet; wait for the first, or start the search with leaven tune")
     best, centre = folder / "best.toml", folder / "centre.toml"
     of_file = is_command_file(centre)
     start = command_space(centre).file if of_file else read_recipe(centre)

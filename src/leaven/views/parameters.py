@@ -121,7 +121,8 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
 
 
 def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
-    """Return the factors of ``quantity``: of variances for init stds, and of half-lives for betas."""
+    """Return the cells of the factor on ``quantity``. For init stds, it is the factor on the variance. For betas, it
+    is the factor on the half-life. For Muon's beta1, beta2 and eps, return ()."""
     match quantity:
         case "init_std":
             return rule.of("init_variance", row.role)

@@ -17,7 +17,7 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a value's change from the start as text, such as ``2×`` or ``+0.05``, or the chosen option.
+    """Return how a value differs from its start value, as text: ``2×``, ``+0.05``, or the name of the chosen option.
 
     ``to`` is the distance from the start, in the unit of the dimension.
     """

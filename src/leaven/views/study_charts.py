@@ -138,11 +138,11 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss (in nats above the best point's) over one hyperparameter.
+    """Draw the predicted loss over one hyperparameter, in nats above the loss of the best point.
 
     The band is one standard deviation on each side. In the grey region, the loss is flat within the noise. The red
-    area is the probability of divergence. Crosses are trials that diverged, and ticks are complete trials. The chart
-    shows losses from ``depth`` to ``height``.
+    area is the probability of divergence. Crosses are diverged trials, ticks are complete trials. ``depth`` and
+    ``height`` are the lowest and the highest loss in the chart, in nats above the best point (``depth`` <= 0).
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
@@ -201,7 +201,10 @@ Curves = Mapping[int, Sequence[Point]]  # points (tokens, loss) by the number of
 
 
 def known_curves(study: StudyView) -> Curves:
-    """Return loss curves after token 0, by trial number. Each has at least two points."""
+    """Return the loss curve of each trial by trial number, without points at 0 tokens.
+
+    Curves with fewer than two points are left out.
+    """
     curves = {trial.number: [point for point in trial.curve if point[0] > 0] for trial in study.trials}
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 

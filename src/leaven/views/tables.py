@@ -96,10 +96,9 @@ class Table:
 
 
 class RowByRow:
-    """A table that is printed row by row, in columns of fixed width. Optional columns that do not fit are left
-    out.
+    """A table that is printed row by row, in columns of fixed width. Optional columns that do not fit are left out.
 
-    ``widths`` has the printed columns: index in ``columns`` -> width.
+    ``widths`` maps the index of each printed column in ``columns`` to its width in characters.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:

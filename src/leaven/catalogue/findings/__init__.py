@@ -33,8 +33,8 @@ def findings(
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    Each suggested change is tried on the recipe. It is kept if it removes the finding and adds at most
-    notes (the mildest findings). The changes that add the fewest notes come first.
+    Each suggested change is tried on the recipe. It is kept only if it removes the finding, makes no other finding
+    more severe, and adds no findings except notes (the mildest). The changes that add the fewest notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -49,7 +49,11 @@ def findings(
         return _SEVERITIES.index(one.severity) if one else len(_SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggestion adds, or None if the suggestion must not be made."""
+        """Return how many notes, the mildest findings, a suggestion adds. Return None if it must not be made.
+
+        It must not be made if the changed recipe is invalid, or still has a finding of the check ``name``, or has a
+        more severe finding that is new or has become worse.
+        """
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid

@@ -1,6 +1,7 @@
-"""The data of the checks: :class:`Check` is one check, :class:`Case` is the recipe to check.
+"""The classes of ``recipes check``: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-The compared values are those of the hidden weights (matrices in blocks) after the scaling rule.
+Values that differ between parameters, such as lr, are compared after the scaling rule. The compared value is usually
+the median over the hidden weights (the matrices in blocks).
 """
 
 import math
@@ -179,7 +180,8 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median nonzero init std of hidden weights that do not end a branch, or 0."""
+        """Return the median init std of the hidden weights, without the last matrices of branches and without
+        stds of 0. Return 0 if there is no other weight."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -214,7 +216,8 @@ class Case:
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
         """Return a change of ``quantity`` that brings its median over the hidden weights to about ``wanted``.
 
-        ``to`` rounds to two digits: ``math.ceil`` to at least ``wanted``, ``math.floor`` to at most ``wanted``.
+        The new value is rounded to two digits with ``to``, for example ``math.ceil`` if the median must not be below
+        ``wanted``. A beta is rounded to the nearest value with three digits (of 1 - beta from 0.9 on).
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -242,6 +245,9 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return changes that set the run length to ``tokens``. A longer warm-up becomes 1% of the run."""
+        """Return changes that set the run length to ``tokens``.
+
+        If the warm-up is longer than the new run, it also becomes 1% of the new run.
+        """
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

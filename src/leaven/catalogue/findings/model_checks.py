@@ -14,7 +14,10 @@ from leaven.recipe.init_std import usual_std
 
 
 def init_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std with sqrt(1 / (3 d_model)). BigScience's 104B model diverged at 3.7 times this value."""
+    """Compare the init std with sqrt(1 / (3 d_model)). BigScience's 104B model diverged at 3.7 times this value.
+
+    Return None if the recipe has no init std of hidden weights to compare.
+    """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:
         return None
@@ -86,7 +89,10 @@ def branch_stds(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout unless the run is known to exceed 1.5 epochs. Short runs hardly memorise the text."""
+    """Report the dropout of a recipe. Return None if the run is known to exceed 1.5 epochs.
+
+    Dropout prevents memorising, which hardly happens within about one epoch.
+    """
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -113,7 +119,7 @@ def head_size(check: Check, case: Case) -> Check:
 
 
 def mlp_ratio(check: Check, case: Case) -> Check | None:
-    """Compare the d_ff / d_model of a dense model; for experts, see :func:`expert_width`."""
+    """Compare d_ff / d_model with published runs. Return None for a model with experts; see :func:`expert_width`."""
     model = case.recipe.model
     if model.experts:
         return None
@@ -128,7 +134,8 @@ def mlp_ratio(check: Check, case: Case) -> Check | None:
 
 
 def expert_width(check: Check, case: Case) -> Check | None:
-    """Compare w / d_model, where w is the total width of the experts that a token uses."""
+    """Compare w / d_model with published MoEs, where w is the total width of the experts that a token uses. Return
+    None for a model without experts."""
     model = case.recipe.model
     if not model.experts:
         return None
@@ -151,7 +158,7 @@ def balance(check: Check, case: Case) -> Check | None:
 
 
 def balance_loss(check: Check, case: Case) -> Check | None:
-    """Compare the recipe's coefficient of the balance loss, if the model has this loss."""
+    """Compare the coefficient of the balance loss with published runs, if the model has this loss."""
     experts = case.recipe.model.experts
     if not experts or not experts.balanced_by_loss:
         return None

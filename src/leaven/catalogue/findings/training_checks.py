@@ -1,6 +1,8 @@
-"""Functions for checks of optimizer, schedule, batch and text. Each has the name of its check in
-``checks.toml``. It returns the check with value and suggested changes, or None if the check does not
-apply."""
+"""Functions for checks of optimizer, schedule, batch and text.
+
+Each function has the name of a check in ``checks.toml``. It returns this check with the compared value and the
+suggested changes filled in, or None if the check does not apply.
+"""
 
 import math
 from dataclasses import replace
@@ -54,7 +56,10 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Compare the lr of a model without QK-norm with the highest lr of the nearest runs without QK-norm."""
+    """Compare the lr of a model without QK-norm with the highest lr of the nearest runs without QK-norm.
+
+    Return None if the model has QK-norm or there are no such runs.
+    """
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None

@@ -199,8 +199,11 @@ def _divisible(sequences: int, gpus: int) -> int:
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return the number of sequences nearest to ``wanted`` tokens, if possible with at most ``most`` tokens. Allowed
-    are 2^k and 3 x 2^k, or only q x 2^k if the largest odd factor q of ``gpus`` is above 1."""
+    """Return the allowed number of sequences whose tokens are nearest to ``wanted`` without exceeding ``most``.
+
+    Allowed are 2^k and 3 x 2^k. If the largest odd factor q of ``gpus`` is above 1, only q x 2^k is allowed. If all
+    allowed numbers exceed ``most``, return the smallest.
+    """
     odd = gpus // (gpus & -gpus)  # the largest odd factor
     bases = (1, 3) if odd == 1 else (odd,)
     sizes = [base << k for base in bases for k in range(48)]

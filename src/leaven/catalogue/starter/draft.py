@@ -217,13 +217,17 @@ class StarterDraft:
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value. Its reason is the text named ``message`` or else ``path``, with ``facts``."""
+        """Set the value at ``path``, and give its reason: the template ``message`` (or else ``path``), filled in
+        with ``facts``."""
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
-        """Set a value that laws and published runs support, and finish the step ``title``."""
+        """Set the value at ``path``. Its reason is the template ``message``, filled in with ``evidence``, ``facts``.
+
+        Then finish the step ``title``, with the sources of the evidence (see :meth:`step`).
+        """
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)
         self.step(title, evidence.sources, message)

@@ -43,7 +43,10 @@ def batch_factor(batch: int, published: int | None) -> float:
 
 
 def lr_evidence(at: RunSize, batch: int) -> Evidence:
-    """Return the lrs of laws and published runs for a size and batch. A reference run's lr is not scaled."""
+    """Return the lrs of laws and of published runs, converted to the model size and ``batch`` of the new recipe.
+
+    If ``--from`` names a reference run, its unconverted lr replaces those of all published runs.
+    """
     run, params, critical = at.reference, at.model.params_active, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -58,7 +61,7 @@ def lr_evidence(at: RunSize, batch: int) -> Evidence:
 
 
 def choose_lr(draft: StarterDraft, at: RunSize, batch: int, where: str) -> float:
-    """Choose and return the peak lr. ``where``: the run size, for messages."""
+    """Choose the peak lr, add it to the draft and return it. ``where`` is the run size as text, for messages."""
     run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr

@@ -1,8 +1,9 @@
 """Choose the proxy to tune before a run, estimate what tuning costs, and decide whether to tune at all.
 
-A proxy is a smaller model with the target's proportions, experts, tokens per parameter and number of steps. The
-scaling rule's factors for batch and tokens then cancel. So the result does not depend on ``token_exponent``, the
-rule's least certain exponent. Sizes count the parameters that a token uses.
+A proxy is a smaller model with the target's proportions, experts, tokens per parameter and number of steps. So from
+proxy to target, batch and tokens grow by the same ratio, and the scaling rule's factors for the two cancel each
+other. The result therefore does not depend on ``token_exponent``, the rule's least certain exponent. Sizes count the
+parameters that a token uses.
 """
 
 import math

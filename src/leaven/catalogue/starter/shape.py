@@ -90,7 +90,8 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the `VOCABULARIES` size nearest to ``usual``, or a smaller size if the embedding is too large."""
+    """Return the size in `VOCABULARIES` that is nearest to ``usual``, or the largest smaller size with which the
+    embedding of ``width`` has at most `VOCABULARY_SHARE` of ``params``. Return the smallest size if none fits."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -170,7 +171,10 @@ def _published_experts(run: PublishedRun | None) -> dict[str, Any]:
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return widths of whole heads within 3x of ``usual``: round ones and the reference's, or else others."""
+    """Return the widths to choose from, between 1/3 and 3 times ``usual``. Each is a multiple of the unit width.
+
+    They are the round widths and the width of the reference run. If there are none, they are all multiples.
+    """
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -243,7 +247,11 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 def _proportions(
     near: Neighbours, aspect: float, width: float, activation: str, experts: Mapping[str, Any] | None
 ) -> Proportions:
-    """Return the reference run's proportions. Unknown proportions have usual values for ``width``."""
+    """Return the proportions of the reference run.
+
+    A proportion that it does not publish, or without a reference run, is the usual one for ``width``, the given
+    ``activation`` and the neighbours.
+    """
     run = near.reference
     arch = run.arch if run else PublishedArchitecture(source="none", confidence="file")
     heads: dict[str, Any]
@@ -286,7 +294,11 @@ def _embedding_share(request: StarterRequest, near: Neighbours, vocab: int) -> f
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return a run's `_CHOICES`. An unknown QK-norm is off; other unknowns are leaven's defaults."""
+    """Return the published values of a run for the `_CHOICES` of a model, by name.
+
+    The values in `_STACK` are always there. If a run does not publish one, or leaven does not support it, it is the
+    default. Two exceptions: without a published QK-norm it is off, and an unsupported ungated activation is gelu.
+    """
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -307,7 +319,10 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return each lineage's newest run near this size since `RECENT`, or the neighbours if there is none."""
+    """Return the newest run of each lineage that has about this size, without runs before :data:`RECENT`.
+
+    If no run is left, return all runs of ``near``.
+    """
     newest = first_of_each(reversed(sorted(near.of_size(), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

@@ -185,7 +185,11 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: RunSize, base: StarterBase) -> None:
-    """Choose precision, scaling rule and ``scaling.base``. The base has the reference run's shape, if known."""
+    """Write precision, scaling rule and ``scaling.base`` to the draft.
+
+    The shape in ``scaling.base`` is that of the reference run ``at.reference``. If it is unknown, it is that of
+    ``base``.
+    """
     model, run, shape = at.model, at.reference, base.size.model
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")

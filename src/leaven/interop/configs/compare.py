@@ -198,9 +198,11 @@ def as_written(value: Any) -> Any:
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return a model shape that the target supports, and a row for each replaced value.
 
-    ``holds`` lists the supported values of each key of ``[model]``. The first replaces unsupported values.
-    ``["any"]`` supports every value, and "d_model" stands for ``d_attention = None``. If ``holds`` is not
-    empty, keys of ``ModelShape.added`` that it lacks get their defaults. Other keys keep their values.
+    ``holds`` lists the supported values of keys of ``[model]``. If a value is not in the list of its key, the first
+    value of the list replaces it. The list ``["any"]`` supports every value, and "d_model" means
+    ``d_attention = None``. A key without a list keeps its value, except that a key of ``ModelShape.added`` gets its
+    default if ``holds`` is not empty. Raise InputError if d_attention must be d_model, but n_heads
+    does not divide it.
     """
     changes = {
         key: default

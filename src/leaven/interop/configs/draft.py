@@ -47,7 +47,8 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the init std from a config.json. ``file`` names it in the reasons."""
+        """Set the model shape and the init std from a config.json. ``file`` is the name of the config.json, and
+        appears in the recorded reason for each value."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -68,9 +69,11 @@ class Draft:
     ) -> None:
         """Set the hyperparameters and the multipliers of modules from the settings of each parameter.
 
-        A hyperparameter gets the most common value above 0 of the matrices in blocks. A module with another value in
-        block 0 gets a multiplier. If all initial stds are those of a published init, such as ``depth-scaled``,
-        ``init`` is set. ``init_why`` is the reason for initial values, and ``why`` for all other values.
+        A hyperparameter gets the most common value above 0 of the matrices in the blocks, else of any parameter,
+        else 0. A module whose value in block 0 differs from it gets a multiplier. If all initial stds are those of
+        a published init, such as ``depth-scaled``, set ``init`` to its name. ``init_why`` is the reason for initial
+        values, and ``why`` for all other values. Raise InputError if a beta that needs a multiplier is not between
+        0 and 1.
         """
         parameters = list(shape.parameters())
         matrices = [each for each in parameters if each.role.is_matrix]
@@ -107,7 +110,10 @@ class Draft:
                     )
                 if first != base:
                     if quantity.startswith("beta") and not (0 < first < 1 and 0 < base < 1):
-                        raise InputError(f"{self.origin}: {quantity} of {module} {first:g} must be between 0 and 1")
+                        raise InputError(
+                            f"{self.origin}: {quantity} is {first:g} in {module} and {base:g} in other modules; make "
+                            "the two equal, or set both above 0 and below 1"
+                        )
                     share = math.log(first) / math.log(base) if quantity.startswith("beta") else first / base
                     self.set(f"hyperparameters.modules.{module}.{quantity}", float(f"{share:.12g}"), reason)
 
@@ -181,7 +187,11 @@ class Settings:
         return name in self.given
 
     def __getitem__(self, name: str) -> Any:
-        """Return the value or default. With neither, raise InputError for numbers; other kinds are empty."""
+        """Return the value of a setting, converted to its kind, or its default value.
+
+        A setting with neither is False (switch), "" (word) or {} (table). Raise InputError for a number with neither,
+        and for a value of the wrong kind.
+        """
         kind, default = self.table[name]["kind"], self.table[name].get("default")
         value, label = self.given.get(name, default), self.label(name)
         if kind == "switch":
@@ -284,4 +294,4 @@ def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):
         if (value := getattr(run, key)) is not None:
             return value, f"{run.id}, the closest published run{counted}"
-    raise AssertionError(f"no published run has {key}")
+    raise AssertionError(f"no published run of this kind states a value of {key}")

@@ -155,7 +155,10 @@ def _kind(given: Settings) -> None:
 
 
 def _window(given: Settings) -> None:
-    """Set the sliding window and the layers without it."""
+    """Set ``model.window`` and ``model.global_every`` (every n-th layer has no window) from Megatron's flags.
+
+    Raise InputError for windows that a recipe cannot express.
+    """
     written = given["window-size"]
     sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
     if not sides:
@@ -248,7 +251,7 @@ def _dense_layers(given: Settings) -> int:
     if not re.fullmatch("0*1+", pattern):
         raise InputError(
             f"{given.origin}: --moe-layer-freq {written}: leaven supports only layers without experts before all "
-            f"others, such as ([0]*1+[1]*{layers - 1})"
+            f"layers with experts, such as ([0]*1+[1]*{layers - 1})"
         )
     return pattern.count("0")
 
@@ -331,7 +334,10 @@ def _schedule(given: Settings, length: int) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Return --PREFIX-samples or --PREFIX-iters in tokens. Return None if neither can be converted."""
+        """Return --PREFIX-samples or --PREFIX-iters in tokens.
+
+        Return None if neither is given, or if only --PREFIX-iters is given and the batch size is not known.
+        """
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None

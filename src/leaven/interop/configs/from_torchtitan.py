@@ -61,7 +61,7 @@ def _document(path: Path) -> dict[str, Any]:
     model = document.get("model")
     if "model_spec" not in document and not (isinstance(model, dict) and {"name", "flavor"} <= model.keys()):
         raise InputError(
-            f"{path}: has neither name and flavor under [model] nor a model_spec, as torchtitan's files do"
+            f"{path}: has neither name and flavor under [model] nor a model_spec, so it is not torchtitan's"
         )
     return document
 
@@ -101,7 +101,9 @@ def _flavor(given: Settings) -> None:
     plain, _, masked = flavor.partition("_")
     if plain not in flavors or plain == "all" or masked not in {"", "flex", "varlen", "flex_attn", "varlen_attn"}:
         known = ", ".join(each for each in flavors if each != "all")
-        raise InputError(f"{draft.origin}: model.flavor {flavor}: leaven knows {known}; with 0.3 or later, {SAVE}")
+        raise InputError(
+            f"{draft.origin}: model.flavor {flavor}: leaven knows {known}; for torchtitan 0.3 or later, {SAVE}"
+        )
     why = f"{name} {flavor} of torchtitan 0.2.2"
     for key, value in (flavors["all"] | flavors[plain]).items():
         draft.set(f"model.{key}", value, why)
@@ -207,7 +209,11 @@ def _parameters(draft: Draft, shape: ModelShape, model: dict[str, Any], groups: 
 
 
 def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> str:
-    """Return the file's text for a module's init function, such as ``<function ones_ at 0x7f>``."""
+    """Return how torchtitan initialises the weight of ``module``, as text such as ``<function ones_ at 0x7f>``.
+
+    ``where``: torchtitan's saved configuration of the model, or of the module's layer. ``tied``: whether the model
+    has tied embeddings. ``fused``: whether the matrices of queries, keys and values are one.
+    """
     place = SAVED[module]
     if module == "embedding" and tied:
         place = "lm_head"
@@ -219,7 +225,10 @@ def _init_of(where: dict[str, Any], module: str, *, tied: bool, fused: bool) -> 
 
 
 def _start(draft: Draft, text: str, name: str) -> tuple[float, float]:
-    """Return mean and std of the values that a function draws, such as ``partial(<function normal_>, std=1)``."""
+    """Read the repr of an initialisation function and return the mean and std of its random values.
+
+    An example of ``text`` is ``partial(<function normal_>, std=1)``. Raise InputError if the function is unknown.
+    """
     kind = next((each for each in ("normal_", "ones_", "zeros_", "constant_") if f"function {each}" in text), None)
     if "function trunc_normal_" in text:
         kind = "normal_"  # a cut at 50 stds changes nothing, a cut at 3 stds lowers the std by 1.3%

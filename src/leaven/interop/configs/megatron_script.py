@@ -68,8 +68,8 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
             if kind != "switch" and re.match(r"[+-]?\.?\d", spare[0]):
                 raise InputError(f"{origin}: --{flag} {' '.join(words)}: leaven reads one value of --{flag}")
             raise InputError(
-                f"{origin}: no flag takes {spare[0]}, which follows --{flag}, perhaps in the text of another command "
-                "such as echo; correct or remove it, or give a file with only the flags"
+                f"{origin}: {spare[0]} after --{flag} is not the value of any flag; correct or remove it; if it "
+                "belongs to another command, such as echo, give a file with only the flags"
             )
         if kind == "switch":
             continue
@@ -81,7 +81,7 @@ def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
     if several:
         raise InputError(
             f"{origin}: {', '.join(several)} {'have' if len(several) > 1 else 'has'} several values; write echo "
-            "before the command that trains, run the script, and import the line that it prints"
+            "before the training command, run the script, and import the printed line, with one value for each flag"
         )
     return flags | {word: [] for word in script.loose if script.values.keys().isdisjoint(_OPEN.findall(word))}
 
@@ -138,7 +138,12 @@ def _plain(text: str, *, comments: bool = True) -> str:
 
 
 def _words_in_quotes(text: str, before: str) -> list[str]:
-    """Split a quoted text that has flags. It is a script after the word -c, or if its lines start a training run."""
+    """Return the words of ``text``, which was in quotes and contains flags. ``before`` is the word in front of the
+    quotes.
+
+    The text is read as a shell script if ``before`` is an option such as ``-c``, or if the text has several lines and
+    names a script such as ``pretrain_gpt.py``. Raise ValueError if a script cannot be parsed.
+    """
     try:
         if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
             plain = _plain(text).replace("\n", ";")
@@ -152,8 +157,8 @@ def _words_in_quotes(text: str, before: str) -> list[str]:
 class _Script:
     """The flags and variables of a shell script without comments.
 
-    ``flags[flag][n]`` has the words after a flag in command n. ``values`` has each variable's values that
-    are not flags. ``loose`` has the variables that stand where a flag may be.
+    ``flags[flag][n]``: the words after ``flag`` in the n-th command. ``values[name]``: the values of the variable
+    ``name``, without flags. ``loose``: the variables in places where a flag is possible, such as ``$ARGS``.
     """
 
     def __init__(self, text: str, origin: str) -> None:
@@ -209,9 +214,11 @@ class _Script:
             )
 
     def expand(self, word: str, inside: tuple[str, ...] = ()) -> list[str]:
-        """Return all texts that a word can be: one for each combination of values of its variables.
+        """Return all texts that a word can become: one for each combination of the values of its variables.
 
-        Unset variables stay. Values in ``inside`` are left out, because inserting them again would never end.
+        An unset variable stays as it is. ``inside`` has the values whose expansion contains this word. They are
+        not inserted again, because a variable that contains itself would expand without end. Raise InputError if the
+        texts become too long.
         """
         found, end = [""], 0
         for match in _VARIABLE.finditer(word) if len(inside) < DEEPEST else ():

@@ -37,7 +37,7 @@ _NORMS = {
 
 
 def install(path: str | Path = TABLE) -> None:
-    """Patch Megatron so that its optimizer is built with the table at ``path``."""
+    """Patch Megatron so that its optimizer takes lr, weight decay, betas and eps of each parameter from ``path``."""
     from megatron.training import training
 
     make = training.get_megatron_optimizer
@@ -128,7 +128,7 @@ def named_parameters(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[str, n
 
 
 def _settings(values: dict[str, Any]) -> tuple[float, float, tuple[float, float], float]:
-    """Return (lr, weight decay, betas, eps). Parameters with the same settings form a group."""
+    """Return (lr, weight decay, betas, eps) of a parameter in the table. Those with equal settings form a group."""
     return values["lr"], values["weight_decay"], tuple(values["betas"]), values["eps"]
 
 
@@ -149,8 +149,8 @@ def _draw(parameter: Tensor, seed: str, values: dict[str, Any]) -> None:
         groups, odd = 1, 0
     if odd or not groups:
         raise ValueError(
-            f"{seed}: {len(parameter)} rows are not whole groups of {sum(rows) // heads} rows; the table belongs to "
-            f"another model, or --tensor-model-parallel-size does not divide {heads}"
+            f"{seed}: {len(parameter)} rows cannot be split into groups of {sum(rows) // heads} rows; the table "
+            f"belongs to another model, or --tensor-model-parallel-size does not divide {heads}"
         )
     sizes = [each * len(parameter) // sum(rows) // groups for each in rows]
     grouped = parameter.data.view(groups, -1, *parameter.shape[1:])

@@ -25,9 +25,10 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield candidates for Megatron: with --lr and --decoupled-lr, and if possible with --use-mup.
+    """Yield the candidates for Megatron: one that sets --lr and --decoupled-lr, and then one with --use-mup.
 
-    --use-mup follows Table 8 of Yang et al. 2022. It needs a dense model that is wider than its base.
+    The second follows Table 8 of Yang et al. 2022. It is left out if the model has experts or is not wider than its
+    base.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -253,7 +254,10 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the only candidate for transformers. A fused matrix has the lr, eps and decay of its first part."""
+    """Yield the configuration for transformers. There is only one candidate.
+
+    A fused matrix gets the lr, eps and weight decay of its first part.
+    """
     assert architecture is not None
     given, parameters = _by_tensor(run, architecture.parameters(shape), shape, architecture)
     config = architecture.config(shape)

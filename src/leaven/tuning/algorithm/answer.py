@@ -131,7 +131,12 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return loss and octaves (D,) of the point with fewest changes among those about as good as ``point``."""
+    """Return loss and octaves (D,) of the point with the fewest changes that is not worse than ``point``.
+
+    Compared are the start and the points repeated with fresh seeds, if they have at least ``RERUNS`` losses, all
+    finite. A point is not worse if its mean loss and its predicted loss are at most ``seen.floor`` above those of
+    ``point``. The result may be ``point`` itself.
+    """
     fresh: dict[Point, dict[int, float]] = {}
     for trial, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
         if trial.state != PRUNED and (trial.purpose == "rerun" or not x.any()):
@@ -169,8 +174,9 @@ class FittedTrials:
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to the trials with a result, and determine the noise. ``given`` is the user's noise.
 
-        Differences below ``floor`` do not count. ``floor`` is the noise or, if unknown, the noise fitted to the
-        losses. If few repeats measured the noise, the fitted noise may raise ``floor``.
+        The result's ``floor`` is the noise. If no repeats measured the noise, ``floor`` is the noise fitted to the
+        losses, or 0 without a fit. If few repeats measured it, and the fitted noise is larger, ``floor`` is the
+        geometric mean of the two.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -202,7 +208,11 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def chosen(self, *, by_surrogate: bool) -> "ChosenPoint | None":
-        """Return the best point of a search that has ended, or None if no trial finished."""
+        """Return the best point of a search that has ended, or None if no trial finished.
+
+        ``by_surrogate``: rank points without fresh seeds by the loss that the surrogate predicts, not by the measured
+        loss.
+        """
         if not by_surrogate or not np.isfinite(self.losses).any():
             return choose(self.trials, self.paths, self.noise)
         return choose(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -291,7 +301,8 @@ def choose(
 
 
 def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the best point if it needs confirmation trials: if it is neither the start nor the only finalist."""
+    """Return the best point if it needs confirmation trials, else None. The start needs none. Nor does a point that
+    was the only finalist (the only point run with fresh seeds)."""
     found = _LossesByPurpose.of(trials, paths)
     best = found.best(noise or 0.0)
     return None if best is None or best == found.start or found.is_only_finalist(best) else best
@@ -299,7 +310,10 @@ def point_to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: 
 
 @dataclass(frozen=True)
 class _LossesByPurpose:
-    """The losses of a search's trials, by the purpose of the trial. A diverged trial has an infinite loss."""
+    """The losses of a search's trials, by the purpose of the trial.
+
+    ``Losses`` maps the seeds of a point's trials to their losses. The loss of a diverged trial is infinite.
+    """
 
     start: Point
     at_start: Losses  # trials of the start in the search; empty if the start diverged and another point can be chosen
@@ -376,7 +390,11 @@ class _LossesByPurpose:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, point: Point, least: float) -> bool:
-        """Return whether ``point`` gains more than ``least`` nats. If the start has no loss, other points do."""
+        """Return whether the loss of ``point`` is more than ``least`` nats below the loss of the start.
+
+        If the start has no loss, return whether ``point`` is not the start. Predicted losses are used if both points
+        have one, otherwise measured losses.
+        """
         if point == self.start or not self.at_start:
             return point != self.start
         if point in self.predicted and self.start in self.predicted:

@@ -38,8 +38,9 @@ def pooled_noise(trials: Iterable[tuple[Hashable, int, float]]) -> tuple[float |
     A trial is (point, seed, loss). Trials with equal seeds share init, data order and a part of the noise. So with
     several seeds, the degrees of freedom are at most the number of seeds minus 1.
 
-    With three or more repeated points, a point near the divergence boundary is left out: its standard deviation is
-    above ``WILD`` times the median. The points with the most trials always count, if they have at least three.
+    Near the divergence boundary, losses of one point vary too much. So if three or more points are repeated, leave
+    out a point whose standard deviation is above ``WILD`` times the median of all repeated points. But never leave
+    out a point that has the most trials (at least three).
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in trials:
@@ -75,8 +76,11 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% confidence interval of the mean of ``values``: (-inf, inf) without values or noise.
-    ``noise`` is a value's standard deviation, measured with ``degrees`` degrees of freedom."""
+    """Return the 95% confidence interval of the mean of ``values``.
+
+    ``noise`` is the standard deviation of one value, measured with ``degrees`` degrees of freedom. If ``noise`` is
+    None or ``values`` is empty, return (-inf, inf).
+    """
     if noise is None or not values:
         return -math.inf, math.inf
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))

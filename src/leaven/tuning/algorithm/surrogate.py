@@ -18,10 +18,11 @@ are 0: a search has too few trials for so many pairs.
 
 The loss is quadratic only near the optimum, so a loss far above the lowest one says little about the
 optimum. Therefore the error grows with the difference from the lowest loss; k is ``MODEL_ERROR``. h
-maximises the evidence (the likelihood with a, b and h_ij integrated out). The noise is chosen in another
-way: after few trials, the most likely noise is often too large and would hide the optimum. The model is
-a Gaussian process with a quadratic kernel and a mean function (Rasmussen and Williams 2006, sections
-2.1, 2.7 and 5.4.1). docs/log.md compares the constants with other settings.
+maximises the evidence (the likelihood with a, b and h_ij integrated out). The noise is not
+fitted, because after few trials the most likely noise is often too large and would hide the optimum. It
+is given, or measured on trials that repeat a point with another seed (``noise.py``). The model is a
+Gaussian process with a quadratic kernel and a mean function (Rasmussen and Williams 2006, sections 2.1, 2.7
+and 5.4.1). docs/log.md compares the constants with other settings.
 
 Prior knowledge gives further priors of the coefficients, from two sources. The prior with the highest
 evidence is used, so the search drops knowledge that its trials contradict. H is the matrix of h_ij.
@@ -167,7 +168,10 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return (prior standard deviation of interactions h_ij) / (typical curvature h) for ``d`` columns."""
+    """Return the prior standard deviation of the interactions h_ij, relative to the typical curvature h.
+
+    ``d`` is the number of columns (searched dimensions).
+    """
     return min(0.5, 8 / d**2)
 
 
@@ -191,7 +195,8 @@ def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: S
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide each trial's row by the standard deviation of its error, and project the constant term out."""
+        """Divide each trial's row by the standard deviation of its error, and remove the model's constant term
+        by projection."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 

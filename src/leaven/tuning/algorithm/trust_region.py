@@ -170,7 +170,10 @@ class Axes:
         return self.rounded(found)
 
     def rounded(self, params: Mapping[str, float]) -> dict[str, float]:
-        """Return ``params`` as a trial uses them: each value in ``whole`` is moved to the nearest whole number."""
+        """Return ``params`` as a trial uses them. Parameters whose values are whole numbers are rounded.
+
+        The attribute ``whole`` has the names of these parameters.
+        """
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
@@ -201,8 +204,8 @@ class Axes:
 class Features:
     """Convert points to the F input columns of the surrogate and of the divergence model.
 
-    A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has a
-    column for each level except the start's: 1 for points with this level, else 0.
+    A number has one column: its distance from ``origin`` in octaves, divided by ``scale``. A choice with n levels
+    has n - 1 columns, one for each level except level 0 (the start): 1 if the point has this level, else 0.
     """
 
     origin: Array  # (D,), octaves
@@ -216,7 +219,7 @@ class Features:
 
     @cached_property
     def level(self) -> NDArray[np.int_]:
-        """The level of each column, (F,). It is 0 for numeric columns."""
+        """For each column (F,), the level of the choice that it stands for. It is 0 for numeric columns."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
@@ -241,7 +244,7 @@ class Region:
     """The trust region: proposes points near the best point so far, and predicts losses. Points are in octaves."""
 
     incumbent: Array  # (D,), the best point so far
-    radius: float  # the random move of a proposal, as a share of the difference of two minima, see ``RADIUS``
+    radius: float  # size of the random move of a proposal, in units of the difference in item 3 of the method
     surrogate: Surrogate  # its inputs are the columns of ``features``
     divergence: DivergenceModel  # its inputs are the same columns
     since: int  # number of trials that ended after the incumbent
@@ -252,7 +255,7 @@ class Region:
 
     @property
     def predicted(self) -> Array:
-        """The surrogate's minimum (D,) in the trust region, moved away from likely divergences."""
+        """The point (D,) of the trust region with the lowest predicted loss, moved away from likely divergences."""
         mean = self.surrogate.mean
         return self._within(self.lowest(mean, self._levels(mean), self.incumbent))
 
@@ -299,11 +302,17 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the divergence probabilities at the points of :meth:`along`, (D, m)."""
+        """Return the probability of divergence if one value of ``base`` (D,) changes.
+
+        Element (i, j) of the result (D, m): ``base[i]`` becomes ``x[i, j]``.
+        """
         return self.risk(_replaced(base, x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return each choice's best level by ``quadratic``, and 0 for numbers, as an array (D,)."""
+        """Return the best level of each choice by ``quadratic``, as an array (D,) with 0 for numbers.
+
+        With ``unseen_first``, levels that no trial has used are better than all others.
+        """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)

@@ -97,14 +97,14 @@ class CommandTrainer:
         self._commands.__exit__()
 
     def __call__(self, proposal: Proposal) -> Outcome:
-        """Run the command and return its outcome. Values that are invalid together get an infinite loss.
+        """Run the command and return its outcome. The loss is infinite if the values cannot be combined.
 
         Raises:
-            TrialReleased: if the search is stopped meanwhile, or if a full disk may have lost output.
+            TrialReleased: if the search stopped the command, or if a full disk may have lost output.
             WorkerDied: if the command failed for another reason, or if no process can be started.
             StoreGone: if the command has ended, but its losses cannot be read for ``AWAY_SECONDS``.
             InputError: if the command failed at the start point before any trial had a result, if the folders of all
-                trials are gone, or if another file has replaced the output.
+                trials are gone, or if the file of the command's output was replaced.
         """
         command = self.command
         number = proposal.origin if command.resume else proposal.number
@@ -219,7 +219,10 @@ class CommandTrainer:
         return output
 
     def _locked(self, path: Path, *, separate: bool) -> BinaryIO:
-        """Open and lock a file. Wait while the command of an earlier attempt holds the lock."""
+        """Open a file and lock it. Wait while the command of an earlier attempt holds the lock.
+
+        For ``separate``, see :func:`open_to_write`. Raise TrialReleased if the search is stopped meanwhile.
+        """
         import fcntl  # not available on Windows
 
         output = open_to_write(path, os.O_CREAT | os.O_APPEND, separate=separate)
@@ -240,7 +243,11 @@ class CommandTrainer:
     def _watch(
         self, process: "subprocess.Popen[bytes]", proposal: Proposal, output: Path, where: Path
     ) -> Outcome | str:
-        """Return the outcome of a command, or why the command failed. ``where`` has the losses."""
+        """Wait for a command to end. Return its outcome, or why it failed.
+
+        ``where`` is the path of its losses, and ``output`` the file of its printed text. Also return when the command
+        should be pruned or has diverged. Raise TrialReleased if the search stops meanwhile.
+        """
         command, began, next_look = self.command, time.monotonic(), 0.0
         baseline = proposal.baseline if command.prune else None
         while True:
@@ -340,9 +347,9 @@ def _end_of(output: Path, most: int) -> str:
 class CommandStudy(BaseStudy):
     """A study whose trials run ``command``. See :class:`BaseStudy` for the other arguments.
 
-    The constructor raises InputError on Windows, or if the command does not fit the space (:meth:`Command.check`).
-    For example, it needs a placeholder for the seed, unless ``noise`` is 0. Entering the context raises InputError if
-    the study is in a journal and began in another working folder.
+    The constructor raises InputError on Windows, if the command does not fit the space (:meth:`Command.check`), or
+    if the command has no placeholder for the seed and ``noise`` is not 0. If the study is in a journal, entering the
+    context raises InputError when the working folder is not the folder in which the study began.
     """
 
     def __init__(

@@ -91,7 +91,10 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the dead commands in ``owners``. Call this often: long gaps between calls count only in part."""
+        """Return those commands of ``owners`` that have ended, or that sent no heartbeat for ``lease_seconds``.
+
+        Call this often: the time since the previous call counts as at most a quarter of ``lease_seconds``.
+        """
         # A call counts at most a quarter of the lease, so that a pause of this process or of the store does not make
         # other commands count as dead.
         now = self._clock()

@@ -215,7 +215,10 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
 
 
 def _is_another_loss(name: str, value: object) -> bool:
-    """Return whether ``value`` is finite and ``name`` a loss, not the best."""
+    """Return whether a field is a finite loss other than the best loss.
+
+    Its name ends in "loss", as ``val_loss``, and does not have the word best or min, as ``best_loss`` has.
+    """
     finite = isinstance(value, int | float) and abs(value) < math.inf
     return finite and name.lower().endswith("loss") and not _OF_BEST.search(name)
 
@@ -226,7 +229,8 @@ def _require_last_line(source: LossSource, where: Path) -> None:
         row = storage.json_object(line)
         if row is None and line.lstrip().startswith((b"{", b"\0")):
             raise InputError(
-                f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace')[:60]!r}"
+                f"{where}: the last loss may be in a damaged line: {line.decode(errors='replace')[:60]!r}; let the "
+                "command write each loss as one whole line of JSON"
             )
         if row is not None and row.get(str(source.key)) is not None:
             return

@@ -92,8 +92,10 @@ def why_not_stacked(space: Space, durations: Sequence[int]) -> str | None:
 
 
 def stackable(space: Space) -> tuple[Space, str | None]:
-    """Return (space, None) for ``--stack``: the space without batch size, duration and dropout, which cannot vary.
-    If a stack is impossible, return (unchanged space, reason)."""
+    """Return (space to search with ``--stack``, None), or (unchanged space, reason) if trials cannot be stacked.
+
+    The space to search is ``space`` without batch size, duration and dropout, because stacked trials share them.
+    """
     narrowed = space
     for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
         narrowed = narrowed.without(path, f"stacked trials must have {need}")

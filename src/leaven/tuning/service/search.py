@@ -283,8 +283,8 @@ class SearchArguments(BaseModel):
             right = points.ndim == 2 and losses.shape == points.shape[:1] and points.shape[1:] >= (len(self.space),)
             if not (right and len(losses) and np.isfinite(points).all() and np.isfinite(losses).all()):
                 raise ValueError(
-                    "earlier: give finite points (n, D), with a column of octaves from the start point for each "
-                    "name in space, and finite losses (n,)"
+                    "earlier: give finite points (n, D) and finite losses (n,), where D is at least the number "
+                    "of names in space and points are in octaves from the start point"
                 )
         for name, limits in self.space.items():
             at = self.start.get(name, 0.0)

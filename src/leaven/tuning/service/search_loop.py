@@ -1,11 +1,13 @@
 """Run a search: ask the plan (``search_plan.py``) for a trial, run it in a thread, and store its result.
 
-Several commands may run the same search at once. Each takes over the trials of commands that die:
+Several commands may run the same search at once. If a command dies, the others take over its trials:
 
 1. Whenever a command reads the trials, it closes the running attempts of dead commands. A command is dead if its
    process on this machine has ended, or if it has sent no heartbeat for a minute (``leases.py``).
-2. The trials of these attempts then wait for a retry (:attr:`StoredTrial.retry`). The plan asks for retries first.
-3. A retry finds the checkpoints of the first attempt by ``Proposal.origin``.
+2. The trials of the closed attempts then wait for a retry (:attr:`StoredTrial.retry`). The plan asks for retries
+   first.
+3. A retry is a new attempt with a new number. ``Proposal.origin`` is the number of the trial's first attempt.
+   Checkpoints are named by it, so a retry finds the checkpoints of earlier attempts.
 """
 
 import math
@@ -186,7 +188,10 @@ class SearchLoop:
         return log.started
 
     def _close_attempts_of_dead(self, running: Mapping[int, str | None]) -> bool:
-        """Mark attempts in ``running`` as failed if their command is dead. Return whether there were any."""
+        """Mark the running attempts of dead commands as failed. Return whether there were any.
+
+        ``running``: the id of the command of each running attempt, by the attempt's number; None if unknown.
+        """
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         taken = {number: owner for number, owner in running.items() if owner in dead}
         for number, owner in taken.items():

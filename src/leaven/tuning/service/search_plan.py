@@ -135,7 +135,10 @@ class Budget:
 
 
 def final_trials(finalists: int, each: int) -> int:
-    """Return the number of final trials. With several finalists, it includes confirmation trials."""
+    """Return the number of final trials: ``each`` trials of every finalist, and confirmation trials.
+
+    The confirmation trials are of the chosen point and the start. There are none with a single finalist.
+    """
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
@@ -268,7 +271,7 @@ class SearchPlan:
         return min(new, key=rank, default=None)
 
     def _region(self, trials: Sequence[StoredTrial]) -> Region:
-        """Return the trust region, refitted when at least a share ``REFITTED`` of the trials is new."""
+        """Return the trust region. It is fitted again once about a share ``REFITTED`` of the ended trials is new."""
         count = _ended(trials)
         count -= count % max(int(REFITTED * count), 1)
         if self._known is None or self._known[0] != count:
@@ -282,7 +285,10 @@ class SearchPlan:
         return FittedTrials.of(trials, self.axes, self.noise)
 
     def _room(self, trials: Sequence[StoredTrial], now: float) -> float:
-        """Return how many more trials the budget allows before the final trials, as a float."""
+        """Return how many more trials fit into the budget, without the trials that are reserved for the end.
+
+        The number need not be whole.
+        """
         reserved = self.budget.reserved(trials, now) if self._needs_final_trials(trials) else 0
         return self.budget.left(trials, now) - reserved
 
@@ -355,7 +361,10 @@ class SearchPlan:
         return self._known_noise[1]
 
     def params_of(self, trials: Sequence[StoredTrial], point: tuple[float, ...]) -> Params:
-        """Find the first trial with a result at ``point`` (octaves), and return its log2 multipliers."""
+        """Return the log2 multipliers, by name, of the first trial with a result at ``point`` (octaves).
+
+        There must be such a trial.
+        """
         return next(
             dict(trial.params)
             for trial in trials
@@ -388,7 +397,8 @@ class SearchPlan:
         return self._fitted(trials).chosen(by_surrogate=self.by_surrogate)
 
     def ended_early(self, trials: Sequence[StoredTrial], now: float) -> bool:
-        """Return whether a search that ended by itself did so early: after rounds with gains below the noise."""
+        """Return whether a search that was not stopped ended early: with budget for a trial before the final trials,
+        and with untried points. This happens after rounds that gained less than the noise."""
         # A plan without caches, because these are other results.
         room = replace(self)._room([trial for trial in trials if trial.final_of != self.budget.label], now)
         return room >= 1 and bool(self.axes.not_in(_searched(trials), self.axes.start))
@@ -413,7 +423,7 @@ def _ended(trials: Sequence[StoredTrial]) -> int:
 
 
 def _searched(trials: Sequence[StoredTrial]) -> list[Params]:
-    """Return the points of all trials with seed 0, including trials that run or have failed."""
+    """Return the points of the trials with seed 0, which the search proposed. Include running and failed trials."""
     return [trial.params for trial in trials if trial.seed == 0]
 
 

@@ -78,7 +78,8 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTrial(StudyTrial):
-    """A trial of a search, read from the store. Inherited fields describe the last attempt; ``values`` is empty."""
+    """A trial of a search, read from the store. If it was retried, the fields of the base class are those of the
+    last attempt. ``values`` is empty."""
 
     params: Params  # log2 multipliers; a whole number has the multiplier of its rounded value
     origin: int  # number of the first attempt
@@ -278,7 +279,7 @@ def thinned(curve: Curve) -> list[tuple[int, float]]:
 class TrialLog:
     """The attempts that were read from a store, and the trials to which they belong.
 
-    ``trials`` leaves out trials of other programs, and trials that ended without a point.
+    ``trials`` leaves out trials of other programs, and trials that ended before their values were drawn.
     """
 
     def __init__(self, axes: Axes) -> None:

@@ -128,7 +128,8 @@ def _url(where: str) -> "URL":
         file = Path(url.database or "")
         if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
             raise InputError(
-                f"{where}: no file in this URL; give sqlite:///FILE, or sqlite:////FILE for an absolute path"
+                f"{where}: the URL does not name a database file; give sqlite:///FILE, or sqlite:////FILE for an "
+                "absolute path"
             )
         if file.is_dir() or not file.parent.is_dir():
             fault = "a folder; give a file" if file.is_dir() else f"there is no folder {file.parent}; create it"
@@ -228,8 +229,8 @@ def _leave_read_only(context: "ExceptionContext") -> None:
 
 
 def _leave_moved_file(context: "ExceptionContext") -> None:
-    """Close a connection whose SQLite file was moved, if another file has its name. A new connection reads the other
-    file."""
+    """Drop a connection whose SQLite file was moved, if another file now has the file's name. The next connection
+    opens the other file."""
     moved = getattr(context.original_exception, "sqlite_errorname", None) == "SQLITE_READONLY_DBMOVED"
     if moved and context.engine is not None and exists(str(context.engine.url)):
         context.is_disconnect = True

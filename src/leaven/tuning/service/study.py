@@ -14,17 +14,17 @@ trial gets another attempt.
 2. :meth:`BaseStudy.run` runs the loop of the search (**search_loop.py**) until the budget is used, by default 32
    trials. The loop asks the plan (**search_plan.py**) for the next trial: first the start (the recipe itself), then
    proposals of the search, then some of the best points again. ``algorithm/trust_region.py`` proposes points, from a
-   model of the loss fitted to the trials so far (``algorithm/surrogate.py``): pure functions, to be read apart. The
-   loop creates the trial in the store, and records its outcome there (**stored_study.py**). It also takes over the
-   trials of commands that have died.
+   model of the loss fitted to the trials so far (``algorithm/surrogate.py``). Both are pure functions, which you can
+   read on their own. The loop creates the trial in the store, and records its outcome there (**stored_study.py**).
+   It also takes over the trials of commands that have died.
 3. The loop calls the objective, which :meth:`BaseStudy._trainer` makes. For a recipe, it is the :class:`TrialTrainer`
    in **recipe_study.py**. It puts the values of the point into the recipe (:meth:`Space.recipe_at`) and trains the
-   recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). Outside
-   a stack, this is the loop and the step of ``leaven train``, but without run folder, metrics and spike guard. The
+   recipe in a worker process (**training/trial.py**), or several recipes at once (``training/stack.py``). A recipe
+   alone is trained by the loop and the step of ``leaven train``, without run folder, metrics and spike guard. The
    trial's loss is the validation loss after the last step. For a shell command, the objective is the
    ``CommandTrainer`` in ``command_study.py``.
 4. A trial ends early if it diverges, or is pruned because it is too far behind the best trial
-   (``training/early_stopping.py``). How far depends on the noise: the standard deviation of the loss between seeds
+   (``training/early_stopping.py``). The limit depends on the noise: the standard deviation of the loss between seeds
    (``algorithm/noise.py``). Up to 3 trials of the start, which begin before the first proposal, measure the noise.
 5. The search usually ends with final trials of the best points (the finalists), with fresh seeds. The budget decides
    how many (``FINALS``). From their losses, **algorithm/answer.py** chooses a point: the start, unless the best
@@ -195,7 +195,11 @@ class BaseStudy(ABC):
         self._stored.store.remove_session()
 
     def _open_store(self, saved: bool, ended: int) -> BaseStorage:
-        """Return the store. ``saved``: whether study.json exists. ``ended``: its number of ended trials."""
+        """Return the opened store. Raise InputError if the study has begun and its store is lost, or if the store
+        cannot be written or belongs to another study.
+
+        ``saved``: whether study.json exists. ``ended``: the number of ended trials in study.json.
+        """
         begun = saved or (self.out / "centre.toml").exists()
         if begun and not exists(self._where):
             raise self._folder.store_lost(ended)
@@ -249,11 +253,11 @@ class BaseStudy(ABC):
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of workers; each trains one trial, or one stack of trials, at a time.
-            devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default, all GPUs for each.
+            devices: the GPUs of each worker, as in ``CUDA_VISIBLE_DEVICES``; by default, every worker sees all GPUs.
 
         Raises:
-            StoreGone: if the store is unreachable for 300 seconds or until the user stops, or if results cannot
-                be written.
+            StoreGone: if the store stays unreachable for 300 seconds, if the user stops the command while the store
+                is unreachable, or if results cannot be written.
             InputError: without a budget, if the study cannot continue (such as with a wrong command), or after
                 four failed trials in a row on this machine.
         """
@@ -320,8 +324,11 @@ class BaseStudy(ABC):
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document. ``best`` is None until a command finishes the search. From then on, ``best``
-        is set, even while a larger budget continues the search."""
+        """Return the study's document.
+
+        ``best`` is None until a command has finished the search for the first time. It stays set if a later command
+        continues the search with a larger budget.
+        """
         space, stored, ranks_by_surrogate = self.space, self._stored.trials, by_surrogate(self.method)
         over = bool(self._stored.study.user_attrs.get(ANSWERED))
         found = answer(
@@ -362,7 +369,7 @@ class BaseStudy(ABC):
             raise InputError(f"{self.out}: cannot be written: {error.strerror}") from None
 
     def _inputs(self, state: StudyDocument) -> Mapping[str, str]:
-        """Return the texts of further files to write beside best.toml, by path."""
+        """Return the content of each file to write in addition to best.toml, by its path in the study's folder."""
         return {}
 
     def _note_once(self, text: str) -> None:

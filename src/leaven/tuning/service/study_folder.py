@@ -46,8 +46,10 @@ LOCK_SECONDS = 30  # how long to wait for the lock of the folder; a process that
 
 
 def attempts(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoint folders of attempts in ``folder`` as (number of the trial's first attempt, path),
-    sorted by name. Other folders are left out."""
+    """Return the folders of attempts' checkpoints in ``folder`` as (number of the trial's first attempt, path).
+
+    The order is that of the names. Folders that do not have such a name, or have other content, are left out.
+    """
     named = ((_ATTEMPT.fullmatch(path.name), path) for path in sorted(folder.glob("*-*")))
     return [
         (int(name[1]), path)
@@ -89,11 +91,13 @@ class StudyFolder:
             saved = _saved(out)
             if saved and bool(saved.get("command")) != runs_command:
                 other = "recipe" if runs_command else "command"
-                raise InputError(f"{self.path} has a study over a {other}; use another --study or --out")
+                raise InputError(f"{self.path} belongs to a study that tunes a {other}; use another --study or --out")
             try:
                 changes = space.changes_since(centre)
             except InputError as error:
-                raise InputError(f"{error}; if it is damaged, remove it, and this command writes it again") from None
+                raise InputError(
+                    f"{error}; if this file is damaged, remove it and run the same command again, which rewrites it"
+                ) from None
             if changes:
                 kind = space.kind
                 raise InputError(f"{self.path} has another {kind}: {describe_changes(changes)}; use another --study")
@@ -251,8 +255,10 @@ def _saved(out: Path) -> dict[str, Any]:
 
 
 def _digest_on_disk(path: Path) -> str | None:
-    """Return a file's digest, None if there is no file, or the error as text. Raise OSError if its disk is
-    gone."""
+    """Return a file's digest, None if there is no file, or the text of the error if the file cannot be read.
+
+    Raise OSError if the disk cannot be reached.
+    """
     try:
         return digest(read(path))
     except FileNotFoundError:

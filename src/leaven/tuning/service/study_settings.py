@@ -106,7 +106,9 @@ def join_study(
 def _settings(study: optuna.Study, what: str) -> dict[str, Any]:
     """Return the settings of a study. Raise InputError if they were changed, or if the study does not minimise."""
     if study.directions != [StudyDirection.MINIMIZE]:
-        raise InputError(f"{what} no longer minimises the loss: its direction was changed in its store; {RESTORE}")
+        raise InputError(
+            f"the direction of {what} was changed in its store, so that it does not minimise the loss; {RESTORE}"
+        )
     found = study.user_attrs[ABOUT]
     if not isinstance(found, dict) or found.pop(DIGEST, None) != digest_of_json(found):
         raise InputError(

@@ -40,13 +40,13 @@ class TrustRegionSampler(BaseSampler):
     least the ``step`` of its distribution. With ``log=True``, the range is measured in octaves (powers of
     two).
 
-    - A trial has diverged if it fails, or if its value is infinite or beyond +-1e50. While all trials
-      diverge, learning rates are lowered: parameters named ``lr``, ``learning_rate``, ``max_lr`` or
-      ``peak_lr``, or else ``*.lr``.
-    - The value of a pruned trial is its last reported value, limited to the range between the median and the
-      worst value of the completed trials.
-    - A parameter that only some trials have, or whose range changes, is drawn at random after its first
-      trial.
+    - A trial counts as diverged if it failed, or if its value is infinite or beyond +-1e50. As long as all
+      trials have diverged, each new trial has lower learning rates. Learning rates are the parameters named ``lr``,
+      ``learning_rate``, ``max_lr`` or ``peak_lr``. If there are none, they are those named ``*.lr``.
+    - The value of a pruned trial is its last reported value. A value better than the median of the completed
+      trials is replaced by the median, and one worse than their worst value by that value.
+    - A parameter is drawn at random after its first trial if only some trials have it, or if its range
+      changes.
     - A sampler does not know the number of trials. So, unlike :func:`leaven.tuning.search`, it uses no
       trials to measure the noise or to confirm the best point.
 
@@ -171,8 +171,12 @@ class AxisOfDistribution:
         return cls(name, distribution, (low / unit, high / unit), unit)
 
     def start(self, given: Mapping[str, Any], first: Mapping[str, Any]) -> float:
-        """Return the position of the start: the value in ``given``, else in the trial ``first``, else the middle.
-        Raise InputError if the objective does not allow the given value."""
+        """Return the position of the start on this axis.
+
+        This is the position of the value in ``given``; if there is none, of the value in the trial ``first``; if
+        there is none either, the middle of the range, or the first choice. Raise InputError if the objective does
+        not allow the value in ``given``.
+        """
         if self.name not in given:
             middle = 0.0 if isinstance(self.limits, range) else sum(self.limits) / 2
             return self.at(first[self.name]) if self.name in first else self.at(self.value(middle))

@@ -138,7 +138,8 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Return lines about a batch size: ratios to the batch sizes of laws, the cost, and rules for the lr."""
+    """Return lines about a batch size. They compare it with the batch sizes of the laws. They also give its cost in
+    tokens and steps, and the rules for adapting the lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }

@@ -16,7 +16,7 @@ from leaven.views.terminal.findings import written
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of numbers from one field of the rows. The field is ``quantity``, by default ``header``."""
+    """Return a table column with this header. It shows the field ``quantity`` of each row, by default ``header``."""
     field = quantity or header
 
     def text(group: LayerGroup) -> str:
