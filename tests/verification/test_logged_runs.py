@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "one size": (lambda runs: [run for run in runs if run["width"] == 64], "one size only, width 64;"),
     "two values": (lambda runs: [run for run in runs if float(run["lr"]) > 0.02], "width 64 has 2 values of lr"),
     "text": (changed(loss="high"), "row 1: loss is 'high', which is not a number; the loss of a diverged run is nan"),
-    "empty": (changed(loss=""), "row 1 has no loss; write a number, or remove the row or run"),
+    "empty": (changed(loss=""), "row 1 has no loss; write nan if the run diverged, or else its loss; if it has"),
     "lr 0": (changed(lr=0), "row 1: lr is 0; give a number from 1e-100 to 1e+100"),
     "a huge width": (
         changed(width="1" + "0" * 20),
@@ -267,6 +267,62 @@ def test_curves_by_columns_by_file_and_by_subfolder(tmp_path: Path) -> None:
     assert curves_of(write(tmp_path / "more.jsonl", lines)) == {"more": [[*points()[:-1], (10, 2.5)]]}
 
 
+def lost(width: int, first: int | None, name: str = "loss", **more: float | str | None) -> list[dict[str, Any]]:
+    """Return a curve with 20 points, without a loss from step ``first`` on."""
+    return [
+        {
+            "width": width,
+            "step": step,
+            name: 4 - step / 100 + width / 1e4 if not first or step < first else None,
+            **more,
+        }
+        for step in range(1, 21)
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_loss_that_is_missing_at_the_end_of_a_run_may_be_nan(suffix: str, tmp_path: Path) -> None:
+    def read(*runs: list[dict[str, Any]], loss: str = "loss") -> dict[str, list[Any]]:
+        lines = [line for run in runs for line in run]
+        if suffix == ".csv":  # as pandas writes NaN
+            lines = [{name: "" if value is None else value for name, value in line.items()} for line in lines]
+        return curves_of(write(tmp_path / f"runs{suffix}", lines), loss)
+
+    whole = read(lost(64, None))["width 64"]
+    message = "row {}: a run of width 128{} has no loss from step {} on, in {} rows; write nan as the loss if"
+    for runs, place in (
+        ((lost(64, None), lost(128, 17)), (37, "", 17, 4)),
+        ((lost(128, 20),), (20, "", 20, 1)),
+        ((lost(64, None, seed=0), lost(128, 5, seed=3)), (25, " seed 3", 5, 16)),
+        ((lost(64, None), lost(128, 1)), (21, "", 1, 20)),  # no loss at all
+        ((lost(64, None, lr=0.1), lost(128, 9, lr=0.1)), (29, "", 9, 12)),
+        ((lost(128, 9, "Val/Loss", loss=None),), (9, "", 9, 12)),
+    ):
+        with pytest.raises(InputError, match=message.format(*place)):
+            read(*runs, loss="val/loss" if "Val/Loss" in runs[0][0] else "loss")
+    with pytest.raises(InputError, match="has no losses; write nan for those of a diverged run"):
+        read(lost(64, 1))
+    # Losses that are rarer than the other rows, of which the last ones have no loss either.
+    rare = [line | {"loss": line["loss"] if line["step"] % 4 == 1 else None} for line in lost(64, None)]
+    assert read(rare) == {"width 64": [[point for point in whole[0] if point[0] % 4 == 1]]}
+    evaluated = [line | {"val_loss": 3.0 if line["step"] % 9 == 0 else None, "loss": 1.0} for line in lost(64, None)]
+    assert [len(run) for run in read(evaluated, loss="val_loss")["width 64"]] == [2]
+    other: list[dict[str, Any]] = [
+        line | {"val_loss": 3.0} for line in lost(64, 15)
+    ]  # the loss of the last steps is known
+    assert len(read(other)["width 64"][0]) == 14
+    for more in (  # rows of another kind
+        [{"width": 64, "step": 20, "loss": None}] * 3,
+        [{"width": 64, "step": at, "loss": None, "ppl": 9.0} for at in (21, 22)],
+        [{"width": None, "step": at, "loss": None} for at in (21, 22)],
+        [{"width": 64, "step": None, "loss": None}] * 3,
+    ):
+        keys = dict.fromkeys(name for line in [*lost(64, None), *more] for name in line)
+        assert read([dict.fromkeys(keys) | line for line in [*lost(64, None), *more]]) == {"width 64": whole}
+    nan = [line | {"loss": "nan" if line["step"] == 15 else line["loss"]} for line in lost(64, 16)]
+    assert len(read(nan)["width 64"][0]) == 15  # it has diverged anyway
+
+
 def test_curves_of_finished_runs_of_leaven(tmp_path: Path) -> None:
     for width, seed in ((64, 0), (64, 1), (128, 0)):
         own_run(tmp_path / f"{width}-{seed}", width, seed=seed)
@@ -318,7 +374,7 @@ def test_rows_with_the_same_losses_are_no_two_seeds(tmp_path: Path, seeded: bool
     for name, lines in zip(("a", "a (copy)"), written, strict=True):
         write(tmp_path / f"{name}.csv", lines)
     with pytest.raises(
-        InputError, match=r"a\.csv: row 1 repeats the loss of .*a \(copy\)\.csv: row 1, and no runs of"
+        InputError, match=r"a\.csv: row 1 repeats the loss of .*a \(copy\)\.csv: row 1, and at this size, every value"
     ):
         transfer_of_runs(tmp_path)
     once = [run | {"seed": 1} for run in runs if run["lr"] == 2.0**-6]  # rounded losses of one value may be equal

@@ -6,7 +6,9 @@ If this record is incomplete, readers leave it out and pass a message to their a
 """
 
 import json
+import math
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _BLOCK, _HEADER = 32768, 7  # bytes of a block and of a record's header in a W&B file
 _FULL, _FIRST, _LAST = 1, 2, 4  # types of records in a W&B file
+OF_NAN = re.compile("(?<![a-z])(?i:nan|inf|skip|skipped|overflow)(?![a-z])")  # in names logged because of NaN
+_OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")  # in names of losses that stay finite while the loss is NaN
 _BFLOAT16 = 14  # DT_BFLOAT16 of TensorFlow
 
 
@@ -29,6 +33,15 @@ class LogDamaged(InputError):
 
     def __init__(self, file: Path | str, at: int, why: str) -> None:
         super().__init__(f"{file} is damaged at byte {at:,}: {why}; remove the file, or copy it again")
+
+
+def is_another_loss(name: str, value: object) -> bool:
+    """Return whether a field is a finite loss other than the best loss.
+
+    Its name ends in "loss", as ``val_loss``, and does not have the word best or min, as ``best_loss`` has.
+    """
+    finite = isinstance(value, int | float) and abs(value) < math.inf
+    return finite and name.lower().endswith("loss") and not _OF_BEST.search(name)
 
 
 def tensorboard_rows(

@@ -40,6 +40,7 @@ class LoggedRow:
 
     place: str  # for messages: the path and, for a row of a file, its number
     values: Mapping[str, Any]  # by column name
+    other_loss: Any = None  # the value of the column "loss", if another column is read as the loss
 
     def has(self, column: str) -> bool:
         return self.values.get(column) not in (None, "")
@@ -47,7 +48,13 @@ class LoggedRow:
     def number(self, column: str) -> float:
         """Return a column's number, possibly NaN or infinite. Raise InputError if there is no number."""
         if not self.has(column):
-            raise InputError(f"{self.place} has no {column}; write a number, or remove the row or run")
+            if column == "loss":
+                hint = (
+                    "write nan if the run diverged, or else its loss; if it has not finished, remove the row or run"
+                )
+            else:
+                hint = "write a number, or remove the row or run"
+            raise InputError(f"{self.place} has no {column}; {hint}")
         value = self.values[column]
         try:
             return float(str(value))  # float() of a large integer raises OverflowError, and that of its digits is inf
@@ -230,7 +237,11 @@ def rows_of(path: Path, root: Path, loss: str, columns: Collection[str]) -> list
     if not any(row.has(loss) for row in rows):
         columns = dict.fromkeys(column for row in rows for column in row.values)
         raise InputError(f"{path} has no column {loss}; its columns are {', '.join(columns)}")
-    return [LoggedRow(row.place, {**row.values, "loss": row.values.get(loss)}) for row in rows]
+    named = [{name: value for name, value in row.values.items() if name != "loss"} for row in rows]
+    return [
+        LoggedRow(row.place, values | ({"loss": values[loss]} if loss in values else {}), row.values.get("loss"))
+        for row, values in zip(rows, named, strict=True)
+    ]
 
 
 def read_rows(path: Path) -> list[LoggedRow]:

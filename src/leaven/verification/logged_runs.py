@@ -6,7 +6,9 @@ The logs are read by ``logged_rows.py``.
 import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import astuple
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from leaven.errors import InputError
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.training.integrity import faults
 from leaven.training.run_folder import RunFolder, changes_of
+from leaven.training.run_logs import OF_NAN, is_another_loss
 from leaven.verification.collapse import Points, collapse
 from leaven.verification.logged_rows import (
     TIMES,
@@ -196,28 +199,31 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
         rows = rows_of(file, path, loss, used)
         columns = dict.fromkeys(column for row in rows for column in row.values)
         unused |= columns.keys() - {*used, *TIMES, "loss", loss.lower()}
-        rows = [row for row in rows if row.has("loss")] or rows
+        every, rows = rows, [row for row in rows if row.has("loss")] or rows
         time = next((column for column in TIMES if any(row.has(column) for row in rows)), None)
         if time is None or "loss" not in columns:
             filled = ", ".join(column for column in columns if any(row.has(column) for row in rows)) or "none"
             needs = f"a loss curve needs {' or '.join(TIMES)}, and loss"
             raise InputError(f"{file}: its columns with values are {filled}; {needs}")
+        if not rows[0].has("loss"):
+            raise InputError(
+                f"{file} has no losses; write nan for those of a diverged run, or move the file elsewhere"
+            )
         axes = [axis for axis in ("width", "depth", "batch") if axis in columns]
         sized.setdefault(tuple(axes), file)
         first = (file.relative_to(path).parts or [path.name])[0] if path.is_dir() else file.name
         own_name = file.stem if first == file.name and not file.is_dir() else first
         runs: dict[tuple[str, float | str | None], list[LoggedRow]] = {}
         for row in rows:
-            if row.has("loss"):
-                runs.setdefault((_scale_name(_scale_of(row, axes), axes) or own_name, row.seed()), []).append(row)
+            runs.setdefault((_scale_name(_scale_of(row, axes), axes) or own_name, row.seed()), []).append(row)
         for (name, seed), run in runs.items():
             if seed is not None:
                 _require_new(seen, (name, seed), str(file), "size and seed")
             found.setdefault(name, []).append(points := _points(run, time))
             if all(math.isfinite(value) for _, value in points):
                 _require_new(seen, tuple(points), run[0].place if len(runs) > 1 else str(file), "losses")
-    if not found:
-        raise InputError(f"{path} has no losses; fill the column loss")
+        if len(rows) < len(every):
+            _refuse_missing_losses(every, axes, time)
     if len(sized) > 1:
         (some, one), (others, other), *_ = sized.items()
         raise InputError(
@@ -231,6 +237,64 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
     return {name: found[name] for name in sorted(found, key=by_numbers)}, sorted(unused)
+
+
+def _refuse_missing_losses(rows: Sequence[LoggedRow], axes: Iterable[str], time: str) -> None:
+    """Raise InputError if losses of a run may have been NaN and were written as empty cells or null, as by pandas.
+
+    Without this error, the curve would end at the last finite loss, as if the run had not diverged. The error is
+    raised if a run has more rows without a loss at its end than lie between any two of its losses, or if it has no
+    loss at all. Rows of another kind, such as evaluations, do not count.
+    """
+    runs: dict[tuple[RunScale, float | str | None], list[LoggedRow]] = {}
+    for row in rows:
+        with suppress(InputError):  # for a row without a loss, which may be of another kind
+            if row.number(time) >= 0:
+                runs.setdefault((_scale_of(row, axes), row.seed()), []).append(row)
+    everywhere = _filled_columns(row for row in rows if row.has("loss"))
+    with_loss = {scale for (scale, _), run in runs.items() if any(row.has("loss") for row in run)}
+    for (scale, seed), run in runs.items():
+        losses = [number for number, row in enumerate(run) if row.has("loss")]
+        if not losses and seed is None and scale in with_loss:
+            continue
+        known = _filled_columns(run[number] for number in losses) if losses else everywhere
+        last = run[losses[-1]].number(time) if losses else -1.0
+        missing = [
+            row
+            for row in run[losses[-1] + 1 if losses else 0 :]
+            if row.number(time) > last
+            and "loss" in row.values
+            and all(name in known or OF_NAN.search(name) for name in _filled_columns([row]))
+        ]
+        gap = max(end - start - 1 for start, end in pairwise([-1, *losses])) if losses else 1
+        diverged = not all(math.isfinite(run[number].loss()) for number in losses)
+        if len(missing) <= gap or diverged or _has_another_loss(missing[-1]):
+            continue
+        size = " ".join(
+            [
+                _scale_name(scale, axes),
+                *([f"seed {seed:g}" if isinstance(seed, float) else f"seed {seed}"] if seed is not None else []),
+            ]
+        )
+        what = f"a run{f' of {size}' if size else ''} has no loss from {time} {missing[0].number(time):g} on"
+        raise InputError(
+            f"{missing[0].place}: {what}, in {len(missing)} rows; write nan as the loss if the run diverged there, "
+            "or remove these rows"
+        )
+
+
+def _filled_columns(rows: Iterable[LoggedRow]) -> set[str]:
+    """Return the names of the columns that have a value in any of the rows."""
+    return {name for row in rows for name in row.values if row.has(name)}
+
+
+def _has_another_loss(row: LoggedRow) -> bool:
+    """Return whether a row has a finite loss in another column, such as val_loss, so that its loss is not NaN."""
+    for name, value in (*row.values.items(), ("loss", row.other_loss)):
+        with suppress(ValueError):
+            if value not in (None, "") and is_another_loss(name, float(str(value))):
+                return True
+    return False
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:

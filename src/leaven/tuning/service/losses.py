@@ -14,7 +14,7 @@ from typing import Any
 from leaven import storage
 from leaven.errors import InputError
 from leaven.training.outcome import Curve
-from leaven.training.run_logs import LogDamaged, tensorboard_rows, wandb_rows
+from leaven.training.run_logs import OF_NAN, LogDamaged, is_another_loss, tensorboard_rows, wandb_rows
 from leaven.tuning.command import LossSource
 
 Losses = Iterator[tuple[int | None, float]]  # (step, loss) in the order in which they were written
@@ -22,13 +22,10 @@ Row = tuple[Any, dict[str, Any]]  # (step, values by name)
 MOST_NAMES = 20  # names of values that a message lists
 MOST_BEFORE = 1000  # characters before a loss, and after it, on its line that are compared
 LARGEST_STEP = 2**63 - 1  # the largest step that a log may report
-# Words in names of values that are logged because of NaN, and of losses that stay finite while the loss is NaN.
-_OF_NAN = re.compile("(?<![a-z])(?i:nan|inf|skip|skipped|overflow)(?![a-z])")
 _LIKE_NUMBER = re.compile(r"[^\w,;|]*\d|\*\*")  # a text that begins like a number, perhaps after quotes
 # What may be printed in place of a lost loss: nothing, signs, a text in brackets or quotes, or one of these words.
 _NO_NUMBER = re.compile(r"\W*(?:$|[,;|\['\"]|(?i:none|null|nan|n/?a|err|error|overflow|inf|infinity)\b)")
 _ANY_NUMBER = re.compile(r"[-+]?(?:\.?\d(?:[\d.,_]*\d)?(?:e[-+]?\d+)?|\b(?:nan|inf)\b)", re.IGNORECASE)
-_OF_BEST = re.compile("(?<![a-z])(?i:best|min)(?![a-z])")
 
 
 def read_losses(source: LossSource, where: Path, *, complete: bool, resumed: bool = False) -> Curve:
@@ -201,10 +198,10 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
         (step, row)
         for step, row in after
         if (last is None or (step is not None and step != last))
-        and all(value is None or name in known or _OF_NAN.search(name) for name, value in row.items())
+        and all(value is None or name in known or OF_NAN.search(name) for name, value in row.items())
     ]
     more = len(nulls) - max(end - start - 1 for start, end in pairwise([-1, *losses]))
-    if more <= 0 or any(_is_another_loss(name, value) for name, value in nulls[-1][1].items()):
+    if more <= 0 or any(is_another_loss(name, value) for name, value in nulls[-1][1].items()):
         return
     if more == 1:
         raise InputError(
@@ -212,15 +209,6 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
             f"{key} out of lines without a loss"
         )
     yield from ((step, row | {key: math.nan}) for step, row in nulls)
-
-
-def _is_another_loss(name: str, value: object) -> bool:
-    """Return whether a field is a finite loss other than the best loss.
-
-    Its name ends in "loss", as ``val_loss``, and does not have the word best or min, as ``best_loss`` has.
-    """
-    finite = isinstance(value, int | float) and abs(value) < math.inf
-    return finite and name.lower().endswith("loss") and not _OF_BEST.search(name)
 
 
 def _require_last_line(source: LossSource, where: Path) -> None:
