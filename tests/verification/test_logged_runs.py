@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -383,6 +384,72 @@ def test_rows_with_the_same_losses_are_no_two_seeds(tmp_path: Path, seeded: bool
     rounded = rows({64: -6.0, 128: -6.0}, 0.01)
     lines = [run | {"loss": "nan" if run["lr"] == 2.0**-4 else f"{run['loss']:.2f}"} for run in rounded]
     assert transfer_of_runs(write(tmp_path / "rounded.csv", lines)).settings["seeds"] == 3
+
+
+def logged(steps: Iterable[int], **more: float | str) -> list[Row]:
+    """Return the points of the loss curve of each run of a sweep."""
+    runs = rows({64: -6.0, 128: -6.0}, 0.001, seeds=1)
+    return [run | {"loss": float(run["loss"]) + 100 / step**2, "step": step} | more for run in runs for step in steps]
+
+
+def test_points_of_loss_curves_are_no_seeds(tmp_path: Path) -> None:
+    curves = without("seed")(logged(range(100, 1100, 100)))
+    message = (
+        "row 1 and .*row 10 have width 64, lr 0.00195312, and step 100 and 1000, as if they were points of one run"
+    )
+    for change in (
+        lambda run: run,
+        lambda run: run | {"seed": 0, "name": f"{run['width']} {run['lr']}"},
+        lambda run: run | {"step": "", "trainer/global_step": run["step"]},
+        lambda run: {"_step" if name == "step" else name: value for name, value in run.items()},
+    ):
+        with pytest.raises(InputError, match=re.sub(" step", " .*step", message)):
+            transfer_of_runs(write(tmp_path / "runs.csv", map(change, curves)))
+    late = [run for run in curves if float(run["step"]) > 250]  # all steps after a warm-up
+    with pytest.raises(InputError, match="step 900 and 1700, as if they were points of one run; a row is a run, so"):
+        transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(logged(range(900, 1800, 100)))))
+    tokens = [{"tokens" if name == "step" else name: value for name, value in run.items()} for run in late]
+    transfer_of_runs(write(tmp_path / "runs.csv", tokens))  # eight lengths
+    tokens = [run | {"tokens": run["step"]} for run in without("seed")(logged(range(100, 2200, 100)))]
+    with pytest.raises(InputError, match="row 21: width 64, lr 0.00195312 has more than 20 values of tokens, as if"):
+        transfer_of_runs(write(tmp_path / "runs.csv", tokens))
+
+
+def test_runs_with_other_numbers_of_steps_are_seeds(tmp_path: Path) -> None:
+    """W&B counts steps in calls, so that those of finished runs differ, and diverged runs end early."""
+    changes: list[Callable[[Row, int], Row]] = [
+        lambda run, seed: {"_step": 2000 + seed},
+        lambda run, seed: {"_step": 2000, "epoch": 0.99},
+        lambda run, seed: {"step": "", "warmup_steps": 10**seed, "epoch": "last"},
+        lambda run, seed: {"iteration": 10**seed, "name": f"run {seed}"},  # the number of a trial, for example
+        lambda run, seed: {"step": 2000, "tokens": 64 * float(run["width"])},
+        lambda run, seed: {"step": 30, "loss": "nan"} if seed and run["lr"] == 2.0**-4 else {"step": 2000},
+    ]
+    for change in changes:
+        written = [run | change(run, int(run["seed"])) for run in rows({64: -6.0, 128: -6.0}, 1e-6)]
+        assert transfer_of_runs(write(tmp_path / "runs.csv", without("seed")(written))).rows
+        seeded = [run | {"step": 10 ** int(run["seed"])} for run in written]
+        assert transfer_of_runs(write(tmp_path / "runs.csv", seeded)).rows
+    swept = [run | {"step": 1000 * float(run["lr"])} for run in rows({64: -6.0, 128: -6.0}, 0.001)]
+    assert transfer_of_runs(write(tmp_path / "runs.csv", without("lr")(swept)), "step").passed
+
+
+def test_runs_that_have_not_finished_are_named_or_refused(tmp_path: Path) -> None:
+    def read(step: int, **more: float | str) -> object:
+        runs = [
+            run | {"State": "finished", "_step": 2000 + int(run["seed"])} for run in rows({64: -6.0, 128: -6.0}, 1e-3)
+        ]
+        ended = [run | {"State": "crashed", "_step": step} | more if run["lr"] == 2.0**-9 else run for run in runs]
+        return transfer_of_runs(write(tmp_path / "runs.csv", ended)).settings["unfinished"]
+
+    assert read(140, loss="nan") == []  # diverged
+    assert read(140, State="finished") == []
+    names = [f"{tmp_path}/runs.csv: row {row} (crashed)" for row in (1, 2, 3, 19, 20)]
+    assert read(2001) == [*names, "1 more"]  # the connection to W&B was lost at the end
+    with pytest.raises(
+        InputError, match="row 1: this run has _step 140 and the state crashed, and finished runs of its"
+    ):
+        read(140)
 
 
 def test_a_copied_folder_of_tensorboard_is_no_second_seed(tmp_path: Path) -> None:

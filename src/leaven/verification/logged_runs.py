@@ -5,7 +5,7 @@ The logs are read by ``logged_rows.py``.
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple
 from itertools import pairwise
@@ -33,6 +33,15 @@ from leaven.verification.optimum import LossGrid
 from leaven.verification.sweep import AXES, SWEPT, SweptValue, compare
 
 LARGEST_WIDTH = 10**15
+# Columns with the progress of a run, such as _step of W&B; the check transfer takes tokens for a size
+PROGRESS = re.compile(
+    r"(train(er)?[/_.])?_?(global_?|train_?)?(step|iter|iteration|epoch|update)s?"
+    r"|((consumed|seen|processed)_(train_)?)(tokens|samples)|(tokens|samples)_(consumed|seen|processed)"
+)
+RUN_NAMES = {"name", "run", "run_name", "run name", "run_id", "run id"}  # columns that may name the run
+UNFINISHED = {"crashed", "failed", "killed", "running", "preempted"}  # values of the column "state" in W&B
+MOST_LENGTHS = 20  # the most values of tokens for which rows with equal other columns are runs, and no loss curve
+LEAST_SHARED = 8  # the least number of equal steps that two loss curves have
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
@@ -58,7 +67,7 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
     """
     logs = RunLogs.at(path, loss)
     value = value.strip() if logs.own else value.strip().lower()
-    found, axes, columns = _runs_by_size(path, logs, value, loss)
+    found, axes, columns, unfinished = _runs_by_size(path, logs, value, loss)
     scales = sorted(found, key=lambda scale: [getattr(scale, axis) for axis in AXES])
     names = {scale: _scale_name(scale, axes) for scale in scales}
     if len(scales) < 2:
@@ -83,31 +92,22 @@ def transfer_of_runs(path: Path, value: str = "lr", loss: str = "loss") -> Check
         "seeds": counts[0] if len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
         "columns not used": sorted(set(columns) - {"loss", loss.lower(), "seed", value, *axes}),
         "files not read": logs.unread,
+        "unfinished": unfinished,
     }
     return compare("transfer", str(path), swept, grids, names=names, ruled={}, settings=settings)
 
 
 def _runs_by_size(
     path: Path, logs: RunLogs, value: str, loss: str
-) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str]]:
-    """Return the losses by size, value and seed; the columns that give the size; and the names of all columns."""
+) -> tuple[dict[RunScale, dict[float, dict[Hashable, float]]], list[ScaleAxis], list[str], list[str]]:
+    """Return the losses by size, value and seed, and three lists.
+
+    The lists are the columns that give the size, the names of all columns, and the rows of unfinished runs.
+    """
     if value.lower() in ("loss", "seed"):
         raise InputError(f"--value {value}: give the column of the swept hyperparameter, e.g. lr")
     used = {*AXES, value, "seed"}
-    if logs.own:
-        rows = _rows_of_own_runs(logs.own, value)
-    else:
-        rows, logged, curves = [], [], dict[Hashable, str]()
-        for file in logs.others:
-            found_here = rows_of(file, path, loss, used)
-            if is_one_run(file):
-                logged.append(end := _last(found_here))
-                if math.isfinite(end.loss()):
-                    curve = hash(tuple((row.number("step"), str(row.values["loss"])) for row in found_here))
-                    _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
-                found_here = [end]
-            rows += found_here
-        _refuse_unfinished(logged, value)
+    rows = _rows_of_own_runs(logs.own, value) if logs.own else _rows_of_other_runs(path, logs, value, loss, used)
     columns = dict.fromkeys(column for row in rows for column in row.values)
     axes = [axis for axis in AXES if axis in columns and axis != value]
     for column, hint in (("loss", ""), (value, "; name the swept hyperparameter with --value COLUMN")):
@@ -115,6 +115,8 @@ def _runs_by_size(
             raise InputError(f"{path} has no column {column}; its columns are {', '.join(columns)}{hint}")
     if not axes:
         raise InputError(f"{path} has no column {' or '.join(AXES)}; add the size of the runs, e.g. width")
+    if not logs.own:
+        _refuse_points(rows, axes, value)
     found: dict[RunScale, dict[float, dict[Hashable, LoggedRow]]] = {}
     for row in rows:
         runs = found.setdefault(_scale_of(row, axes), {}).setdefault(row.above_0(value), {})
@@ -128,7 +130,109 @@ def _runs_by_size(
     }
     for values in found.values():
         _refuse_copies(runs.values() for runs in values.values())
-    return losses, axes, [*columns, *unused_numbers(logs.others, path, used)]
+    unfinished = [] if logs.own else _unfinished(rows, axes, value)
+    return losses, axes, [*columns, *unused_numbers(logs.others, path, used)], unfinished
+
+
+def _rows_of_other_runs(path: Path, logs: RunLogs, value: str, loss: str, used: Collection[str]) -> list[LoggedRow]:
+    """Return the rows of tables, and the last row of each run of TensorBoard or W&B.
+
+    Raise InputError if two such runs are copies, or if one is shorter than others of its size.
+    """
+    rows, logged, curves = list[LoggedRow](), list[LoggedRow](), dict[Hashable, str]()
+    for file in logs.others:
+        found_here = rows_of(file, path, loss, used)
+        if is_one_run(file):
+            logged.append(end := _last(found_here))
+            if math.isfinite(end.loss()):
+                curve = hash(tuple((row.number("step"), str(row.values["loss"])) for row in found_here))
+                _require_new(curves, (*map(end.values.get, (*AXES, value)), curve), str(file), "losses")
+            found_here = [end]
+        rows += found_here
+    _refuse_unfinished(logged, value)
+    return rows
+
+
+def _refuse_points(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str) -> None:
+    """Raise InputError if rows are points of loss curves. The check would take them for runs with other seeds.
+
+    Rows may belong to one run if they have the same size, value, seed and name. They are points if a column such as
+    step differs by a factor above two, or if the same :data:`LEAST_SHARED` steps or more are found at two values or
+    sizes. With tokens as part of the size, they are points if there are more than :data:`MOST_LENGTHS` tokens.
+    """
+    names = sorted(RUN_NAMES & {column for row in rows for column in row.values})
+    others = [axis for axis in axes if axis != "tokens"]
+    hint = "a row is a run, so keep only the last row of each run"
+
+    def run_of(row: LoggedRow, sizes: Sequence[ScaleAxis]) -> Hashable:
+        return _scale_of(row, sizes), row.above_0(value), row.seed(), *(str(row.values.get(name)) for name in names)
+
+    lengths: dict[Hashable, set[float]] = {}
+    for row in rows if others != axes else ():
+        of_run = lengths.setdefault(run_of(row, others), set())
+        of_run.add(row.above_0("tokens"))
+        if len(of_run) > MOST_LENGTHS:
+            raise InputError(
+                f"{row.place}: {_numbers_of(row, [*others, value])} has more than {MOST_LENGTHS} values of tokens, "
+                f"as if they were points of one run; {hint}"
+            )
+    for column in dict.fromkeys(column for row in rows for column in row.values if PROGRESS.fullmatch(column)):
+        if column == value:
+            continue
+        runs: dict[Hashable, dict[float, LoggedRow]] = {}
+        for row in rows:
+            if (at := _progress(row, column)) is not None and row.has("loss") and math.isfinite(row.loss()):
+                runs.setdefault(run_of(row, axes), {}).setdefault(at, row)
+        shared = set[frozenset[float]]()
+        for steps in runs.values():
+            low, high = min(steps), max(steps)
+            if high > 2 * low or (len(steps) >= LEAST_SHARED and frozenset(steps) in shared):
+                where = f"{steps[low].place} and {steps[high].place}"
+                raise InputError(
+                    f"{where} have {_numbers_of(steps[low], [*axes, value])}, and {column} {low:g} and {high:g}, "
+                    f"as if they were points of one run; {hint}, and remove unfinished runs"
+                )
+            shared.add(frozenset(steps))
+
+
+def _numbers_of(row: LoggedRow, columns: Sequence[str]) -> str:
+    return ", ".join(f"{column} {row.number(column):.6g}" for column in columns)  # e.g. width 64, lr 0.001
+
+
+def _progress(row: LoggedRow, column: str) -> float | None:
+    """Return the number in a column such as step, or None if there is none of at least 0."""
+    try:
+        return at if 0 <= (at := row.number(column)) < math.inf else None
+    except InputError:
+        return None
+
+
+def _unfinished(rows: Sequence[LoggedRow], axes: Sequence[ScaleAxis], value: str) -> list[str]:
+    """Return the rows whose column state, as in a table of W&B, says that the run has not finished.
+
+    Diverged runs are left out. Raise InputError if such a run ends at an earlier step than the finished runs of its
+    size. Nothing is compared if ``value`` is part of the size, such as the batch.
+    """
+    states = [(row, str(row.values.get("state", "")).strip().lower()) for row in rows if math.isfinite(row.loss())]
+    unfinished = [(row, state) for row, state in states if state in UNFINISHED]
+    if not unfinished:
+        return []
+    least: dict[tuple[RunScale, str], float] = {}  # by size and column, the earliest end of a finished run
+    for row, _ in [each for each in states if each[1] == "finished" and value not in AXES]:
+        for column in filter(PROGRESS.fullmatch, row.values):
+            if (at := _progress(row, column)) is not None:
+                size = (_scale_of(row, axes), column)
+                least[size] = min(at, least.get(size, at))
+    for row, state in unfinished:
+        for column in filter(PROGRESS.fullmatch, row.values):
+            at, end = _progress(row, column), least.get((_scale_of(row, axes), column))
+            if at is not None and end is not None and at < end:
+                raise InputError(
+                    f"{row.place}: this run has {column} {at:g} and the state {state}, and finished runs of its size "
+                    f"have {end:g}; write nan as its loss if it diverged, or else finish or remove it"
+                )
+    names = [f"{row.place} ({state})" for row, state in unfinished]
+    return names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"]
 
 
 def _refuse_copies(values: Iterable[Iterable[LoggedRow]]) -> None:
