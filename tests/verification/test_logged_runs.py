@@ -796,6 +796,34 @@ def test_numbers_in_the_names_of_runs_are_used_or_named(tmp_path: Path) -> None:
             transfer_of_runs(tensorboard_runs(tmp_path / name, name))
 
 
+def test_the_logarithm_of_a_value_and_the_next_name_are_no_part_of_it(tmp_path: Path) -> None:
+    names = [f"width{w}-log2lr{lr}-seed{w}" for w, lr in product((64, 128), (-9, -8, -7))]
+    with pytest.raises(InputError, match="has no column lr; its columns are width, seed, step, loss"):
+        transfer_of_runs(tensorboard_runs(tmp_path / "a", *names))
+    with pytest.raises(InputError, match="log2lr is -7; give a number from 1e-100"):
+        transfer_of_runs(tmp_path / "a", "log2lr")
+    names = [f"width{w}-log10_wd{wd}-lr{lr}" for w, wd, lr in product((64, 128), ("-2.5", -3), (1, 2, 4))]
+    document = transfer_of_runs(tensorboard_runs(tmp_path / "b", *names))
+    assert document.settings["columns not used"] == ["log10_wd", "step"]
+    # Here, the number after lr is no logarithm, and log2 is the name of a folder.
+    for number, begin in enumerate(
+        ("log2_width{}-lr{}", "log2-width{}lr{}", "width{}_log2lr{}", "width{}_log10_lr-{}")
+    ):
+        runs = [begin.format(w, lr) for w, lr in product((64, 128), (0.001, "3e-4", "4e-03b512", "0.5b16"))]
+        document = transfer_of_runs(tensorboard_runs(tmp_path / f"c{number}", *runs))
+        assert document.settings["scales"] == ["width 64", "width 128"]
+        assert document.settings["lr"] == [0.0003, 0.001, 0.004, 0.5]
+        assert "b" in document.settings["columns not used"]
+    names = [f"width{w}b512-lr{lr}" for w, lr in product((64, 128), (1, 2, 4))]
+    assert transfer_of_runs(tensorboard_runs(tmp_path / "d", *names)).settings["scales"] == ["width 64", "width 128"]
+    for name, hint in (("tokens1b5-lr1", "1.5b, or - before b"), ("width64-lr2p5e-3", "2.5, or - before p")):
+        with pytest.raises(InputError, match=f"may be one number or two; write {hint}"):
+            transfer_of_runs(tensorboard_runs(tmp_path / name, name))
+    for run, size in enumerate(("560m", "1b1", "1b7", "3b")):  # names of curves
+        write(tmp_path / "e" / f"{size}.csv", curve(run)) if run else (tmp_path / "e").mkdir()
+    assert list(curves_of(tmp_path / "e")) == ["1b1", "1b7", "3b"]
+
+
 def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
     write(tmp_path / "runs.csv", rows({64: -6.0, 128: -6.0}, 0.001))
     (tmp_path / "run").mkdir()

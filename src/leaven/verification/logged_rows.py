@@ -25,11 +25,19 @@ UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz
 EVENTS = "tfevents"  # part of the name of every TensorBoard event file
 TIMES = ("tokens", "step")  # columns for the progress of a run; the first one with values is used
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-NUMBER = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
-# A name and its number, as part of a path. The last group is what may be more digits of the number.
-NAMED = rf"([a-z]+(?:_[a-z]+)*)[=_-]?{NUMBER}(_\d{{3}}(?![a-z\d]))?"
+DIGITS = r"(\d+(?:\.\d+|\.(?=e))?(?:e[+-]?\d+)?)"
+NUMBER = rf"{DIGITS}(?:([kmbt])(?=tok|[^a-z]|$))?"  # with an optional unit
+# The begin of a logarithm's name, as in log2lr-8 or log10_lr-3. In log2_width64-lr0.001, log2 is a name of its own.
+LOG = r"log(?:2|10)(?:_(?!width|depth|batch|tokens|seed))?(?=[a-z_]+[=_-]*[1-9]\d?(?![\de]|\.\d+e))"
+# A name and its number, as part of a path. The groups are the name, the separator, the number, its unit, and what may
+# be more digits: _024 in width1_024, and b5 in tokens1b5. In lr3e-4b512, b is not a unit, but the next name.
+NAMED = (
+    rf"((?:[a-z]+_)*(?:{LOG})?[a-z]+(?:_[a-z]+)*)([=_-]?){DIGITS}(?:([kmbt])(?=tok|[^a-z\d]|$))?"
+    r"(_\d{3}(?![a-z\d]))?(?=([kmbtp]\d+)?)"
+)
 WANDB_ID = r"run-(\d{8}_\d{6}-)?[a-z\d]{8}(?=/|\.wandb$)"  # W&B's own names of folders and files
 ONE_OR_TWO = r"\d_0[1-9]\d|\d{1,3}_(000|[1-9]\d\d)"  # such as 1_024; but in lr1_001 and width128_012, a run's number
+LETTER_FOR_POINT = r"\d{1,3}[kmbtp]\d+"  # such as 1b5 or 1p5
 LARGEST_LOSS = 1e6  # a run with a larger loss has diverged
 LARGEST_NUMBER = 1e100  # the largest size or value of a hyperparameter; the smallest is 1 / LARGEST_NUMBER
 
@@ -207,12 +215,17 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
     """
     found = {}
     named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
-    for name, number, unit, more in re.findall(NAMED, named):
+    for name, separator, number, unit, more, letter in re.findall(NAMED, named):
         used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
         if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
             where = f"{path}: {name}{number}{more} may be one number or two"
             raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
-        found[name] = float(number) * UNITS[unit]
+        whole = used & {"width", "depth"} and letter[:1] in {"b", "p"}  # as in width256b512
+        if used and not whole and re.fullmatch(LETTER_FOR_POINT, number + unit + more + letter):
+            where = f"{path}: {name}{number}{letter} may be one number or two"
+            raise InputError(f"{where}; write {number}.{letter[1:]}{letter[0].strip('p')}, or - before {letter[0]}")
+        sign = -1 if separator == "-" and re.match("log(2|10|_|lr|wd)", name) else 1  # the log2 of an lr is negative
+        found[name] = sign * float(number) * UNITS[unit]
     for size in {"width", "depth"} - found.keys():
         others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
         if len(others) == 1:
