@@ -746,6 +746,37 @@ def test_runs_of_tensorboard_and_wandb(tmp_path: Path) -> None:
     assert curves_of(tmp_path / "wb" / "1.5b", loss="val/loss") == {"1.5b": [[(10, 3.0)]]}
 
 
+def test_hyperparameters_in_tensorboard_are_no_run(tmp_path: Path) -> None:
+    """``add_hparams`` writes an event file with the results into a subfolder of the run."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    runs = rows({64: -6.0, 128: -6.0}, 0.001, seeds=2)
+    for run in runs:
+        name = f"width{run['width']}-lr{run['lr']}-seed{run['seed']}"
+        for kind in ("plain", "hp", "own"):
+            with SummaryWriter(tmp_path / kind / name) as writer:
+                for step, more in ((10, 1.0), (20, 0.0)):
+                    writer.add_scalar("loss", float(run["loss"]) + more, step)
+                if kind != "plain":
+                    metrics = {"hparam/loss": run["loss"]} if run["seed"] else {"loss": run["loss"]}
+                    writer.add_hparams({"lr": run["lr"]}, metrics, run_name="." if kind == "own" else None)
+        with SummaryWriter(tmp_path / "result" / name) as writer:
+            writer.add_hparams({"lr": run["lr"]}, {"hparam/loss": run["loss"]})
+    expected = transfer_of_runs(tmp_path / "plain").rows
+    assert transfer_of_runs(tmp_path / "hp").rows == expected
+    assert [row.slope for row in transfer_of_runs(tmp_path / "result", loss="hparam/loss").rows] == [
+        expected[0].slope
+    ]
+    for folder in (tmp_path / "own").glob("*seed0"):  # here, the last loss is that of add_hparams, at step 0
+        shutil.rmtree(folder)
+    assert len(transfer_of_runs(tmp_path / "own").rows) == 1
+    # A run below another, such as one that was started again, is no result.
+    with SummaryWriter(tmp_path / "plain" / "width64-lr0.015625-seed0" / "again") as writer:
+        writer.add_scalar("loss", 2.0, 20)
+    with pytest.raises(InputError, match=r"again repeats the size, lr and seed of"):
+        transfer_of_runs(tmp_path / "plain")
+
+
 def tensorboard_runs(folder: Path, *names: str) -> Path:
     """Write a run with one loss for each name."""
     for number, name in enumerate(names):

@@ -73,6 +73,24 @@ def tensorboard_rows(
         yield from ((event.step, row) for row in rows)
 
 
+def tensorboard_tags(file: Path) -> list[str]:
+    """Return the tag of each value in a TensorBoard event file, also of texts, images and hyperparameters.
+
+    Raises:
+        LogDamaged: if a record is damaged.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    tags = []
+    for at, record in _tensorboard_records(file, lambda message: None):
+        try:
+            tags += [value.tag for value in Event.FromString(record).summary.value]
+        except DecodeError as error:
+            raise LogDamaged(file, at, f"the record cannot be read ({error})") from None
+    return tags
+
+
 def _tensorboard_records(file: Path, cut: Callable[[str], object]) -> Iterator[tuple[int, bytes]]:
     """Yield (position of the first byte, content) for each record of a TensorBoard event file.
 

@@ -18,7 +18,7 @@ from typing import Any
 from leaven import storage
 from leaven.data.sources import OF_DISKS
 from leaven.errors import InputError
-from leaven.training.run_logs import tensorboard_rows, wandb_rows
+from leaven.training.run_logs import tensorboard_rows, tensorboard_tags, wandb_rows
 
 SUFFIXES = (".csv", ".jsonl", ".wandb")
 UNREAD = re.compile(r"\.(csv|tsv|jsonl|ndjson|parquet|wandb|(json))(\.(gz|bz2|xz|zst|zip))?$", re.IGNORECASE)
@@ -178,8 +178,24 @@ class RunLogs:
             unread = {file for file in unread if file.suffix.lower() != ".json"}  # such as study.json
             unread = {file for file in unread | others if own.isdisjoint([file, *file.parents])}
             others = set()
+        others -= _beside_hparams(others, loss)
         names = [str(file.relative_to(path)) for file in sorted(unread)]
         return cls(sorted(own), sorted(others), names if len(names) < 6 else [*names[:5], f"{len(names) - 5} more"])
+
+
+def _beside_hparams(runs: Collection[Path], loss: str) -> set[Path]:
+    """Return the folders with event files that are no runs, because of ``SummaryWriter.add_hparams`` of PyTorch.
+
+    It writes the hyperparameters and results of a run into a subfolder of the run, which is left out. But if
+    ``loss`` is one of these results, such as hparam/loss, the subfolder is read in place of the run.
+    """
+    found = set[Path]()
+    for folder in runs:
+        if folder.is_dir() and folder.parent in runs:
+            tags = [tag for file in folder.iterdir() if EVENTS in file.name for tag in tensorboard_tags(file)]
+            if any(tag.startswith("_hparams_/") for tag in tags) and len(tags) == len(set(tags)):
+                found.add(folder.parent if loss in tags and loss.startswith("hparam/") else folder)
+    return found
 
 
 def is_one_run(path: Path) -> bool:
