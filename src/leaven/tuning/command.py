@@ -129,7 +129,8 @@ class LossSource(Part):
 
     @property
     def expression(self) -> str:
-        """The ``pattern`` as a regular expression: {loss} and {step} become named groups."""
+        """The ``pattern`` as a regular expression: {loss} and {step} become named groups. A space before one of them
+        matches several, because numbers of a fixed width are padded with spaces."""
         return self._with_loss(_NUMBER)
 
     @property
@@ -143,7 +144,8 @@ class LossSource(Part):
         return self._with_loss(r"[^ \t\n]*")
 
     def _with_loss(self, loss: str) -> str:
-        once = (self.pattern or "").replace("{loss}", f"(?P<loss>{loss})", 1)
+        padded = re.sub(r" (?=\{(?:loss|step)\})", " +", self.pattern or "")
+        once = padded.replace("{loss}", f"(?P<loss>{loss})", 1)
         return once.replace("{step}", f"(?P<step>{_STEP})", 1)
 
     @property
