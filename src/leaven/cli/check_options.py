@@ -238,7 +238,7 @@ class RunOptions(RecipeRunOptions):
         if isinstance(read, Recipe):
             return super().models(scale)
         if scale is None:
-            raise InputError(f"{read} has no default size; give the size of the model, e.g. --scale 64x4")
+            raise InputError(f"{read}: a factory has no default model size; give the size, e.g. --scale 64x4")
         tokens = self.tokens or default_tokens
         family = foreign(read, scale, prepare_text, source=self.source, batch_tokens=self.batch_tokens, tokens=tokens)
         return family, scale
@@ -259,7 +259,11 @@ class LoggedRunOptions(RunOptions):
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the logs' path, or None if the check trains runs. ``only_logs`` names options for logs."""
+        """Return the path of the logs, or None if the check trains the runs itself.
+
+        Raise InputError if an option is missing or does not fit. ``only_logs`` has the names, separated by spaces, of
+        options that are allowed only with logs.
+        """
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(

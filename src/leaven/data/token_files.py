@@ -133,7 +133,7 @@ class TokenFile:
         if size > dtype.itemsize:
             wider = {2: "uint16", 4: "uint32", 8: "int64"}[size]
             raise BrokenFile(
-                f"is not of {dtype.name}, because every second id would be 0; "
+                f"is not of {dtype.name}: if it is read as {dtype.name}, every second id is 0; "
                 f'write source = [{{ source = ..., dtype = "{wider}" }}]'
             )
         return MappedTokens((ids,), None, raw=self.dtype is None)
@@ -217,12 +217,14 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists. Raise BrokenFile if an id is null. If rows look like blocks of a
-    longer text, the ends of documents count as unknown (see `BLOCKS`); otherwise each row is a document.
+    """Return the token ids of an Arrow column whose rows are lists of ids. Raise BrokenFile if an id is null.
+
+    Each row is a document. But if the rows seem to be equal blocks of a longer text (see `BLOCKS`), the ends of
+    documents are unknown.
 
     Args:
-        chunks: the Arrow arrays that make up the column.
-        files: for each array, the files whose memory maps hold its values.
+        chunks: the arrays that make up the column.
+        files: for each array, the files whose memory maps hold its ids.
     """
     arrays: list[ArrayTokens] = []
     lengths = []

@@ -2,8 +2,8 @@
 every layout.
 
 The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process
-stores. Norms are computed over all processes. They are bit-identical, so all processes make the same
-decisions.
+stores. A norm is computed over all processes, and is bit-identical on all of them. So all processes make
+the same decisions about it, for example whether to clip.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter with a block stored by this process."""
+    """A parameter of the model, of which this process stores the whole or a block."""
 
     row: ParameterRow  # row of the parameter table: name, lr, init and so on
-    piece: Piece  # the block of the parameter, with its position
+    piece: Piece  # the stored block, with its position in the parameter
     parameter: nn.Parameter  # the parameter of the model; a DTensor if it is sharded
     local: nn.Parameter  # the tensor that the optimizer updates: ``parameter`` or, if sharded, its local block
 
@@ -349,7 +349,7 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh dimensions of data parallelism: shard, and replicate if larger than 1."""
+    """Return the data-parallel part of the mesh: ("replicate", "shard"), or only "shard" if there is one replica."""
     return mesh["replicate", "shard"] if mesh.size(AXES.index("replicate")) > 1 else mesh["shard"]
 
 

@@ -42,7 +42,10 @@ class WholeMatrices:
     must call :meth:`map` together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
-        """``parameters`` are the matrices of this process's pipeline stages."""
+        """Prepare the sharded matrices in ``parameters``; ignore the others. All processes must call this together.
+
+        ``parameters`` has the matrices of this process's pipeline stages, by name.
+        """
         assert group.mesh is not None
         ranks = group.mesh.mesh.flatten(1)  # by pipeline rank
         self._group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]

@@ -266,10 +266,11 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Correct a row for an embedding module that multiplies its output by a factor, such as sqrt(width).
+    """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width), corrected
+    so that AdamW trains the model as with the factor of the base.
 
-    ``c`` is (factor in this model) / (factor in the base). Use std / c, lr / c, eps x c and weight decay x
-    c: AdamW then trains as with the base's factor.
+    ``c`` is (factor in this model) / (factor in the base). The result has std / c, lr / c, eps x c and weight decay x
+    c. With tied embeddings, it also has multiplier x c. Rows of other roles are returned unchanged.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row

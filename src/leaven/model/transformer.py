@@ -366,7 +366,9 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 class Stage(nn.Module):
     """A pipeline stage: the layers ``first`` to ``last - 1`` of a model. The first stage also has the embedding. The
-    last stage also has the final norm, the unembedding and the loss. The rest is removed from ``model``.
+    last stage also has the final norm, the unembedding and the loss.
+
+    The constructor removes from ``model`` all modules that belong to other stages.
 
     Args:
         dtype: the dtype of matrix products.

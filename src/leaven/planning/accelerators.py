@@ -55,7 +55,8 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention counts as two matrix products forward and five backward, including masked scores.
+    For attention, the FLOPs of two matrix products are counted in the forward pass, and of five in the backward pass.
+    The scores that the mask discards are counted, too.
     """
 
     matmul: _Positive

@@ -134,7 +134,10 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether ``wanted`` names accelerator ``own``. SXM counts only if ``own`` has PCIE or NVL."""
+    """Return whether the words ``wanted`` name the accelerator whose name has the words ``own``.
+
+    The word SXM in ``wanted`` is ignored, unless ``own`` has PCIE or NVL.
+    """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

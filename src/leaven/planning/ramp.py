@@ -162,7 +162,10 @@ def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
-    """Return pairs of (batch in tokens, number of steps with this batch) for a run of ``tokens`` tokens."""
+    """Return (batch in tokens, number of steps with this batch) for each batch size in a run of ``tokens`` tokens.
+
+    ``sizes`` has pairs (first token, batch in tokens).
+    """
     schedule = BatchSchedule(sizes)
     ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
     last = ends[-1]

@@ -13,8 +13,8 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage (at least one), by one of three rules.
 
-    - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as (vocabulary x
-      width / w) blocks. Here w is the number of matrix weights that a token uses in an average block.
+    - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as
+      (vocabulary x width) / (matrix weights that a token uses in an average block) blocks.
     - ``number``: stages differ by at most one block. Extra blocks go to the middle stages first, as in BLOOM.
     - ``work``: each stage in turn gets its share of the FLOPs of blocks and unembedding, as in nanotron.
     """
@@ -49,7 +49,10 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return each stage's number of blocks by the rule ``work``. ``weights`` and ``unembedding`` are FLOPs / 2."""
+    """Return each stage's number of blocks by the rule ``work``: the stages compute about equally much.
+
+    ``weights`` (for each block) and ``unembedding`` are numbers of multiply-adds. The last stage has the unembedding.
+    """
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for left, weight in zip(reversed(range(len(weights))), weights, strict=True):

@@ -70,7 +70,7 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Turn a bare limit into a table with mode ``global``. Keep any other value."""
+        """Turn a bare limit, such as 1.0, into a table of this limit with the mode "global". Keep any other value."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -190,7 +190,7 @@ class Hyperparameters(Part):
         ):
             if self.optimizer != "adam" and shrink >= 1:
                 raise ValueError(
-                    f"{name} = {shrink:g} erases a weight in one step; lower one of them until the product is below 1"
+                    f"{name} = {shrink:g} erases a weight in one step; lower one factor until the product is below 1"
                 )
         return self
 

@@ -146,7 +146,7 @@ class Training:
         return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check it between steps."""
+        """Raise StopRequested if ``stop()`` is true. Do nothing with several processes: they check between steps."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 

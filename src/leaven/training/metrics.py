@@ -308,7 +308,8 @@ def writers(log_to: str | None) -> tuple[str, ...]:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, with tokens on the x axis. torch's writer hides errors such as a full disk."""
+    """Writes scalars to TensorBoard, with tokens on the x axis. Unlike torch's SummaryWriter, it raises errors, for
+    example of a full disk."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

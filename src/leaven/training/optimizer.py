@@ -70,7 +70,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: (new half-life) / (old half-life) of the moments, in steps."""
+        """Multiply Adam's step counts by ``factor``: the new half-life of the moments, in steps, divided by the old
+        one. A batch ramp changes the half-life."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor
@@ -212,9 +213,11 @@ error of a single one is as large as its value."""
 @dataclass
 class NoiseScale:
     """Measures the gradient noise scale tr(Sigma) / |G|^2 every ``every`` tokens
-    (:mod:`leaven.catalogue.noise_scale`). Both terms are estimated from two gradients of a step: after the
-    first micro-batch, and after all micro-batches. Each term is averaged over measurements before the
-    division."""
+    (:mod:`leaven.catalogue.noise_scale`).
+
+    A measurement estimates tr(Sigma) and |G|^2 from a step's gradient after the first micro-batch and after all
+    micro-batches. The noise scale is the ratio of their running averages.
+    """
 
     every: int  # tokens between measurements
     model: ShardedModel

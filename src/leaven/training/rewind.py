@@ -64,8 +64,11 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return all rewinds of a run in order: the longer of the lists in the newest checkpoint and in
-    events.jsonl. Raise InputError if the event of a rewind is damaged."""
+    """Return all rewinds of a run, in order.
+
+    The newest checkpoint and events.jsonl both list the rewinds; the longer list is returned. Raise InputError if the
+    event of a rewind is damaged.
+    """
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]

@@ -198,7 +198,8 @@ class Command(Part):
 
     @property
     def _required(self) -> set[str]:
-        """The names of placeholders outside ``config``. Each of them must have a value."""
+        """The names of the placeholders that must have a value: those in the command, the environment and the loss
+        source."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property

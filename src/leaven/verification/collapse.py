@@ -189,10 +189,10 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviations from the first size, as defined at the top of this file.
+    """Return the deviation of each further size from the first size, as defined at the top of this file.
 
-    Shapes: ``curves`` (..., sizes, intervals), ``irreducible`` (...), result (..., sizes - 1, intervals
-    after :data:`FROM`). ``irreducible`` is L0.
+    Shapes: ``curves`` (..., sizes, intervals), ``irreducible``, the loss L0, (...). The result is (..., sizes - 1,
+    intervals), without the intervals in the first :data:`FROM` of the run.
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -299,7 +299,7 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
 
 
 def _curve(name: str, quantity: str, shares: Array, *values: Array) -> VerdictCurve:
-    """Return a curve with x = ``shares``. ``values`` are the lower ends, the middles and the upper ends."""
+    """Return a curve over ``shares``. ``values`` has three arrays of y: lower ends, middles and upper ends."""
     low, high = ([] if np.isnan(each).any() else each.tolist() for each in values[::2])
     y = [each if math.isfinite(each) else None for each in values[1].tolist()]
     return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

@@ -5,8 +5,9 @@ training at another batch follows the same stochastic differential equation. For
 rises by sqrt(kappa), and the betas are raised to the power kappa. eps and decay change, too. The final loss then
 stays the same, if gradients are mostly noise.
 
-The check compares final losses. Control runs change only the batch. If their loss also stays the same, the
-check shows nothing and does not pass.
+The check compares the final losses of two groups of runs. In the first group, the rule adapts the hyperparameters to
+the batch, and the loss should stay the same. In the control group, only the batch changes, and the loss should
+change. If it does not change, these runs cannot show whether the rule is right, and the check does not pass.
 """
 
 import math

@@ -1,14 +1,15 @@
-"""Checks of a user's own torch model. A factory function, ``module:factory``, makes the model::
+"""Checks of a user's own torch model. ``module:factory`` names a factory function that makes the model::
 
     def factory(width: int, depth: int, seed: int = 0, ratios: leaven.Ratios = leaven.Ratios()):
         model = MyModel(width, depth)                 # nn.Module: token ids (sequences, positions) -> logits
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
-The parameters ``seed`` and ``ratios`` are optional. A function ``batch(seed, step) -> (inputs,
-targets)`` may be the third result. docs/concepts/checks.md describes the factory and the training of its
-models. The result of a run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if
-the ``DivergenceMonitor`` ended it, or if its result is at least 1 nat above the loss of a uniform guess.
+The parameters ``seed`` and ``ratios`` are optional. The factory may return a function
+``batch(seed, step) -> (inputs, targets)`` as a third result. docs/concepts/checks.md describes the factory
+and the training of its models. The result of a run is its validation loss: the mean loss on the batches with
+seed `HELD_OUT`, on which no model is trained. A run has diverged if the ``DivergenceMonitor`` ended it, or if
+its result is at least 1 nat above the loss of a uniform guess.
 """
 
 import importlib
@@ -81,7 +82,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """For "lr", return 1, a factor on the factory's lr. Raise InputError for other quantities."""
+        """Return 1 for "lr", because a factory's lr is swept by factors. Raise InputError for other quantities."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: {quantity} of a factory's model cannot be swept, only its lr; give a recipe file"

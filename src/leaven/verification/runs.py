@@ -58,7 +58,7 @@ class RunStore:
         """Create the store without starting workers.
 
         :meth:`run` calls ``on_run(done, total)`` with numbers of trials, and stops once ``stop`` returns true.
-        ``note`` gets messages for the user. The folder should have at least ``finished`` results.
+        ``note`` gets messages for the user. If the folder has fewer than ``finished`` results, ``note`` says so.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished

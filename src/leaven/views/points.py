@@ -48,7 +48,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe how a trial differs from the trial ``best``, by default from the start.
+    """Describe how the values of ``trial`` differ from those of ``best``, or from the start if ``best`` is None.
 
     The text has at most ``room`` characters. A repeat with a new seed is ``trial 3 again, seed +1``.
     """

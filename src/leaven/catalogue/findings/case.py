@@ -157,7 +157,7 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return up to `VOTES` runs of different lineages within a factor of 4 in size."""
+        """Return at most `VOTES` published runs, one of each lineage, within a factor of 4 of the model's size."""
         return self.size.near.close[:VOTES]
 
     @cached_property
@@ -191,7 +191,7 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return the RMS over layers of (init std x multiplier), by module, for the last matrix of each branch."""
+        """Return, for each module that ends a residual branch, the RMS over layers of init std x multiplier."""
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:

@@ -73,9 +73,11 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return (the largest tuned base for a model, the model's shape at the base's width and depth), or None.
+    """Return (base, shape), or None if no base fits. ``base`` is the largest tuned recipe that fits the model, and
+    ``shape`` is the model scaled to the width and depth of the base.
 
-    The base has 1/32 to 1/2 of the model's parameters, and a similar number of tokens per parameter.
+    A base fits if it has 1/32 to 1/2 of the model's parameters, a similar number of tokens per parameter, and no
+    larger width or depth, and if the model can be scaled to it.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):

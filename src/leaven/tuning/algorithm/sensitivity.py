@@ -1,11 +1,12 @@
 """Compute each searched value's part in the gain of the best point, and the possible gain of more trials.
 
 The possible gain is the loss at the best point minus the minimum within ``TRUST`` steps of this point.
-It is a median over quadratics drawn from the surrogate's posterior. With at most ``DESIGNED`` searched
-values, this median is too high, because the prior has one typical curvature for all values. So it is
-limited to the gain of the second half of the trials. After n trials, the possible gain is about
-proportional to 1 / n. So n more trials bring half of it. docs/concepts/search.md says how accurate
-this is.
+Quadratics are drawn from the surrogate's posterior, and the median of their possible gains is used. With
+at most ``DESIGNED`` searched values, this median is too high, because the prior has one typical curvature
+for all values. So the possible gain is then at most what the second half of the trials gained.
+
+After n trials, the possible gain is about proportional to 1 / n. So after n more trials, half of it is
+left, and the other half is what these trials bring. docs/concepts/search.md says how accurate this is.
 """
 
 import itertools

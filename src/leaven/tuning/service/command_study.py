@@ -323,7 +323,7 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if ``path`` is now another file than ``output``, possibly of another trial."""
+    """Raise InputError if another program replaced the file at ``path`` after leaven opened it as ``output``."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read

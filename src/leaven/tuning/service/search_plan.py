@@ -95,8 +95,11 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (finalists, trials of each): the largest allowed entry of ``FINALS`` whose trials fit. They may
-        use the share ``RESERVED`` of the budget, if so much is unused."""
+        """Return (finalists, trials of each): the largest allowed entry of ``FINALS`` that the budget can pay for.
+
+        Final trials may use the share ``RESERVED`` of the budget, but not more than what is unused at ``now`` (Unix
+        time).
+        """
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )

@@ -176,7 +176,8 @@ class StoredStudy:
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
         """Start the requested trial, and return (number, point). Without a requested point, ``sampler`` draws it.
 
-        Return None if another command has this job, or has declared this command dead.
+        Return None if another command has started the trial of ``request.job`` already, or if another command took
+        this one for dead and closed the attempt.
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)
@@ -209,7 +210,10 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Give each trial whose last attempt is in ``numbers`` another attempt, but only once. Return how many."""
+        """Give failed trials another attempt. Return how many.
+
+        ``numbers`` are the numbers of last attempts. A trial that was given back before gets no further attempt.
+        """
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]
@@ -379,7 +383,10 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
-    """Return whether ``attempt`` is another one than ``before``, or an earlier state of it."""
+    """Return whether ``attempt`` cannot be a later state of the attempt ``before``.
+
+    Either another call created it, or ``before`` has ended and ``attempt`` has not.
+    """
     earlier = before.state.is_finished() and not attempt.state.is_finished()
     return earlier or attempt.system_attrs.get(TICKET) != before.system_attrs.get(TICKET)
 
