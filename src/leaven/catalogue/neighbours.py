@@ -206,7 +206,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return votes with their weighted geometric median. ``by``: values by run id."""
+        """Return ``by`` (values by run id) as votes. The chosen value is their weighted median, in logarithms."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
@@ -263,14 +263,15 @@ def neighbours(
     reference: PublishedRun | None = None,
     experts: bool = False,
 ) -> Neighbours:
-    """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
+    """Return the neighbours of a model: of each lineage, the most similar run with an lr comparable to AdamW's.
 
-    Runs within `FACTOR` of the size come first, then the others. Both are in the order of :func:`nearest`.
+    Runs within the factor `FACTOR` of the model's size come first. Among them, and among the others, the order is
+    that of :func:`nearest`.
 
     Args:
-        params: parameters of the model that a token uses.
+        params: number of parameters that a token uses.
         qk_norm: whether the model has QK-norm; None ignores QK-norm.
-        reference: the run of ``--from``, which decides the values that it publishes.
+        reference: the run given with ``--from``. Its published values replace those of the neighbours.
         experts: whether the model is a mixture of experts. If so, dense runs are neighbours, too.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")

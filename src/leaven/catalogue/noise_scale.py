@@ -33,7 +33,10 @@ def tokens_over_least(batch: float, critical: float) -> float:
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return (steps to reach a loss at ``batch``) / (steps at a huge batch): McCandlish 2018, section 2.3."""
+    """Return (steps to a loss at ``batch``) / (steps to it at a huge batch), by McCandlish 2018, section 2.3.
+
+    ``critical`` is the critical batch, in the unit of ``batch``.
+    """
     return 1 + critical / batch
 
 

@@ -55,10 +55,10 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of fin
 
 
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of the data class that is its first parameter.
+    """Return the command with keyword options: one for each field of its first parameter, a data class.
 
-    typer does not support data classes. ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run,
-    scales, seeds=3, ...)``.
+    typer does not support data classes. For example, ``init(options: RecipeRunOptions, scales)`` becomes
+    ``init(*, subject, run, scales, seeds=3, ...)``. All of these but ``scales`` are fields of RecipeRunOptions.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters

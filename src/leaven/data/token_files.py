@@ -150,8 +150,8 @@ class TokenFile:
             raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; write token ids as integers with one dimension")
         if (size := self.size) != (whole := ids.offset + ids.nbytes):
             raise BrokenFile(
-                f"has {size:,} bytes, but its header says {len(ids):,} ids ({whole:,} bytes); write it again, "
-                "each array to a file of its own"
+                f"has {size:,} bytes, but its header says {len(ids):,} ids ({whole:,} bytes), so it is "
+                "cut off or has more than one array; write it again, each array to a file of its own"
             )
         return MappedTokens((FileTokens(self.path, ids.dtype, len(ids), offset=ids.offset),), None)
 
@@ -167,7 +167,8 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(raw[: _MEGATRON_HEADER.size].tobytes())
     if version != 1 or code not in _MEGATRON_DTYPES:
         raise BrokenFile(
-            f"has an index {index.name} of version {version} with dtype {code}; write version 1 with integers"
+            f"has an index {index.name} of version {version} with dtype code {code}, but leaven reads only version 1 "
+            "with integers; write the file again in this format"
         )
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     # After the header: the length and the place (in bytes) of each sequence, and the first sequence of each document.

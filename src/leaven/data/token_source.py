@@ -319,7 +319,10 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the next document end from ``position`` on, at most ``stop``, or ``position`` if unknown."""
+    """Return the first position from ``position`` on at which a document ends, but at most ``stop``.
+
+    Return ``position`` if the ends are unknown: the file has none, and ``end_of_text`` is None.
+    """
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -47,7 +47,10 @@ class ProcessGroup:
 
     @classmethod
     def arranged(cls, rank: int, layout: Layout, device: torch.device, store: Any = None) -> "ProcessGroup":
-        """Return the group of all processes, on the mesh that a layout describes."""
+        """Return the group of all ``layout.ranks`` processes. Its device mesh has the dimensions of the layout.
+
+        ``rank`` is this process. ``store`` is a key-value store for use from any thread.
+        """
         # With ZeRO 0, all parameters are replicated; with ZeRO 1 to 3, they are sharded over dp / dp_replicate ranks.
         shards = layout.dp // (layout.dp if layout.zero == 0 else layout.dp_replicate)
         sizes = layout.pp, layout.dp // shards, shards, layout.tp

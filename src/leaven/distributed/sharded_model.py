@@ -178,10 +178,10 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Return the router tallies of this step, summed over all processes: (layers, experts + 1).
+        """Sum the router tallies of this step over all processes into ``tally``, and return it.
 
-        The last column has the balance loss. The others count the tokens sent to each expert. ``tally`` must
-        have this shape and only zeros, and is overwritten.
+        ``tally`` has the shape (layers, experts + 1) and must contain only zeros. Afterwards, the last column is the
+        balance loss. The others are the numbers of tokens sent to each expert.
         """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
@@ -189,8 +189,11 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norm of every row of the parameter table over all processes, for each group. A group has
-        one tensor, such as the gradient, for each of ``local_parameters``."""
+        """Return the 2-norms of all parameters' tensors over all processes, one result for each of ``groups``.
+
+        A group has one local tensor, such as the gradient, for each of ``local_parameters``. A result is in the order
+        of the parameter table.
+        """
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine

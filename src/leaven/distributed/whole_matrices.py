@@ -29,8 +29,10 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the block from each sender to ``owner``, by the sender's rank. Each block has one sender, if
-        possible ``owner`` itself."""
+        """Return the blocks that together make the matrix for ``owner``, by the rank that sends them.
+
+        If several ranks have the same block, only one sends it: ``owner`` if it has the block, else the lowest rank.
+        """
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)

@@ -161,7 +161,7 @@ class LossRow(Entry):
 
     key: str  # key of the recipe, or a quantity and its modules, such as "lr of embedding, unembedding"
     value: Any  # value in the recipe
-    why: str  # what the other trainer would do instead, and why
+    why: str  # what the other trainer does instead, and why it cannot have the value
 
     @property
     def text(self) -> str:

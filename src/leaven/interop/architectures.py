@@ -128,7 +128,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key. For keys in ``words``, None becomes "none"."""
+        """Return the values of ``shape`` by key of [model]. The keys in ``words`` have "none" in place of None."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 

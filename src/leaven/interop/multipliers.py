@@ -196,7 +196,7 @@ def require_hooks(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo :func:`install`, even if it was interrupted, and remove the attributes that a parametrized model gets."""
+    """Undo :func:`install`, even if it was interrupted. Also delete the attributes ROWS, MUON and LOGIT_SCALES."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks):
             for key, hook in list(hooks.items()):

@@ -326,8 +326,8 @@ def _positive(name: str, size: str, value: Any) -> float:
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
-            f"parametrize: {name} is {value!r}; give a finite number above 0: the {size} of the model, divided by "
-            "that of the base"
+            f"parametrize: {name} is {value!r}; give a finite number above 0: ({size} of the model) / ({size} of "
+            "the base)"
         )
     return number
 
@@ -358,9 +358,8 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
     attention = next((name for name, kind in classified.items() if kind.module.startswith("attention.")), None)
     if attention is not None:
         raise InputError(
-            f"{attention}: its attention module has no attribute head_dim, but a rule may change the logit scale if "
-            "the head dimension differs from the base's; pass head_ratio, the ratio of head dimensions (1.0 if only "
-            "the number of heads differs)"
+            f"{attention}: its attention module has no attribute head_dim, so the head dimensions of the model and "
+            "the base are unknown; pass head_ratio = (that of the model) / (that of the base), 1.0 if they are equal"
         )
     return 1.0
 

@@ -1,4 +1,4 @@
-"""Runs a model to find norms on outputs of residual branches, and runs a norm to see if its gain is 1 + weight."""
+"""Run a model to find the norms after its residual branches, and run a norm to see if it multiplies by 1 + weight."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -60,8 +60,8 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
             if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
                 raise InputError(
                     f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
-                    "norm after the branch cancels the multiplier, but is not a module of its own; normalise the "
-                    "output of each branch with a module, such as nn.RMSNorm"
+                    "norm after the branch cancels it, and leaven cannot put the multiplier after a norm that is not "
+                    "a module; normalise the output of each branch with a module, such as nn.RMSNorm"
                 )
     return found
 

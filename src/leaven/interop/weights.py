@@ -409,11 +409,11 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 
 
 def zeros_caution(folder: Path) -> str | None:
-    """Return a warning if parts of the weights in a folder are zeros, as after an interrupted copy.
+    """Return a warning if weights in a folder are zeros without reason, as after an interrupted copy.
 
-    Two rows of each matrix are read. Some models begin with zeros in some tensors of every layer, or in the
-    unembedding, but not in most tensors, the embedding or the final norm. Return None also if the folder cannot
-    be read.
+    Two rows of each matrix are read. A tensor may be all zeros in every layer, because some models start like this.
+    But zeros in most kinds of tensors, in the embedding or in the final norm are a fault. Return None without a
+    fault, or if the folder cannot be read.
     """
     try:
         plain = read_huggingface(folder)

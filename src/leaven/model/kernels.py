@@ -145,8 +145,10 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, perhaps as a transposed view. Call this only where autograd does not record. For oneDNN,
-    a transposed copy of the smaller matrix is made."""
+    """Return a.T @ b, (N, M), perhaps as a transposed view. Call this only where autograd does not record.
+
+    oneDNN needs a contiguous first matrix, so the smaller of the two matrices is copied.
+    """
     if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
         return a_KN.T @ b_KM
     if a_KN.shape[1] > b_KM.shape[1]:

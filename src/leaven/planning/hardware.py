@@ -41,7 +41,7 @@ class Cluster:
 
     @property
     def nodes_text(self) -> str:
-        """The nodes as text: ``one node``, ``8 nodes of 8``, or ``2 nodes of 8, the last of 5``."""
+        """The nodes and their GPUs as text: ``one node``, ``8 nodes of 8``, or ``2 nodes of 8, the last of 5``."""
         node = self.accelerator.node_size
         if self.nodes == 1:
             return "one node"

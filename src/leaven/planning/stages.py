@@ -82,11 +82,11 @@ def rank_blocks(
 
 
 class RankParameters(NamedTuple):
-    """The number of parameters on one tensor-parallel rank of a pipeline rank."""
+    """The number of parameters on one rank, before ZeRO shards them."""
 
     blocks: float  # parameters in blocks, without routed experts
-    experts: float  # parameters of routed experts, which are distributed over the ``ep`` ranks
-    ends: float  # parameters outside the blocks; tied embeddings are stored on both ends of the pipeline
+    experts: float  # this rank's share of the routed experts, which are divided over the ``ep`` ranks
+    ends: float  # outside the blocks; both the first and the last pipeline rank have tied embeddings
 
     @property
     def total(self) -> float:
@@ -118,8 +118,8 @@ def sharers(layout: Layout) -> tuple[int, int]:
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    With v stages per rank, a pass through one stage counts as 1/v micro-batch (interleaved 1F1B, Narayanan
-    et al. 2021, arXiv 2104.04473, section 2.2).
+    The number may be a fraction. If a rank has v stages, the activations of one stage count as 1/v micro-batch
+    (interleaved 1F1B, Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

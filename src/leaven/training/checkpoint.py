@@ -387,13 +387,13 @@ class Saved:
 
 
 class CheckpointManager:
-    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer
-    needed.
+    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
-    The first checkpoint in each interval of ``every_tokens`` is scheduled. :func:`checkpoints_to_keep`
-    chooses which of these stay. Any other checkpoint, such as at a stop, stays only while it is the newest.
-    So a stop removes no checkpoint that a rollback may need. Every process of a run calls the same methods
-    at the same steps, from its main thread.
+    There are two kinds. The first checkpoint in each interval of ``every_tokens`` is scheduled, and
+    :func:`checkpoints_to_keep` decides how long it stays. Any other checkpoint, such as one at a stop, is removed as
+    soon as there is a newer one. So stops do not push out scheduled checkpoints, which a rollback may need.
+
+    Every process of a run calls the same methods at the same steps, from its main thread.
     """
 
     def __init__(

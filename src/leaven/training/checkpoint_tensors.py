@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """A block of a tensor, stored in a file under the tensor's name."""
+    """A block of a tensor, as stored in a file. The file stores the block under the name of the whole tensor."""
 
     file: str  # name of the file in the folder of the checkpoint
     offset: tuple[int, ...]  # of the block's first element in the whole tensor

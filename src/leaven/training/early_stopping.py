@@ -129,7 +129,10 @@ def expected(curve: Curve, baseline: Baseline) -> float:
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return the mean of (``curve`` - baseline) over the last :data:`SMOOTH` points, in nats."""
+    """Return how much ``curve`` is above the baseline's curve, in nats: the mean over its last :data:`SMOOTH` points.
+
+    The baseline is interpolated at the token counts of these points.
+    """
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 

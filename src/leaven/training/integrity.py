@@ -325,8 +325,11 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return a file that shows that the run has trained: plan.json or a TensorBoard file. If the run has events
-    (``begun``), plan.json must have measured steps: the first plan is written before the first step."""
+    """Return plan.json or a TensorBoard file if it shows that the run has trained, else None.
+
+    ``begun``: whether the run has events. Then plan.json counts only with measured steps, because the first plan is
+    written before the first step. A TensorBoard file then counts only if there is no metrics.jsonl.
+    """
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -472,8 +475,11 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
-    """Return how the events before the record ``since`` have changed, or None. The record is the ``finish``
-    event, or the state of the callbacks in a checkpoint."""
+    """Return how events.jsonl differs from what ``since`` has recorded, or None if it does not.
+
+    ``since`` is the ``finish`` event, or the state of the callbacks in a checkpoint. It has a digest of the events
+    before it; later events are ignored. A change of ``since`` itself also counts.
+    """
     if not is_sealed(since):
         return "its finish event has been changed"
     return changed_events(run.lines_of(run.events_file), lines_digest(since.get(EVENTS)))

@@ -248,7 +248,8 @@ class StepLog(Callback):
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens, and compares the speed and memory of processes."""
+    """Computes the validation loss at a fixed interval in tokens. With several processes, also logs the slowest
+    process and the one with the highest memory use."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training

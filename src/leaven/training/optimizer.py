@@ -160,7 +160,11 @@ class Clipper:
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step count of the running norm by ``factor``, as in :meth:`Optimizer.recount`."""
+        """Multiply the step count of the running norm by ``factor``: (new half-life) / (old half-life), in steps.
+
+        The norm decays with Adam's beta2, whose half-life in steps changes with the batch: see
+        :meth:`Optimizer.recount`.
+        """
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])
 

@@ -327,7 +327,7 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics` with their line numbers, and the line numbers of damaged lines."""
+        """Return the lines of :meth:`metrics`, their line numbers, and the line numbers of damaged lines."""
         read = _read(self.metrics_file)
         lines, damaged = in_order(zip(read.numbers, read.documents, strict=True))
         damaged = sorted([*read.damaged, *damaged])

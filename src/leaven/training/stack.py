@@ -230,7 +230,7 @@ class TrialStack:
         return self.progress.step == len(self.schedule)
 
     def losses_from(self, step: int) -> list[list[float]]:
-        """Return the training losses from ``step`` (counted from 0) to the last step, of shape (steps, K)."""
+        """Return the training losses (steps, K) of K recipes, from ``step`` (counted from 0) to the last step."""
         found: list[list[float]] = self.record[step : self.progress.step].tolist()
         return found
 

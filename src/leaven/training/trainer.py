@@ -491,7 +491,11 @@ class RunTrainer:
             self._on_event(event, self._at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone, or None. Also set :attr:`damaged`."""
+        """Return the newest undamaged checkpoint that no rewind has undone, or None.
+
+        Also set :attr:`damaged` to the paths of newer, damaged checkpoints. Raise InputError if the checkpoint does
+        not belong to the files of the run.
+        """
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)

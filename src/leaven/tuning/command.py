@@ -92,7 +92,10 @@ def _expression(pattern: str) -> str:
 
 
 class LossSource(Part):
-    """Where a command reports its losses. The last reported loss is the loss of the trial, unless it diverged."""
+    """Where a command reports its losses. The last reported loss is the loss of the trial.
+
+    The loss of a diverged trial is infinite.
+    """
 
     pattern: str | None = None  # a regular expression with {loss} for the number and {step} for the step
     file: Text | None = None  # the text file that the pattern reads; by default the output of the command
@@ -188,7 +191,7 @@ class Command(Part):
 
     @cached_property
     def template(self) -> str:
-        """The text of the file ``config``, or "" without it."""
+        """The content of the file at the path ``config``, or "" if ``config`` is None."""
         return "" if self.config is None else read_text(self.config)
 
     @property

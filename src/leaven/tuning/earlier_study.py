@@ -82,7 +82,10 @@ def unlike_earlier(folder: Path, recipe: Recipe) -> list[str]:
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function from a trial to a point. Raise InputError if the recipes' bases or rules differ."""
+    """Return a function that maps a trial of the earlier study in ``folder`` to a point around ``space.recipe``.
+
+    Raise InputError if the recipe of the earlier study has another base or another scaling rule.
+    """
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(

@@ -126,8 +126,10 @@ def _unit(path: str) -> str:
 
 
 def moved(unit: str, value: float, x: float) -> float:
-    """Return ``value`` moved by ``x`` units. With x = 1, an octave turns 0.5 into 1, a tenth turns 0.5 into
-    0.6, and a beta turns 0.9 into 0.81."""
+    """Return ``value`` moved by the distance ``x``, measured in ``unit``.
+
+    With x = 1, the unit "octave" turns 0.5 into 1, "tenth" turns 0.5 into 0.6, and "beta" turns 0.9 into 0.81.
+    """
     match unit:
         case "tenth":
             return value + x / 10

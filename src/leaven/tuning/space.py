@@ -387,7 +387,10 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
         return Dimension(path, value, low, high, bounds.scale, unit, near=near, ends=(below, above))
     for end in ends:
         if reason := why_invalid(recipe, path, end):
-            raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves give an invalid recipe: {reason}")
+            raise InputError(
+                f"[tuning.octaves] {path}: the recipe is invalid if this value moves by {end:+g} octaves ({reason}); "
+                "give a smaller range"
+            )
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
             f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves the value stays {value:g}, "

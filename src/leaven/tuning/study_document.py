@@ -236,7 +236,7 @@ class Answer(BaseModel):
 
 
 class StudyDocument(Sealed, Answer):
-    """A study: the answer of its search and all trials."""
+    """A study: the result of its search (:class:`Answer`), and all trials."""
 
     version: int = 1
     id: str = ""  # the random id of the study, which is also in its store
@@ -253,7 +253,7 @@ class StudyDocument(Sealed, Answer):
     loss_pattern: str = ""  # with --command: the regular expression for its losses
     best_command: str = ""  # the command with the best values
     command_folder: str = ""  # the folder in which a command runs, relative to the study's folder
-    progress: str = "tokens"  # what the curves are over: tokens, steps or losses (the number of losses so far)
+    progress: str = "tokens"  # unit of the curves: tokens, steps or losses (number of losses so far)
 
     @property
     def ended(self) -> int:

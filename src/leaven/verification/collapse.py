@@ -269,7 +269,11 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the verdict on one size. The confidence band is ``errors`` plus or minus ``band``."""
+    """Return the verdict on one size: does its normalised loss curve coincide with that of the base?
+
+    ``errors`` are the deviations between the two curves at ``shares`` of the run. Their intervals are errors +-
+    ``band``; NaN means unknown. ``by_seed`` has the losses of this size (seeds, points). ``row`` makes the result.
+    """
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band

@@ -84,7 +84,11 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """Return the allowed loss difference in nats per token. ``losses`` are those at the unchanged batch."""
+    """Return the loss difference that the check allows, in nats per token.
+
+    ``losses`` are those of all seeds at the family's own batch. The result is `TOLERANCE` x (log(vocab_size) - mean
+    loss), or two standard errors of a difference between two means over seeds, if this is larger.
+    """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:
         return TOLERANCE * learnt

@@ -227,12 +227,20 @@ def foreign(
     tokens: int | None = None,
     alpha: float | None = None,
 ) -> ForeignFamily:
-    """Return the model family that a user's factory makes. ``entry`` is ``module:factory``.
+    """Return the model family that a user's factory makes.
 
-    One model is built at ``scale`` to read the vocabulary size. ``source`` names the text, like
-    ``data.source`` in a recipe, or is :data:`MADE_UP`. The default is :data:`SOURCE`. If the factory returns
-    batches, ``source`` and ``batch_tokens`` must be None. Raise InputError if the factory, its result or an
-    argument cannot be used, or if the vocabulary is too small for text.
+    Args:
+        entry: the factory as ``module:factory``.
+        scale: size at which one model is built, to read the vocabulary size.
+        prepare: prepares the text for a vocabulary size.
+        source: the text, like ``data.source`` in a recipe, or :data:`MADE_UP`; by default :data:`SOURCE`. Must be
+            None if the factory returns batches.
+        batch_tokens: number of tokens in a batch; None for the default. Must be None if the factory returns batches.
+        tokens: number of tokens in a training run; None for the default.
+        alpha: the model's rule multiplies residual branches by depth^-alpha; by default 1.
+
+    Raises:
+        InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

@@ -1,8 +1,8 @@
-"""Read the rows of runs that any program has logged: CSV and JSON lines files, TensorBoard and W&B.
+"""Read runs that any program has logged, from CSV and JSON lines files, TensorBoard and W&B.
 
-A row of a CSV or JSON lines file is one run (for the check transfer) or one point of a loss curve (for collapse). Its
-columns give the size: width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is a
-.wandb file. The path of such a run gives its columns: width256-lr0.004 has the width 256 and the lr 0.004.
+In a CSV or JSON lines file, a row is one run (for the check transfer) or one point of a loss curve (for collapse).
+The size is in the columns width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is
+a .wandb file. For these, the path replaces the columns: width256-lr0.004 has the width 256 and the lr 0.004.
 """
 
 import csv
@@ -212,7 +212,7 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
         used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
         if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
             where = f"{path}: {name}{number}{more} may be one number or two"
-            raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
+            raise InputError(f"{where}; if it is one, remove the _; if it is two, replace the _ by -")
         found[name] = float(number) * UNITS[unit]
     for size in {"width", "depth"} - found.keys():
         others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
@@ -295,7 +295,9 @@ def _csv_lines(path: Path) -> list[list[str]]:
             begin = reader.line_num + 1
     except csv.Error:
         where = f"{path}: line {begin} has a cell with more than {csv.field_size_limit():,} characters"
-        raise InputError(f'{where}, or one without its closing "; correct it, or remove its column') from None
+        raise InputError(
+            f"{where}, or one without its closing quotation mark; correct the cell, or remove its column"
+        ) from None
     if not rows:
         return []
     header = rows[0][1]

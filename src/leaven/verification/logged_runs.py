@@ -244,7 +244,11 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
-    """Add what identifies a run to ``seen``. Raise InputError if another place has the same: a copy is no seed."""
+    """Record that ``run`` is at ``place``. Raise InputError if ``seen`` already has this run from another place.
+
+    ``run`` is what identifies a run, such as its size and seed, and ``what`` names this for the message. So a copied
+    run does not count as another seed.
+    """
     if (first := seen.setdefault(run, place)) != place:
         raise InputError(f"{place} repeats the {what} of {first}; remove one of the two, or move it elsewhere")
 

@@ -107,7 +107,10 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from names in leaven's transformer to labels: ``mlp.in``, or ``residual`` for a block."""
+    """Return a function from names in leaven's transformer to labels, such as ``mlp.in``.
+
+    The label of a whole block is ``residual``.
+    """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 
     def label(name: str) -> str:

@@ -126,7 +126,10 @@ class RunStore:
             time.sleep(0.5)
         ended = len(wanted.keys() & self._ended.keys())
         if self._unsaved:
-            raise ChecksStopped(f"{len(self._unsaved)} of {ended} finished runs could not be saved")
+            raise ChecksStopped(
+                f"{len(self._unsaved)} of {ended} finished runs could not be saved in {self.folder / LINES} and must "
+                "run again"
+            )
         if ended < len(wanted):
             raise ChecksStopped(f"{ended} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]

@@ -137,7 +137,7 @@ def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
 
 
 def acts(recipe: Recipe, module: str, kind: str) -> bool:
-    """Return whether a kind of multiplier, such as ``init_std``, has an effect on a module, such as ``mlp.in``."""
+    """Return whether a multiplier ``kind``, such as ``init_std``, has an effect on ``module``, such as ``mlp.in``."""
     return recipe.hyperparameters.refusal(recipe.model.roles, module, kind) is None
 
 

@@ -170,10 +170,10 @@ def _with_muon() -> list[PublishedRun]:
 
 
 def timescale(check: Check, case: Case) -> Check | None:
-    """Compare the timescale of weight decay with the optimum of the Power Lines law.
+    """Compare the timescale of weight decay with the best timescale according to the Power Lines law.
 
-    The timescale is batch / (lr x decay x tokens), a share of the run. Timescale / best timescale is 33 for
-    GPT-NeoX-20B, and 0.34 to 10.9 for all other compared runs.
+    The timescale is batch / (lr x decay x tokens), a share of the run. In published runs, it is 0.34 to 10.9 times
+    the best timescale, and 33 times in GPT-NeoX-20B. Return None without weight decay, and with the optimizer adam.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":

@@ -33,9 +33,9 @@ class StarterBase:
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
-    """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
+    """Return the base, at which the hyperparameters are set: a tuned base, a proxy worth tuning, or the target.
 
-    ``at`` is the target's size, and ``batch`` its batch in tokens. Raise InputError if ``--proxy`` is given
+    ``at`` is the size of the target, and ``batch`` its batch in tokens. Raise InputError if ``--proxy`` is given
     with ``--from``, or has an impossible size.
     """
     if at.reference:
@@ -94,7 +94,10 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Copy a tuned base's hyperparameters into the draft. Keep the base's warm-up as a share of the run."""
+    """Copy a tuned base's hyperparameters into the draft.
+
+    The warm-up keeps its share of the run: the draft's run has ``tokens`` tokens.
+    """
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

@@ -121,7 +121,10 @@ class ResolvedRecipe:
 
     @property
     def accumulate(self) -> int:
-        """The number of micro-batches per step and rank at the full batch."""
+        """The number of micro-batches that a data-parallel rank accumulates in a step with the full batch.
+
+        The full batch is the batch after the batch ramp, if there is one.
+        """
         return self.sequences // self.recipe.layout.dp // self.micro_batch
 
 

@@ -98,7 +98,12 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
-    """Set the coefficient of the balance loss, if config.json turns it on. ``layers`` counts layers with experts."""
+    """Set the coefficient of the balance loss, if config.json turns this loss on.
+
+    Args:
+        layers: number of layers with experts.
+        active: number of routed experts that a token uses.
+    """
     if not config.get("output_router_logits") or "router_aux_loss_coef" not in config:
         draft.unknown.append(f"model.experts.balance_loss: {CONFIG} uses no balance loss; leaven's default is used")
         return

@@ -108,9 +108,10 @@ def _words(text: str) -> deque[str]:
 
 
 def _plain(text: str, *, comments: bool = True) -> str:
-    """Return a script without comments, on one line where lines continue, and with ``_COMMAND`` for ``$(date)``.
+    """Return a script without comments, with continued lines joined, and with ``_COMMAND`` in place of ``$(...)``.
 
-    With ``comments`` false, # is a character like any other.
+    If ``comments`` is false, # is a character like any other. Raise ValueError if a ``$(`` has no closing
+    parenthesis.
     """
     kept: list[str] = []
     ends: list[str] = []  # what closes each open double quote and $(, and each open ( within $(

@@ -220,10 +220,12 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return (regular expression, values) for each group. The first expression that matches a name counts.
+    """Return a pair (regular expression, values) for each group. A name has the values of the first match.
 
-    ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. Each expression ends with
-    ``end``.
+    Args:
+        groups: the names of parameters by the values that they share. The largest group has the expression ``.*``.
+        blocks: path of the model's list of blocks.
+        end: regular expression for the end of the names.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -283,7 +285,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for NeMo Automodel. It sets factors on lr and decay by patterns of names.
 
-    All parameters get the betas and eps that most matrices in the blocks have.
+    Automodel has one beta1, beta2 and eps for all parameters: those of most hidden weights in the recipe.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")

@@ -73,7 +73,7 @@ def answer(
 
     Args:
         noise: standard deviation of the loss between seeds; by default measured from the trials.
-        over: whether the search has ended. Until then, a best point requires a final trial that has ended.
+        over: whether the search has ended. Before, the answer has a best point only if a final trial has ended.
         by_surrogate: whether points without fresh seeds are ranked by predicted loss, not by measured loss.
         optunas: returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
         earlier: trials of an earlier search, used as prior knowledge.
@@ -275,7 +275,8 @@ def choose(
     Args:
         noise: standard deviation of the loss between seeds. If None (unknown), every gain above 0 counts. If 0,
             one trial gives the exact loss of a point.
-        predicted: predicted losses by point. Measured losses replace them once trials have fresh seeds.
+        predicted: predicted losses by point, which rank the points of the search. They are ignored once there are
+            trials with fresh seeds to compare.
     """
     exact, noise = noise == 0, noise or 0.0
     found = _LossesByPurpose.of(trials, paths, predicted)

@@ -139,10 +139,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return (i, j, share): the pair of values that alone brings the largest share of the predicted gain.
+    """Return (i, j, share): the two numbers that bring most of the predicted gain if only these two change.
 
-    Choices do not count. Numbers stay within their range in ``points`` (n, D). Return None if there are too
-    few numbers or trials, or if the point ``best`` (D,) gains at most ``noise``.
+    ``share`` is their gain / the gain of all numbers from the start to ``best`` (D,), at most 1. Each number stays in
+    the range of its values in ``points`` (n, D). Choices are ignored. Return None if there are too few numbers or
+    trials, or if the gain to ``best`` is at most ``noise``.
     """
     features, number, d = now.features, now.features.level == 0, len(best)
     zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)

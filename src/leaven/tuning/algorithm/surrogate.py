@@ -252,7 +252,7 @@ def fitted_noise(points: Array, losses: Array) -> float:
 
 @dataclass(frozen=True, eq=False)
 class EarlierTrials:
-    """The finished trials of an earlier search, as distances from the start of the new search."""
+    """The finished trials of an earlier search. Their points are distances from the start of the new search."""
 
     # (n, D + E): first the D values of the new search, in octaves; then E values that only the earlier search has, in
     # steps

@@ -11,13 +11,13 @@ trial, plus one for each retry. In this file, an Optuna trial is called an attem
 - If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial,
   once. If the retry dies too, the trial has failed. Ctrl-C releases the running attempts of a command.
   Their trials are retried, too, but a released attempt does not count as one that died.
-- If many trials of a command fail in a row, its machine may be broken. Then the command gives these
-  trials back: each gets an ended attempt with the attribute ``given_back``. Failures before this attempt
-  do not count.
+- If many trials of a command fail in a row, its machine may be broken. The command then gives these trials
+  back, so that they run again: it adds to each an ended attempt with the attribute ``given_back``. Failures of
+  the trial before this attempt no longer count. A trial is given back only once.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's
   samplers need a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
-- An attempt with a result has a digest, and so have the settings of the study. Digests show changed
-  values and deleted lines.
+- An attempt with a result has a digest, and so have the settings of the study. A wrong digest shows that
+  another program has changed a value or deleted a line.
 """
 
 import json
@@ -70,7 +70,7 @@ class TrialRequest:
     """A trial that the search plan asks to start."""
 
     purpose: str  # search | noise | rerun
-    job: str  # name of the work, such as search:12; if an attempt has this job, the trial was started already
+    job: str  # unique name of the work, such as search:12; an attempt with this job has been started for it
     seed: int = 0
     point: Params | None = None  # None if Optuna's sampler proposes it
     attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the attempt
@@ -119,7 +119,7 @@ class StoredStudy:
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # what messages call the study
-    _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
+    _clock: float = field(default_factory=lambda: time.time() - time.monotonic())  # added to monotonic()
 
     def now(self) -> float:
         """Return the Unix time in seconds. It does not jump if the clock is set while this command runs."""

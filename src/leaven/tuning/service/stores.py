@@ -337,9 +337,8 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file. The file stays readable after an interrupted write.
 
-    Reading and writing raise InputError if the journal of another study has replaced the file. They raise
-    OSError if the file is missing, lacks lines that were read before, or has a line that cannot be read. A
-    retry may then succeed.
+    Reads and writes raise InputError if the file is now the journal of another study. They raise OSError if the file
+    is missing, has an unreadable line, or is shorter than before. A retry after an OSError may succeed.
     """
 
     def __init__(self, path: Path) -> None:

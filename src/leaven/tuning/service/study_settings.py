@@ -140,7 +140,12 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study ``name``. If it is missing or stays empty, store ``settings``."""
+    """Return the Optuna study ``name``. If there is none, create it and store ``settings`` in it.
+
+    A study that exists, but is empty, may be one that another command is creating. If it is still empty after
+    ``PATIENCE`` seconds, store ``settings`` in it. Raise InputError if an older version of leaven or another program
+    created the study; ``what`` names it in the message.
+    """
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:
