@@ -219,7 +219,7 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
     (tmp_path / "again.bin").hardlink_to(tmp_path / "train.bin")
     for again in ("again.bin", "copy2.bin"):
         nanogpt(tmp_path / "copy2.bin", TEXTS)
-        with refused(f"a part of {tmp_path}/{again} is held out, but", f"({tmp_path}/train.bin)", "to both"):
+        with refused(f"{tmp_path}/{again} and {tmp_path}/train.bin have the same token ids", "to both"):
             prepare([*one(f"{tmp_path}/{again}"), trained])
     # A link to a file without a link to its index has other ends of documents.
     (tmp_path / "ids.bin").symlink_to(megatron(tmp_path / "indexed.bin", TEXTS[:9]))
@@ -358,7 +358,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     "empty index": (lambda p: _index(p / "a.bin", lambda raw: b""), ("a.idx", "unknown magic number")),
     "magic of index": (lambda p: _index(p / "a.bin", lambda raw: b"TNTIDX\0\0\0" + raw[9:]), ("magic number",)),
     "version of index": (lambda p: _index(p / "a.bin", lambda raw: raw[:9] + b"\2" + raw[10:]), ("version 2",)),
-    "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype 7",)),
+    "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype code 7",)),
     "pointers": (lambda p: _index(p / "a.bin", lambda raw: raw[:-700] + b"\5" + raw[-699:]), ("follow one another",)),
     "link of an index": (
         lambda p: [(p / "a.idx").symlink_to("none"), nanogpt(p / "a.bin", TEXTS)][1],  # type: ignore[func-returns-value]
@@ -536,7 +536,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
         prepare(one(ids, validation=text))
     with refused("validation is for token ids"):
         prepare(one(text, validation=ids))
-    with refused("has token ids, and with data.tokenizer = 'bpe' another tokenizer"):
+    with refused("has token ids, but with data.tokenizer = 'bpe' the text of the other"):
         prepare([{"source": text}, {"source": ids}])
     with refused("end_of_text is for token ids"):
         prepare(text, end_of_text=1)

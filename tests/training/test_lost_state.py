@@ -964,7 +964,7 @@ def test_a_newer_checkpoint_that_a_network_disk_shows_late_changes_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr("leaven.training.trainer.read_checkpoint", early)
-        with pytest.raises(InputError, match="was not seen at first"):
+        with pytest.raises(InputError, match="appeared after the checkpoints were listed"):
             train(recipe, tokens, run.path)
     assert files(run.path) == before
 
