@@ -98,6 +98,7 @@ REFUSED = {
     "plan --share 0.9 --budget '8xH100 x 2d'": "--share",
     # check, bench, tune, train, demo, report
     "check coordinates tiny.toml --widths 7,9": "width 7 does not give a whole number",
+    "check coordinates tiny.toml --widths 16,17": "error: width 17 does not give a whole number",
     "check coordinates tiny.toml --widths 32,x": "--widths: 'x' is not a quantity",
     "check gradients tiny.toml --alpha 0.5": "--alpha",
     "check equivalence theirs:model --run OUT --scale 16": "--scale: 16 is not a size",
