@@ -78,12 +78,15 @@ def missing_shards(
     for (folder, _, count), shards in sets.items():
         first = int(count in shards)
         numbers = range(first, first + count)
-        if not shards.keys() <= {*numbers}:  # the numbers mean something else
+        # Numbers outside of this range mean something else.
+        if len(shards) == count or not (min(shards) in numbers and max(shards) in numbers):
             continue
         one = next(iter(shards.values()))
         ending = ("-*" if one["hash"] else "") + one["ending"]
         names = [f"{one['set']}{number:05}-of-{one['count']}{ending}" for number in numbers if number not in shards]
-        away = [folder / name for name in names if matches(name) and not os.path.lexists(folder / name)]
+        wanted = [name for name in names if matches(name)]
+        present = {*os.listdir(folder)} if wanted else set()  # the folder of a single file may not be listed
+        away = [folder / name for name in wanted if name not in present]
         total += count if away else 0
         missing |= dict.fromkeys(away)
     if missing:
