@@ -239,6 +239,37 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
     assert found.validation[:].tolist() == flat(TEXTS[:7])
 
 
+def test_a_file_behind_links_is_read_once(tmp_path: Path, prepare: Any) -> None:
+    for name, texts in (("v1", TEXTS[:30]), ("v2", TEXTS[30:])):
+        (tmp_path / name).mkdir()
+        numpy_file(tmp_path / name / f"{name}.npy", texts)
+    pattern = f"{tmp_path}/**/*.npy"
+    before = prepare(pattern)
+    assert before.notes == ()
+    (tmp_path / "latest").symlink_to("v2")  # before v2 in the order of keys
+    (tmp_path / "v1" / "latest.npy").symlink_to("v1.npy")
+    found = prepare(pattern)
+    assert (found.fingerprint, len(found.train)) == (before.fingerprint, len(before.train))
+    line = (
+        f"data.source '{pattern}': 2 of 4 files are links to others, which are read once, such as latest/v2.npy, a "
+    )
+    assert (found.notes, found.lost) == ((f"{line}link to v2/v2.npy",), ())
+    held_out = prepare(one(f"{tmp_path}/v1/v1.npy", validation=f"{tmp_path}/[lv]*/v2.npy"))
+    assert held_out.validation[:].tolist() == flat(TEXTS[30:])
+    assert "1 of 2 files are links to others" in held_out.notes[0]
+    (tmp_path / "v2" / "copy.npy").hardlink_to(tmp_path / "v2" / "v2.npy")  # a file of its own, as for text
+    assert len(prepare(pattern).train) > 1.4 * len(before.train)
+    # Of the paths to a file of Megatron-LM, one with an index is read.
+    (tmp_path / "store").mkdir()
+    megatron(tmp_path / "store" / "ids.bin", TEXTS)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.bin").symlink_to("../store/ids.bin")
+    (tmp_path / "store" / "ids.idx").rename(tmp_path / "set" / "a.idx")
+    both = prepare(f"{tmp_path}/s*/*.bin", end_of_text=END)
+    assert both.train[:].tolist() == prepare(f"{tmp_path}/set/a.bin", end_of_text=END).train[:].tolist()
+    assert "such as store/ids.bin, a link to set/a.bin" in both.notes[0]
+
+
 def test_rows_of_one_length_are_blocks_not_documents(tmp_path: Path, prepare: Any) -> None:
     ids = flat(TEXTS)
     blocks = [ids[first : first + 64] for first in range(0, len(ids), 64)]
