@@ -17,15 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for running as a script
 
 from benchmarks.planner.judge import judge
-from benchmarks.planner.page import BLIND_2 as EXPERTS_2
-from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
+from benchmarks.planner.page import PAGE, PICTURE, SECOND, THIRD, picture, renewed
 from benchmarks.planner.tables import Table, read
 from benchmarks.planner.verdict import TableVerdict
 
 from leaven.errors import InputError
 
 PUBLISHED = Path(__file__).parent / "published" / "tables.yaml"
-BLIND_2 = PUBLISHED.with_name("blind-experts-2.yaml")  # the tables of the second blind test
+LATER = [PUBLISHED.with_name(f"blind-experts-{test}.yaml") for test in (2, 3)]  # the second and the third blind test
 TIMES = Path(__file__).parents[1] / "src" / "leaven" / "planning" / "published_times.toml"
 _TOLD = {
     "bloom_layout_search": "BLOOM",
@@ -61,6 +60,9 @@ _CODES = {
     "bridge_qwen3_30b_h100": "Megatron-Bridge of 2026 (HybridEP)",
     "automodel_h100": "NeMo AutoModel of October 2025",
     "primus_mi355x": "Megatron-LM on ROCm (Primus)",
+    "grok1_h100": "NeMo 24.12 (Grok-1)",
+    "xtuner_h800": "Pai-Megatron-Patch (measured by XTuner)",
+    "torchtitan_deepep_b200": "torchtitan of November 2025 with DeepEP",
 }
 _COLUMNS = (
     ("rows", "rows", "{:d}"),
@@ -149,7 +151,7 @@ def published_times(verdicts: list[TableVerdict]) -> str:
         ratios = [point.measured / point.predicted for point in points]
         row = {
             "accelerator": points[0].case.cluster.accelerator.name.partition("-")[0] if points[0].case else "",
-            "experts": "experts" in name or "deepseek" in name or name in EXPERTS_2,
+            "experts": "experts" in name or "deepseek" in name or name in SECOND | THIRD,
             "code": code,
             "rows": len(points),
             "low": round(min(ratios), 3),
@@ -192,11 +194,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if asked.page:
-        second = [judge(table) for table in read(BLIND_2)]
-        page = renewed(PAGE.read_text(encoding="utf-8"), "\n".join(lines(verdicts)), verdicts, second)
+        later = [judge(table) for path in LATER for table in read(path)]
+        page = renewed(PAGE.read_text(encoding="utf-8"), "\n".join(lines(verdicts)), verdicts, later)
         PAGE.write_text(page, encoding="utf-8")
         PICTURE.write_text(picture(verdicts), encoding="utf-8")
-        TIMES.write_text(published_times([*verdicts, *second]), encoding="utf-8")
+        TIMES.write_text(published_times([*verdicts, *later]), encoding="utf-8")
     elif asked.accuracy_line:
         print("\n".join(accuracy_line(verdicts, experts) for experts in (False, True)))
     elif asked.json:

@@ -16,12 +16,13 @@ PICTURE = PAGE.with_suffix(".svg")
 _FENCE = re.compile(r"```\n\$ python benchmarks/planner_accuracy\.py\n.*?```", re.DOTALL)
 _BARS = re.compile(r"\| what \| bar \| result \|\n(?:\|.*\n)+")
 _HEAD = "| table | rows with memory | first run | today | rows with time | first run | "
-_BLIND_TABLE, _BLIND_2_TABLE = (
+_BLIND_TABLE, _LATER_TABLE = (
     re.compile(rf"{re.escape(_HEAD + last)}.*\n(?:\|.*\n)+") for last in ("second run", "today")
 )
-# Mean errors of earlier runs on each table of the two blind tests: of memory, and of time. In the first test, memory
-# did not change until the second run. Between the two runs faults were searched in the tables of ``SEARCHED`` alone,
-# as decided before the first run, and after the second run in all of them. The second test has one earlier run.
+# Mean errors of earlier runs on each table of the blind tests: of memory, and of time. In the first test, memory did
+# not change until the second run. Between the two runs faults were searched in the tables of ``SEARCHED`` alone, as
+# decided before the first run, and after the second run in all of them. The later tests have one earlier run. Their
+# results were decided on before it: the means over the tables whose names do not end in one of ``APART``.
 BLIND: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "simumax_b200_deepseek_v2": ((0.025,), (0.160, 0.035)),
     "simumax_b200_llama3_70b": ((0.012,), (0.290, 0.189)),
@@ -31,7 +32,7 @@ BLIND: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "megatron_experts_h100": ((0.0,), (0.691, 0.596)),
     "megatron_bridge_experts": ((0.0,), (0.103, 0.056)),
 }
-BLIND_2: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+SECOND: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "folding_batch_256": ((0.0,), (0.06938,)),
     "folding_scaling": ((0.0,), (0.08576,)),
     "megatron_mixtral_h100": ((0.0,), (0.03257,)),
@@ -45,7 +46,27 @@ BLIND_2: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "primus_mi355x_unsure": ((0.09412,), (0.40366,)),
     "bridge_natural": ((0.00691,), (0.3174,)),
 }
-PROPER_2 = tuple(BLIND_2)[:7]  # the test proper, as decided before the run
+THIRD: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "grok1_h100": ((0.0,), (0.10755,)),
+    "mixtral_h200": ((0.0,), (0.01837,)),
+    "xtuner_h800": ((0.0,), (0.26995,)),
+    "pai_h800": ((0.0,), (0.0699,)),
+    "bridge_qwen3_235b_b200": ((0.0,), (0.09512,)),
+    "torchtitan_deepep_b200": ((0.26466,), (0.2979,)),
+    "xtuner_h800_near": ((0.0,), (0.1471,)),
+    "bridge_qwen3_30b_near": ((0.06534,), (0.04373,)),
+    "mcore_release_natural": ((0.08219,), (0.13056,)),
+    "grok1_gb200_unsure": ((0.0,), (0.09419,)),
+    "swift_unsure": ((0.09788,), (0.35523,)),
+    "torchtitan_fsdp_unsure": ((0.30948,), (0.23585,)),
+}
+APART = ("_fp8", "_unsure", "_natural", "_near")
+PROPER = {number: [name for name in test if not name.endswith(APART)] for number, test in ((2, SECOND), (3, THIRD))}
+OTHER_CODES = (
+    "automodel_h100",
+    "primus_mi355x",
+    "torchtitan_deepep_b200",
+)  # the others are of Megatron-LM on NVIDIA's
 SEARCHED = ("simumax_b200_deepseek_v2", "simumax_b200_llama3_70b")
 EXPERTS = ("simumax_b200_deepseek_v2", "simumax_b200_deepseek_v3", "megatron_experts_h100", "megatron_bridge_experts")
 _TWO_READINGS = ("megatron_experts_h100", "qwen3 row 3")
@@ -65,15 +86,15 @@ text { fill: #e6edf3 } .small { fill: #9198a1 } .frame { stroke: #656c76 } .grid
 _SIZE, _LEFT, _TOP = 330, 62, 46
 
 
-def renewed(page: str, printed: str, verdicts: list[TableVerdict], second: list[TableVerdict]) -> str:
+def renewed(page: str, printed: str, verdicts: list[TableVerdict], later: list[TableVerdict]) -> str:
     """The page with the current output in its code block, and the current results in its tables.
 
-    ``second`` has the results on the tables of the second blind test.
+    ``later`` has the results on the tables of the second and the third blind test.
     """
     page = _FENCE.sub(lambda _: f"```\n{_COMMAND}\n{printed}\n```", page)
     page = _BLIND_TABLE.sub(lambda _: blind_test(verdicts), page)
-    page = _BLIND_2_TABLE.sub(lambda _: second_blind_test(second), page)
-    return _BARS.sub(lambda _: bars(verdicts, second), page)
+    page = _LATER_TABLE.sub(lambda _: later_blind_tests(later), page)
+    return _BARS.sub(lambda _: bars(verdicts, later), page)
 
 
 def blind_test(verdicts: list[TableVerdict]) -> str:
@@ -89,11 +110,19 @@ def blind_test(verdicts: list[TableVerdict]) -> str:
     return f"{_HEAD}second run | today |\n|---|---|---|---|---|---|---|---|\n" + _blind_rows(rows, verdicts)
 
 
-def second_blind_test(verdicts: list[TableVerdict]) -> str:
-    """The table of the second blind test: mean errors of the first run and of today."""
-    rows = [(name, [name]) for name in PROPER_2]
-    rows += [("**the test: all of these**", list(PROPER_2)), ("**of these, NVIDIA's devices**", list(PROPER_2[:-1]))]
-    rows += [(name, [name]) for name in BLIND_2 if name not in PROPER_2]
+def later_blind_tests(verdicts: list[TableVerdict]) -> str:
+    """The table of the second and the third blind test: mean errors of the first run and of today."""
+    proper = [*PROPER[2], *PROPER[3]]
+    megatron = [name for name in proper if name not in OTHER_CODES]
+    rows = list[tuple[str, list[str]]]()
+    for number, names in PROPER.items():
+        rows += [(name, [name]) for name in names]
+        rows += [(f"**the {'second' if number == 2 else 'third'} test: all of these**", names)]
+    rows += [
+        ("**both tests, Megatron-LM and its forks on NVIDIA's devices**", megatron),
+        ("**both tests, other codes or devices**", list(OTHER_CODES)),
+    ]
+    rows += [(name, [name]) for name in (*SECOND, *THIRD) if name not in proper]
     return f"{_HEAD}today |\n|---|---|---|---|---|---|---|\n" + _blind_rows(rows, verdicts)
 
 
@@ -116,7 +145,7 @@ def blind_means(names: list[str], found: dict[str, TableVerdict], kind: str) -> 
     rows, sums = 0, list[float]()
     for name in names:
         errors = [*map(abs, found[name].errors(kind))]
-        means = [*(BLIND | BLIND_2)[name][kind == "time"], sum(errors) / max(1, len(errors))]
+        means = [*(BLIND | SECOND | THIRD)[name][kind == "time"], sum(errors) / max(1, len(errors))]
         rows += len(errors)
         sums = [total + len(errors) * mean for total, mean in zip(sums or [0.0] * len(means), means, strict=True)]
     return [rows, *(total / max(1, rows) for total in sums)]
@@ -129,7 +158,7 @@ def as_printed(row: Comparison) -> float:
     return step_time(case.shape, Arrangement(layout, 4, 4), case.cluster, case.stack.code).step / row.measured - 1
 
 
-def bars(verdicts: list[TableVerdict], second: list[TableVerdict]) -> str:
+def bars(verdicts: list[TableVerdict], later: list[TableVerdict]) -> str:
     """The table of limits: what each one limits, and the result."""
     memory = [found for verdict in verdicts if (found := verdict.errors("memory"))]
     time = [found for verdict in verdicts if (found := verdict.errors("time"))]
@@ -160,25 +189,26 @@ def bars(verdicts: list[TableVerdict], second: list[TableVerdict]) -> str:
     by_name = {verdict.table.id: verdict for verdict in verdicts}
     if by_name.keys() >= set(EXPERTS):
         unsearched = [name for name in EXPERTS if name not in SEARCHED]
-        number, first, later, today = blind_means(unsearched, by_name, "time")
+        number, first, again, today = blind_means(unsearched, by_name, "time")
         of_experts = f"time, mean error of the {number:.0f} rows with experts that were not searched early"
         row = next(point for point in by_name[_TWO_READINGS[0]].points if point.where.endswith(_TWO_READINGS[1]))
         printed = today + (abs(as_printed(row)) - abs(row.error)) / number
         for when, mean in (
             ("first run, blind", first),
-            ("second run", later),
+            ("second run", again),
             ("today, not blind", today),
             ("today, with row 3 of Qwen3 as its table prints it", printed),
         ):
             said = f"{mean:.1%}"
             lines.append((f"{of_experts}: {when}", "15%", said, mean <= BARS["time_err_mean"]))
-    by_name = {verdict.table.id: verdict for verdict in second}
-    if by_name.keys() >= set(PROPER_2):
-        for kind, bar in (("time", "time_err_mean"), ("memory", "memory_err_mean")):
-            number, first, today = blind_means([*PROPER_2], by_name, kind)
-            for when, mean in (("the only blind run", first), ("today, not blind", today)):
-                what = f"{kind}, mean error of the {number:.0f} rows of the second blind test on experts: {when}"
-                lines.append((what, f"{BARS[bar]:.0%}", f"{mean:.1%}", mean <= BARS[bar]))
+    by_name = {verdict.table.id: verdict for verdict in later}
+    if by_name.keys() >= {*PROPER[2], *PROPER[3]}:
+        for number, names in PROPER.items():
+            for kind, bar in (("time", "time_err_mean"), ("memory", "memory_err_mean")):
+                rows, first, today = blind_means(names, by_name, kind)
+                what = f"{kind}, mean error of the {rows:.0f} rows of blind test {number} on experts"
+                for when, mean in (("its only run", first), ("today, not blind", today)):
+                    lines.append((f"{what}: {when}", f"{BARS[bar]:.0%}", f"{mean:.1%}", mean <= BARS[bar]))
     lines += [
         ("memory, lowest row", "-20%", f"{low:.1%}" if memory else _NOTHING, low >= BARS["memory_worst_low"]),
         ("rows that ran out of memory and are called fitting", "none", f"{fit} of {oom}" if oom else _NOTHING,

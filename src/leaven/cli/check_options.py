@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from leaven.verification.runs import RunStore
     from leaven.verification.size_check import SizeCheck
 
+SubjectArgument = Annotated[
+    str, argument("RECIPE", "A recipe file (TOML), or module:factory for your own torch model.")
+]
 SourceOption = Annotated[
     str | None,
     option(
@@ -55,10 +58,10 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of fin
 
 
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of the data class that is its first parameter.
+    """Return the command with keyword options: one for each field of its first parameter, a data class.
 
-    typer does not support data classes. ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run,
-    scales, seeds=3, ...)``.
+    typer does not support data classes. For example, ``init(options: RecipeRunOptions, scales)`` becomes
+    ``init(*, subject, run, scales, seeds=3, ...)``. All of these but ``scales`` are fields of RecipeRunOptions.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters
@@ -80,7 +83,7 @@ def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
 class CheckOptions:
     """Options of every check that trains models."""
 
-    subject: Annotated[str, argument("RECIPE", "A recipe file (TOML), or module:factory for your own torch model.")]
+    subject: SubjectArgument
     seeds: Annotated[int, option("Number of random seeds for initialisation and data.", min=1)] = 3
     output: Annotated[
         Path | None, option("Write an HTML page with charts to this file.", metavar="FILE.html", names="--output -o")
@@ -138,14 +141,20 @@ class SizeOptions(CheckOptions):
         Any, list_option(count_above_0, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
     ] = None
     depths: Annotated[
-        Any, list_option(count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
+        Any,
+        list_option(
+            count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16; with experts 4,8,16"
+        ),
     ] = None
     batch_tokens: Annotated[int | None, option("Batch size in tokens.", "512", min=1)] = None
     source: SourceOption = None
     alpha: Annotated[
         float | None,
         option(
-            "With module:factory: your model multiplies its residual branches by depth^-alpha.", "1", min=0.5, max=1
+            "With module:factory, the alpha of a model that multiplies its residual branches by depth^-alpha.",
+            "1",
+            min=0.5,
+            max=1,
         ),
     ] = None
     grow_heads: Annotated[
@@ -175,6 +184,7 @@ class SizeOptions(CheckOptions):
 class RecipeRunOptions(CheckOptions):
     """Options of the checks that train whole runs of a recipe."""
 
+    subject: Annotated[str, argument("RECIPE", "A recipe file (TOML).")]
     run: Annotated[Path, RUN_OPTION]
     workers: Annotated[
         int | None, option("Number of worker processes, each with one thread.", "one per core", min=1)
@@ -223,6 +233,7 @@ class RecipeRunOptions(CheckOptions):
 class RunOptions(RecipeRunOptions):
     """Options of the checks that train whole runs of a recipe or of a user's own model."""
 
+    subject: SubjectArgument
     tokens: Annotated[
         int | None,
         count_option("With module:factory, the length of a run in tokens.", "131,072; check equivalence: 524,288"),
@@ -238,7 +249,7 @@ class RunOptions(RecipeRunOptions):
         if isinstance(read, Recipe):
             return super().models(scale)
         if scale is None:
-            raise InputError(f"{read} has no default size; give the size of the model, e.g. --scale 64x4")
+            raise InputError(f"{read}: a factory has no default model size; give the size, e.g. --scale 64x4")
         tokens = self.tokens or default_tokens
         family = foreign(read, scale, prepare_text, source=self.source, batch_tokens=self.batch_tokens, tokens=tokens)
         return family, scale
@@ -259,7 +270,11 @@ class LoggedRunOptions(RunOptions):
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the logs' path, or None if the check trains runs. ``only_logs`` names options for logs."""
+        """Return the path of the logs, or None if the check trains the runs itself.
+
+        Raise InputError if an option is missing or does not fit. ``only_logs`` has the names, separated by spaces, of
+        options that are allowed only with logs.
+        """
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(

@@ -50,8 +50,11 @@ class TokenSurvey:
 
 
 class DocumentTokens:
-    """The tokens of documents, with an end-of-text token added after each document. ``ends`` has the index in
-    ``tokens`` at which each document ends."""
+    """The tokens of documents, with an end-of-text token added after each document.
+
+    ``tokens`` has the documents without these end-of-text tokens. ``ends`` has, for each document, the index in
+    ``tokens`` right after its last token.
+    """
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
         self._tokens, self._ends, self._end_of_text = tokens, ends, end_of_text
@@ -93,19 +96,20 @@ def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
             )
         if len(found) > 1:
             raise InputError(
-                f"a part of {found['both'].name} is held out, but a source with validation trains on all of the same "
-                f"ids ({found['train'].name}); give validation to both sources or to none"
+                f"{found['both'].name} and {found['train'].name} have the same token ids, but leaven holds out a "
+                "part of the first and trains on all of the second, whose source has validation; give validation to "
+                "both sources or to none"
             )
 
 
 @dataclass(frozen=True)
 class TokenReader:
-    """Reads sources of token ids."""
+    """Reads the token ids of sources that are already tokenised."""
 
     vocab_size: int  # ids must be below this number
     end_of_text: int | None  # id of the token that ends documents; None if unknown
-    needs_ends: bool  # whether the ends of documents must be known
-    memory: Path  # folder of the cached surveys
+    needs_ends: bool  # if true, refuse sources whose ends of documents are unknown
+    memory: Path  # folder that caches the surveys (`TokenSurvey`) of files
     progress: OnProgress | None = None
 
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
@@ -138,7 +142,7 @@ class TokenReader:
         content = " ".join([str(FORMAT), str(self.end_of_text), *ids.digests])
         train: list[Tokens] = []
         validation: list[Tokens] = []
-        notes = ids.notes
+        notes, lost = ids.notes, ids.lost
         if others is None:
             for mapped in ids.parts:
                 start = 0
@@ -150,9 +154,9 @@ class TokenReader:
             train = [tokens for mapped in ids.parts for tokens in ids.between(mapped, 0, len(mapped))]
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
             content = " ".join([content, *others.digests])
-            notes += others.notes
+            notes, lost = notes + others.notes, lost + others.lost
         fingerprint = storage.digest(content.encode(), 16)
-        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
+        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes, lost)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
         """Return the token ids of all parts of a source. Raise InputError if they cannot be used."""
@@ -201,7 +205,7 @@ class TokenReader:
                 "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
                 "packed documents"
             )
-        notes += _same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text)
+        lost = tuple(_same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text))
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):
                 array.set_checksums(checksums)
@@ -210,7 +214,8 @@ class TokenReader:
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
-            notes=tuple(notes),
+            notes=(*notes, *lost),
+            lost=lost,
         )
 
 
@@ -223,6 +228,7 @@ class _SourceIds:
     occurring: int | None  # the end-of-text token, if it is known and occurs in the files
     added: int | None  # the end-of-text token, if it is added after each document
     notes: tuple[str, ...]
+    lost: tuple[str, ...]  # the notes about ids that an interrupted program may have left
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
         """Return tokens ``start`` to ``stop - 1`` of ``mapped``. If :attr:`added` is not None, this token
@@ -315,7 +321,10 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the next document end from ``position`` on, at most ``stop``, or ``position`` if unknown."""
+    """Return the first position from ``position`` on at which a document ends, but at most ``stop``.
+
+    Return ``position`` if the ends are unknown: the file has none, and ``end_of_text`` is None.
+    """
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

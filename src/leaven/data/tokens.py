@@ -46,6 +46,7 @@ class TokenSet:
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path | None  # None if all sources have token ids and the recipe names no tokenizer
     notes: tuple[str, ...] = ()  # lines about skipped documents, rebuilt files and assumptions about token ids
+    lost: tuple[str, ...] = ()  # the notes about data that are skipped, missing or damaged
 
     @property
     def train(self) -> ShardedTokens:
@@ -74,8 +75,9 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source has at most its share of
-        ``limit_tokens`` / T windows, but at least one. Raise InputError if a source has no whole window."""
+        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source gets its share of ``limit_tokens``,
+        and has at most (this share) / T windows, but at least one. Raise InputError if a source has no whole window.
+        """
         return np.concatenate(
             [
                 validation_windows(source.validation, seq_len, int(limit_tokens * share))
@@ -99,6 +101,8 @@ def prepare(
     """Return the tokens that a `[data]` section names. Text is tokenised if it is not in the cache.
 
     Processes are spawned, so a script must call this function under ``if __name__ == "__main__"``.
+    This function does not warn of skipped text, such as a line that is not JSON. ``notes`` of the result reports it,
+    and :func:`leaven.train` warns of it.
 
     Args:
         vocab_size: number of token ids of the model, and largest size of a trained tokenizer.
@@ -163,6 +167,11 @@ def prepare(
             *skipped,
             *(note for found_parts in parts.values() for note in found_parts.notes),
             *(note for source in sources for note in source.notes),
+        ),
+        lost=(
+            *skipped,
+            *(note for found_parts in parts.values() for note in found_parts.lost),
+            *(note for source in sources for note in source.lost),
         ),
     )
 
@@ -237,7 +246,10 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Read a tokenizer's hash from ``name``. Return its file and encoder, or None if a file is damaged."""
+    """Return a cached tokenizer's file and encoder, or None if a file is missing or damaged.
+
+    The file ``name`` contains the hash of the tokenizer, which is also the name of its folder.
+    """
     from tokenizers import Tokenizer
 
     try:

@@ -109,8 +109,9 @@ def transfer(
             n_kv_heads=n_kv_heads,
         )
     except ValueError as error:
-        option = "--width" if str(error).startswith("width") else "--width, --d-head, --kv-heads"
-        raise InputError(f"{option}: {error}") from None
+        if str(error).startswith("width"):  # checks have --widths or --scales instead of --width
+            raise InputError(str(error)) from None
+        raise InputError(f"--width, --d-head, --kv-heads: {error}") from None
     if target_tokens < target_batch:
         raise InputError(
             f"--tokens {target_tokens:,} is less than one batch of {target_batch:,}; give at least --tokens "
@@ -195,8 +196,11 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens with which the study of ``tuned`` began: the base's if the base has the same run
-    length. Otherwise it is not known; return a batch that gives ``tuned`` as many steps as ``target`` has."""
+    """Return the batch in tokens at which the study of ``tuned`` began.
+
+    This is the batch of the base if ``tuned`` and its base have the same number of training tokens. Otherwise the
+    batch is unknown. Then return the batch at which ``tuned`` takes about as many steps as ``target``.
+    """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
     sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)

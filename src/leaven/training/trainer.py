@@ -142,7 +142,7 @@ def train(
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event; most are also lines of events.jsonl. Without it,
-            warnings say what is lost, damaged or cannot be written.
+            warnings say what is lost, damaged or cannot be written, also of the text (``tokens.lost``).
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
             saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
             until ``stop`` returns True.
@@ -157,7 +157,7 @@ def train(
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
-    on_event = on_event or _warnings_of_faults(folder, sys._getframe(1), group)
+    on_event = on_event or _warnings_of_faults(folder, tokens, sys._getframe(1), group)
     with _stopped_by_ctrl_c(stop) as asked:
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
@@ -168,23 +168,36 @@ def train(
 
 
 def _warnings_of_faults(
-    folder: Path, caller: FrameType, group: ProcessGroup
+    folder: Path, tokens: "TokenSet", caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Return an ``on_event`` that warns, on rank 0, of each message of :func:`faults_in`. Equal warnings are shown
-    once, as warnings of the line that ``caller`` executes."""
+    """Issue each note of ``tokens.lost`` as a Python warning. Return a callback for events, which does so with each
+    message of :func:`faults_in`, after the name of ``folder``.
+
+    Only rank 0 warns. A warning points to the line that ``caller`` was executing when this function was called.
+    Equal warnings are shown once.
+    """
     where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 
-    def warn(event: str, values: Mapping[str, Any]) -> None:
-        for fault in faults_in(event, values) if group.is_first else ():
-            warnings.warn_explicit(f"{folder}: {fault}", UserWarning, *where, registry=shown)
+    def warn(message: str) -> None:
+        if group.is_first:
+            warnings.warn_explicit(message, UserWarning, *where, registry=shown)
 
-    return warn
+    def on_event(event: str, values: Mapping[str, Any]) -> None:
+        for fault in faults_in(event, values):
+            warn(f"{folder}: {fault}")
+
+    for note in tokens.lost:
+        warn(note)
+    return on_event
 
 
 @contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. The first Ctrl-C raises
-    KeyboardInterrupt after the block, a later Ctrl-C raises it at once."""
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed.
+
+    After a first Ctrl-C, the block continues, and KeyboardInterrupt is raised when it ends. Another Ctrl-C, more than
+    ``AGAIN_AFTER`` seconds later, raises KeyboardInterrupt at once. Outside the main thread, yield ``stop`` itself.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield stop
@@ -485,7 +498,11 @@ class RunTrainer:
             self._on_event(event, self._at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone, or None. Also set :attr:`damaged`."""
+        """Return the newest undamaged checkpoint that no rewind has undone, or None.
+
+        Also set :attr:`damaged` to the paths of newer, damaged checkpoints. Raise InputError if the checkpoint does
+        not belong to the files of the run.
+        """
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)
@@ -562,8 +579,11 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return (run folder, recipe, rewind). The micro-batch of a started run replaces "auto". A rewind that was
-    done already becomes None. Raise InputError if this recipe cannot be trained in the folder."""
+    """Return (run folder, recipe, rewind) for training ``recipe`` in ``folder``.
+
+    If the run has started, the returned recipe has its micro-batch in place of "auto". The returned rewind is None
+    if the run has done ``rewind`` already. Raise InputError if the recipe cannot be trained in the folder.
+    """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):
