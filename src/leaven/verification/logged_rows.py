@@ -249,8 +249,8 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
             one = f"{number}.{letter[1:]}{letter[0].strip('p')}"
             where = f"{path}: {name}{number}{letter} may be one number or two"
             raise InputError(f"{where}; if it is one, write {one}; if it is two, write - before {letter[0]}")
-        sign = -1 if separator == "-" and re.match("log(2|10|_|lr|wd)", name) else 1  # the log2 of an lr is negative
-        found[name] = sign * float(number) * UNITS[unit]
+        logarithm = separator == "-" and re.search("(^|_)log(2|10|_|lr|wd)", name)  # in log2lr-8, - is a sign
+        found[name] = (-1 if logarithm else 1) * float(number) * UNITS[unit]
     for size in {"width", "depth"} - found.keys():
         others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
         if len(others) == 1:
