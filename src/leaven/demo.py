@@ -49,7 +49,8 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs at each lr. The smallest width has all seeds. Larger widths have both rules and one seed."""
+        """The runs at each lr: all seeds at the smallest width, but one seed with both scaling rules at each larger
+        width."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -57,7 +58,8 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the final runs: ``lr`` at the largest width, with both rules, for each seed but the first."""
+        """Return further runs with ``lr`` at the largest width, for both scaling rules and all seeds but 0. The runs
+        with seed 0 are in ``grid``."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]

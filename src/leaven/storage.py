@@ -212,10 +212,10 @@ def digest(content: bytes | BufferedReader, size: int = 8) -> str:
 
 
 def require_page(path: Path) -> None:
-    """Raise InputError if an HTML page must not be written to ``path``.
+    """Raise InputError if leaven must not write an HTML page to ``path``.
 
-    An existing file must be empty, or an HTML page that was not edited after leaven wrote it. In the folder of a run,
-    study, check or demo, the name must end in .html.
+    A new path is allowed, and so is an empty file, or an HTML page that nobody edited after leaven wrote it. In the
+    folder of a run, study, check or demo, the name must end in .html.
     """
     if is_device(path):
         return
@@ -280,7 +280,7 @@ def require_writable(path: Path) -> None:
     require_folder_name(path)
     there = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), path)
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"{there}: cannot be written; use another folder, or allow leaven to write it")
+        raise InputError(f"{there}: cannot be written; use another folder, or give your user write permission")
 
 
 def make_folder(path: Path) -> None:

@@ -898,6 +898,8 @@ def test_null_is_told_from_nan_without_steps(rows: list[dict[str, object]], mean
         ("loss information loss nano loss nan_count 0 loss infinite", []),
         ("loss nan, loss -inf loss Infinity. loss NaN_100", ["nan", "-inf", "inf", "nan"]),
         ("other 3 or loss", []),
+        ("loss  9.9, loss    4.0870", [9.9, 4.087]),  # padded to a width
+        ("loss 10.1\nloss  9.9\nloss    ****", "****"),
     ],
 )
 def test_a_number_is_read_whole_or_not_at_all(tmp_path: Path, text: str, losses: list[float | str] | str) -> None:

@@ -1,21 +1,21 @@
 """Fill in the message templates of ``messages.toml`` and ``checks.toml``.
 
-A template has one or more texts, its parts. Fields are in braces, as in ``str.format``. A part is left
-out if a field in it has no value. Further formats are below; ``each``, ``range`` and ``count`` are for
-:class:`leaven.catalogue.neighbours.Votes`.
+A template is a text or a list of texts, its parts. Fields are in braces, as in ``str.format``. A part is left
+out if a field in it has no value. The formats below are added to those of Python; ``each``, ``range`` and ``count``
+are for :class:`leaven.catalogue.neighbours.Votes`.
 
 - ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits
 - ``params``: the number of parameters of a model, and how many of them a token uses
-- ``used``: nothing, or " that a token uses" if the field is true
+- ``used``: the words " that a token uses" if the field is true, else nothing
 - ``names``: all values, separated by commas
-- ``listed``: all values, separated by bars
+- ``listed``: all values, separated by vertical bars
 - ``size``: the number of values
 - ``each FORMAT``: the name and value of every vote
 - ``range FORMAT``: the chosen value, and the lowest and the highest vote
 - ``count FORMAT``: the runs that have the chosen value, and the other votes
-- ``if``: nothing; a false field removes the part
-- ``unless``: nothing; a true field removes the part
+- ``if``: inserts nothing; if the field is false, its part is left out
+- ``unless``: inserts nothing; if the field is true, its part is left out
 """
 
 import string

@@ -1,7 +1,7 @@
 """Combine the values of a model's neighbours, the published runs nearest in size.
 
-The runs of a lineage copied one another's learning rate. So only one run
-of a lineage votes: the nearest of those that fit best (:func:`nearest`).
+The runs of a lineage copied one another's learning rate. So only one run of each lineage votes: of its runs
+that resemble the model most, the nearest in size (:func:`nearest`).
 """
 
 import math
@@ -66,15 +66,15 @@ def nearest(
 ) -> list[tuple[PublishedRun, float]]:
     """Return the published runs nearest to a model, each with its distance.
 
-    A factor of 2 is a distance of 1 in size, and of 1/8 in tokens. If there are runs within ``factor`` of
-    the model's size, only these are returned, sorted by fit to ``kind``, then to ``stack``, then by distance.
-    Finally, the first run of each lineage moves to the front. Raise InputError if no run has an lr that can
-    be compared.
+    A factor of 2 is a distance of 1 in size, and of 1/8 in tokens. Only runs whose size is within ``factor`` of
+    the model's are returned, sorted by fit to ``kind``, then by fit to ``stack``, then by distance. If there are
+    none, all runs are returned, sorted by distance. At the end, the first run of each lineage moves to the front.
+    Raise InputError for invalid arguments, or if no run has an lr that can be compared.
 
     Args:
         limit: the largest number of runs to return.
         stack: the wanted norm placement, QK-norm and optimizer (by default AdamW).
-        used: compare the parameters that a token uses. Return dense runs, too.
+        used: size is the number of parameters that a token uses. Dense runs are returned, too.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")
@@ -102,7 +102,10 @@ def nearest(
 
 
 def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
-    """Return the row of ``leaven recipes nearest`` for a run at ``distance`` from a model with ``params``."""
+    """Return the row of ``leaven recipes nearest`` for a run at ``distance`` from a model with ``params``.
+
+    The row says whether the sizes differ by at most ``factor``, and whether the run has the stack ``wanted``.
+    """
     apart = ratio(run.params_total, params)
     return NearRun(
         **run.summary().model_dump(),
@@ -162,7 +165,7 @@ class Neighbours:
     """The neighbours of a model: the most similar run of each lineage."""
 
     params: int  # size of the model: the parameters that a token uses
-    ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first; of these, runs that fit the stack first
+    ranked: tuple[PublishedRun, ...]  # one run of each lineage; runs within `FACTOR` in size first
     reference: PublishedRun | None = None  # run of ``--from``, which alone decides the values that it publishes
     experts: bool = False  # whether the model is a mixture of experts, for which runs with experts vote, too
 
@@ -173,7 +176,8 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, nearest first: those within `FACTOR` in size, but at least `NEAREST` runs."""
+        """Return the runs that vote, nearest in size first: all runs within a size ratio of `FACTOR`, or the
+        `NEAREST` nearest runs if fewer are within it."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -202,7 +206,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return votes with their weighted geometric median. ``by``: values by run id."""
+        """Return ``by`` (values by run id) as votes. The chosen value is their weighted median, in logarithms."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
@@ -259,14 +263,15 @@ def neighbours(
     reference: PublishedRun | None = None,
     experts: bool = False,
 ) -> Neighbours:
-    """Return the neighbours of a model: one run of each lineage, with an lr comparable to AdamW's.
+    """Return the neighbours of a model: of each lineage, the most similar run with an lr comparable to AdamW's.
 
-    Runs within `FACTOR` of the size come first, then the others. Both are in the order of :func:`nearest`.
+    Runs within the factor `FACTOR` of the model's size come first. Among them, and among the others, the order is
+    that of :func:`nearest`.
 
     Args:
-        params: parameters of the model that a token uses.
+        params: number of parameters that a token uses.
         qk_norm: whether the model has QK-norm; None ignores QK-norm.
-        reference: the run of ``--from``, which decides the values that it publishes.
+        reference: the run given with ``--from``. Its published values replace those of the neighbours.
         experts: whether the model is a mixture of experts. If so, dense runs are neighbours, too.
     """
     stack = Stack(norm_placement, qk_norm, "adamw")

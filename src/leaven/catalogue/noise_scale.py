@@ -1,9 +1,9 @@
 """Gradient noise scale and critical batch: how to measure them, and what a batch costs in steps and tokens.
 
 After McCandlish et al. 2018, arXiv 1812.06162. A gradient over B tokens is the true gradient G plus noise: E|G_B|^2 =
-|G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give |G|^2 and tr(Sigma) (appendix A.1). The noise scale
-tr(Sigma) / |G|^2 estimates the critical batch. Average both terms over many pairs of batches, then divide: single
-estimates may be negative.
+|G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give estimates of |G|^2 and tr(Sigma) (appendix A.1). The
+noise scale tr(Sigma) / |G|^2 estimates the critical batch. A single estimate of |G|^2 or tr(Sigma) may be negative.
+So average each of the two over many pairs of batches, and then divide.
 """
 
 import math
@@ -19,7 +19,11 @@ def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any)
 
 
 def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of tr(Sigma): the variance of one token's gradient, summed over all parameters."""
+    """Return an unbiased estimate of tr(Sigma) from the squared gradient norms of a small and a big batch.
+
+    tr(Sigma) is the variance of one token's gradient, summed over all parameters. Arguments as for
+    :func:`squared_gradient`.
+    """
     return (small_squared - big_squared) / (1 / small - 1 / big)
 
 
@@ -29,7 +33,10 @@ def tokens_over_least(batch: float, critical: float) -> float:
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return (steps to reach a loss at ``batch``) / (steps at a huge batch): McCandlish 2018, section 2.3."""
+    """Return (steps to a loss at ``batch``) / (steps to it at a huge batch), by McCandlish 2018, section 2.3.
+
+    ``critical`` is the critical batch, in the unit of ``batch``.
+    """
     return 1 + critical / batch
 
 

@@ -158,7 +158,7 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return the tokens before each batch-size stage. Without stages: [0]. Unknown: None."""
+        """Return the token counts at which the batch-size stages begin. Without stages: [0]. Unknown: None."""
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:

@@ -104,7 +104,8 @@ def diff_in_terms(
 ) -> list[RecipeDifference]:
     """Return the values in which two runs or recipes differ. An unknown value is None.
 
-    ``resolved`` returns a recipe's values after its scaling rule, by path, because runs publish such values.
+    Published runs state values after scaling. So ``resolved`` returns, for a recipe, its values after the scaling
+    rule, by path. They replace the recipe's own.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]

@@ -208,12 +208,13 @@ def collapse(
 ) -> None:
     """Check that the normalised loss curves of several sizes coincide.
 
-    A loss is normalised as (loss - irreducible loss) / (final loss - irreducible loss). The check trains the
-    recipe at each size, with equal steps and equal tokens per parameter. It can also check runs that you
-    have trained. Then LOGS is a file, a folder of files, or a folder of run folders of leaven, TensorBoard
-    or W&B (offline). The columns of a file are loss, and tokens or step. A file with several runs also has
-    columns for the size (width, depth or batch) and the seed. With a file for each run, each size has a
-    subfolder.
+    A normalised loss is (loss - irreducible loss) / (final loss - irreducible loss). The check trains the recipe at
+    each size, with the same number of steps and the same number of tokens per parameter.
+
+    It can also check runs that you have trained: give LOGS, a file, a folder of files, or a folder of run folders of
+    leaven, TensorBoard or W&B (offline). A file needs a column loss, and a column tokens or step. If a file has
+    several runs, it also needs columns for the size (width, depth or batch) and the seed. If every run has its own
+    file, put the files of each size into a subfolder.
     """
     if logs := options.logs(context, "loss"):
         from leaven.verification.logged_runs import collapse_of_runs

@@ -55,10 +55,10 @@ LOGS = (".csv", ".jsonl", ".wandb")  # suffixes of files with the results of fin
 
 
 def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with an option for each field of the data class that is its first parameter.
+    """Return the command with keyword options: one for each field of its first parameter, a data class.
 
-    typer does not support data classes. ``init(options: RecipeRunOptions, scales)`` becomes ``init(*, subject, run,
-    scales, seeds=3, ...)``.
+    typer does not support data classes. For example, ``init(options: RecipeRunOptions, scales)`` becomes
+    ``init(*, subject, run, scales, seeds=3, ...)``. All of these but ``scales`` are fields of RecipeRunOptions.
     """
     shared, *own = inspect.signature(command).parameters.values()
     fields = inspect.signature(shared.annotation).parameters
@@ -238,7 +238,7 @@ class RunOptions(RecipeRunOptions):
         if isinstance(read, Recipe):
             return super().models(scale)
         if scale is None:
-            raise InputError(f"{read} has no default size; give the size of the model, e.g. --scale 64x4")
+            raise InputError(f"{read}: a factory has no default model size; give the size, e.g. --scale 64x4")
         tokens = self.tokens or default_tokens
         family = foreign(read, scale, prepare_text, source=self.source, batch_tokens=self.batch_tokens, tokens=tokens)
         return family, scale
@@ -259,7 +259,11 @@ class LoggedRunOptions(RunOptions):
     run: Annotated[Path | None, RUN_OPTION] = None  # type: ignore[assignment]  # :meth:`logs` requires it for training
 
     def logs(self, context: typer.Context, only_logs: str = "") -> Path | None:
-        """Return the logs' path, or None if the check trains runs. ``only_logs`` names options for logs."""
+        """Return the path of the logs, or None if the check trains the runs itself.
+
+        Raise InputError if an option is missing or does not fit. ``only_logs`` has the names, separated by spaces, of
+        options that are allowed only with logs.
+        """
         path = Path(self.subject)
         if path.suffix.lower() in {".tsv", ".txt", ".json"} and path.is_file():
             raise InputError(

@@ -172,7 +172,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Load a recipe file. For the id of a published run, raise InputError with a hint."""
+    """Load a recipe file. Raise InputError with a hint if ``recipe`` is no file, but the id of a published run."""
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
             f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"

@@ -46,7 +46,8 @@ def laws(
     ] = 1,
     json_output: JsonOption = False,
 ) -> None:
-    """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's approaches and later laws."""
+    """Give --params and --tokens. Or give only --flops, to predict the compute-optimal parameters and tokens with
+    Chinchilla's approaches and later laws."""
     if flops is not None:
         require_alone(context, "--flops", "params tokens batch_tokens params_non_embedding experts")
         sizes = compute_optimal(flops)

@@ -155,9 +155,9 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path, recipe: Recipe) -> list[str]:
-    """Return the commands that import the configuration again, or [] if leaven cannot read it.
+    """Return the commands that import an exported configuration as a recipe, or [] if leaven cannot read it.
 
-    For torchtitan, the first command lets torchtitan save the JSON file to import.
+    For torchtitan, the first command makes torchtitan save the JSON file that the second command imports.
     """
     if to not in ("transformers", "megatron", "torchtitan") or is_device(path):
         return []
@@ -229,7 +229,9 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def _cluster(recipe: Recipe, target: Recipe | None = None) -> str:
-    """Return the cluster to plan a recipe on: the recipe's known cluster, or enough GPUs of the target's kind."""
+    """Return the cluster on which to plan a recipe: the recipe's own cluster, if :func:`known_cluster` finds one.
+    Otherwise, return a cluster with enough GPUs for the recipe. The GPUs are those of the target's cluster, or else
+    `EXAMPLE_GPU`."""
     if known := known_cluster(recipe):
         return known.cluster
     known = known_cluster(target) if target is not None else None

@@ -117,9 +117,7 @@ def plan(
             "or without a recipe: leaven plan --budget '64xH100-80GB x 14d'"
         )
     if mfu is not None:
-        raise InputError(
-            "--mfu applies only to --budget, because the speed of a recipe is predicted; leave --mfu out"
-        )
+        raise InputError("--mfu is only for --budget; for a recipe, leaven predicts the speed, so leave --mfu out")
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(context, f"the published run {recipe}", "overrides measure history")
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments or "adam", code=code)

@@ -120,10 +120,10 @@ def nearest_runs(
 ) -> None:
     """List the published runs that are most similar to a model.
 
-    The list begins with one run of each lineage (a group of runs that inherited one learning rate). The
-    other runs follow. Both parts are ordered first by matching norms and optimizer, then by nearness in size
-    and length. If no run is within --factor, only size and length decide the order. Runs of unknown length
-    are left out. So are runs whose learning rate cannot be compared, as with muP.
+    The most similar run of each lineage (a group of runs that inherited one learning rate) comes first. The other
+    runs follow. Within both parts, matching norms and optimizer decide the order, and then nearness in size and
+    length. If no run is within --factor, only size and length decide the order. Runs of unknown length are left
+    out. So are runs whose learning rate cannot be compared, as with muP.
     """
     recipe = load_recipe(like, None) if like else None
     if recipe is not None:

@@ -250,7 +250,8 @@ def _digest(parts: dict[str, Any]) -> str:
 
 
 def _cached(_: TextPart, values: dict[str, Any]) -> Survey:
-    """Return a cached survey. Raise ValueError for a broken part, which is then read again."""
+    """Return the survey with the cached ``values``. Raise ValueError if the whole file or split was unusable, so that
+    :func:`cached_surveys` reads it again."""
     if values["broken"]:
         raise ValueError
     # Older surveys do not count blank documents. To count them, all text would be read again, which can take hours.
@@ -304,7 +305,7 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
 
 
 def _without_text(source: DataSource, parts: Sequence[TextPart], surveys: Sequence[Survey]) -> Iterator[str]:
-    """Report the files without text, then the documents without text in other files."""
+    """Yield a warning if files have no text, and a warning if other files contain documents without text."""
     name, found = f"data.source {source.source!r}", [*zip(parts, surveys, strict=True)]
     empty = [part for part, survey in found if not (survey.documents or survey.faults)]
     if empty and source.source != "python-stdlib":  # an empty module is common

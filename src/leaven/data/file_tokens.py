@@ -44,7 +44,10 @@ class BlockChecksums:
                 self._current, self._room = 0, BLOCK
 
     def hexdigest(self) -> str:
-        """Return the checksums so far, eight hexadecimal digits for each block."""
+        """Return the checksums of all bytes so far: eight hexadecimal digits for each block.
+
+        The last block may be incomplete.
+        """
         last = [self._current] if self._room < BLOCK else []
         return np.array(self._blocks + last, "<u4").tobytes().hex()
 

@@ -176,13 +176,17 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
 
 
 def _data_files(builder: Any) -> list[str]:
-    """Return the files of all splits. ``builder`` is None for a folder written by save_to_disk."""
+    """Return the paths of the data files of all splits. Return [] for a folder written by save_to_disk, which has no
+    ``builder`` (None)."""
     chosen = {} if builder is None else builder.config.data_files or {}
     return [file for files in chosen.values() for file in files]
 
 
 def _require_whole_streams(source: str, files: Sequence[str]) -> None:
-    """Raise InputError if an Arrow file has bytes that readers ignore. They take zeros for the end of its stream."""
+    """Raise InputError if an Arrow file goes on after its stream ends. Readers ignore the bytes after the end.
+
+    This happens in an interrupted copy: readers take its zeros for the end of the stream.
+    """
     import pyarrow
 
     for path in files:
@@ -242,8 +246,11 @@ def _format(file: str) -> str:
 
 
 def _is_outdated(builder: Any) -> bool:
-    """Return whether files on this machine may have changed since ``datasets`` cached them. That package compares
-    modification times, but files from archives may have old times."""
+    """Return whether a file on this machine may have changed since ``datasets`` cached it.
+
+    ``datasets`` compares modification times, which are old for files from an archive. This function uses the times
+    of the last change of the inode (ctime).
+    """
     changed = [os.stat(file).st_ctime_ns for file in _data_files(builder) if os.path.exists(file)]
     copied = Path(builder.cache_dir, "dataset_info.json")
     return copied.exists() and max(changed, default=0) >= copied.stat().st_mtime_ns

@@ -32,13 +32,14 @@ _encoder: Encoder
 
 
 def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, processes: int | None) -> Generator[Done]:
-    """Yield the tokens of batches of text, in the order of the batches. Close this generator to end its
-    processes.
+    """Yield (shard number, tokens) for each batch of text in ``work``, in order.
+
+    Close this generator to end its processes.
 
     Args:
-        n_bytes: size of the text.
-        processes: number of processes; by default one per core, or fewer for little text. With 1, this process
-            encodes the text on all cores.
+        n_bytes: number of bytes in all batches together.
+        processes: number of worker processes; by default one per core, or fewer for little text. With 1, no worker
+            starts: this process encodes, with threads on all cores.
 
     Raises:
         InputError: if a process cannot start or dies.

@@ -240,9 +240,12 @@ def _files(source: str, not_read: _NotRead) -> list[tuple[str, Path]]:
 def _matches(
     folder: Path, pattern: tuple[str, ...], not_read: _NotRead, above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[Path]:
-    """Yield the files below a folder that match a pattern, such as ("**", "*.txt"). Unlike glob, raise
-    InputError for a link to nothing, and OSError if a folder cannot be read. ``above`` has (device, inode)
-    of the folders matched by "**", to detect links that lead back."""
+    """Yield the files below ``folder`` that match ``pattern``, a glob split at slashes, such as ("**", "*.txt").
+
+    Unlike glob, raise InputError for a link to nothing, and OSError if a folder cannot be read. ``not_read`` collects
+    matches without content. ``above`` has the (device, inode) of the folders that "**" has entered. They are not
+    entered again, so a link to a parent folder does no harm.
+    """
     name, rest = pattern[0], pattern[1:]
     if _is_empty(folder):
         not_read.empty[folder] = None

@@ -47,11 +47,12 @@ class Stream:
         return _count_windows(self.tokens, self.seq_len, "training")
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` samples from number ``first`` on, not counting ``skip``, [count, seq_len + 1]."""
+        """Return samples ``first`` to ``first + count - 1`` of the stream, [count, seq_len + 1]. The samples in the
+        field ``skip`` are left out and not counted."""
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples ``numbers``, [N, seq_len + 1]. ``skip`` is not left out."""
+        """Return the samples with these ``numbers``, [N, seq_len + 1], even those in the field ``skip``."""
         epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
 
@@ -66,7 +67,8 @@ class Mixture:
     skip: tuple[tuple[int, int], ...] = ()  # ranges of the mixture's sample numbers to leave out, as in `Stream`
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return ``count`` samples from number ``first`` on, not counting ``skip``, [count, seq_len + 1]."""
+        """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1]. The samples in the
+        field ``skip`` are left out and not counted."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):

@@ -133,7 +133,7 @@ class TokenFile:
         if size > dtype.itemsize:
             wider = {2: "uint16", 4: "uint32", 8: "int64"}[size]
             raise BrokenFile(
-                f"is not of {dtype.name}, because every second id would be 0; "
+                f"is not of {dtype.name}: if it is read as {dtype.name}, every second id is 0; "
                 f'write source = [{{ source = ..., dtype = "{wider}" }}]'
             )
         return MappedTokens((ids,), None, raw=self.dtype is None)
@@ -150,8 +150,8 @@ class TokenFile:
             raise BrokenFile(f"has {ids.dtype} of shape {ids.shape}; write token ids as integers with one dimension")
         if (size := self.size) != (whole := ids.offset + ids.nbytes):
             raise BrokenFile(
-                f"has {size:,} bytes, but its header says {len(ids):,} ids ({whole:,} bytes); write it again, "
-                "each array to a file of its own"
+                f"has {size:,} bytes, but its header says {len(ids):,} ids ({whole:,} bytes), so it is "
+                "cut off or has more than one array; write it again, each array to a file of its own"
             )
         return MappedTokens((FileTokens(self.path, ids.dtype, len(ids), offset=ids.offset),), None)
 
@@ -167,7 +167,8 @@ def _megatron(path: Path, index: Path) -> MappedTokens:
     _, version, code, sequences, documents = _MEGATRON_HEADER.unpack(raw[: _MEGATRON_HEADER.size].tobytes())
     if version != 1 or code not in _MEGATRON_DTYPES:
         raise BrokenFile(
-            f"has an index {index.name} of version {version} with dtype {code}; write version 1 with integers"
+            f"has an index {index.name} of version {version} with dtype code {code}, but leaven reads only version 1 "
+            "with integers; write the file again in this format"
         )
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     # After the header: the length and the place (in bytes) of each sequence, and the first sequence of each document.
@@ -217,12 +218,14 @@ def _tokens(path: Path, dtype: np.dtype[Any], offset: int = 0) -> FileTokens:
 
 
 def arrow_tokens(chunks: list[Any], files: Sequence[tuple[MappedFile, ...]]) -> MappedTokens:
-    """Return the token ids in a column of lists. Raise BrokenFile if an id is null. If rows look like blocks of a
-    longer text, the ends of documents count as unknown (see `BLOCKS`); otherwise each row is a document.
+    """Return the token ids of an Arrow column whose rows are lists of ids. Raise BrokenFile if an id is null.
+
+    Each row is a document. But if the rows seem to be equal blocks of a longer text (see `BLOCKS`), the ends of
+    documents are unknown.
 
     Args:
-        chunks: the Arrow arrays that make up the column.
-        files: for each array, the files whose memory maps hold its values.
+        chunks: the arrays that make up the column.
+        files: for each array, the files whose memory maps hold its ids.
     """
     arrays: list[ArrayTokens] = []
     lengths = []

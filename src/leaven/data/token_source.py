@@ -50,8 +50,11 @@ class TokenSurvey:
 
 
 class DocumentTokens:
-    """The tokens of documents, with an end-of-text token added after each document. ``ends`` has the index in
-    ``tokens`` at which each document ends."""
+    """The tokens of documents, with an end-of-text token added after each document.
+
+    ``tokens`` has the documents without these end-of-text tokens. ``ends`` has, for each document, the index in
+    ``tokens`` right after its last token.
+    """
 
     def __init__(self, tokens: Tokens, ends: NDArray[np.int64], end_of_text: int) -> None:
         self._tokens, self._ends, self._end_of_text = tokens, ends, end_of_text
@@ -93,19 +96,20 @@ def refuse_two_uses(used: Iterable[tuple[Hashable, TokenPart, str]]) -> None:
             )
         if len(found) > 1:
             raise InputError(
-                f"a part of {found['both'].name} is held out, but a source with validation trains on all of the same "
-                f"ids ({found['train'].name}); give validation to both sources or to none"
+                f"{found['both'].name} and {found['train'].name} have the same token ids, but leaven holds out a "
+                "part of the first and trains on all of the second, whose source has validation; give validation to "
+                "both sources or to none"
             )
 
 
 @dataclass(frozen=True)
 class TokenReader:
-    """Reads sources of token ids."""
+    """Reads the token ids of sources that are already tokenised."""
 
     vocab_size: int  # ids must be below this number
     end_of_text: int | None  # id of the token that ends documents; None if unknown
-    needs_ends: bool  # whether the ends of documents must be known
-    memory: Path  # folder of the cached surveys
+    needs_ends: bool  # if true, refuse sources whose ends of documents are unknown
+    memory: Path  # folder that caches the surveys (`TokenSurvey`) of files
     progress: OnProgress | None = None
 
     def shards(self, sources: Sequence[tuple[DataSource, SourceParts]]) -> list[Shards]:
@@ -315,7 +319,10 @@ def _held_out(mapped: MappedTokens, end_of_text: int | None) -> Iterator[tuple[i
 
 
 def _document_end(mapped: MappedTokens, position: int, stop: int, end_of_text: int | None) -> int:
-    """Return the next document end from ``position`` on, at most ``stop``, or ``position`` if unknown."""
+    """Return the first position from ``position`` on at which a document ends, but at most ``stop``.
+
+    Return ``position`` if the ends are unknown: the file has none, and ``end_of_text`` is None.
+    """
     if mapped.ends is not None:
         found = np.searchsorted(mapped.ends, position)
         return min(int(mapped.ends[found]), stop) if found < len(mapped.ends) else stop

@@ -105,8 +105,10 @@ class Encoder:
         return train, validation
 
     def _unknown_share(self, texts: Sequence[str]) -> float:
-        """Return the share of the characters in ``texts``, apart from spaces, that get the unknown token or no
-        token. The middles of some of the texts are a sample."""
+        """Estimate the share of characters, without spaces, that get the unknown token or no token.
+
+        The estimate uses a sample: the middle of each text, or of every n-th text if there are many.
+        """
         some = texts[:: max(-(-len(texts) // SAMPLE_PIECES), 1)] or [""]
         size, total, lost = SAMPLE_CHARACTERS // len(some), 0, 0
         cuts = [text[(start := max(len(text) - size, 0) // 2) : start + size] for text in some]
@@ -231,8 +233,11 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread after it, because a
-    process that is forked while threads exist may hang. TOKENIZERS_PARALLELISM takes precedence if it is set."""
+    """Let the package ``tokenizers`` use all cores inside the ``with`` block, and one thread afterwards.
+
+    One thread is safe: a process that is forked while threads exist may hang. If the user has set
+    TOKENIZERS_PARALLELISM, its value applies inside the block and afterwards.
+    """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:

@@ -74,8 +74,9 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source has at most its share of
-        ``limit_tokens`` / T windows, but at least one. Raise InputError if a source has no whole window."""
+        """Return validation windows, [N, T + 1] with T = ``seq_len``. Each source gets its share of ``limit_tokens``,
+        and has at most (this share) / T windows, but at least one. Raise InputError if a source has no whole window.
+        """
         return np.concatenate(
             [
                 validation_windows(source.validation, seq_len, int(limit_tokens * share))
@@ -237,7 +238,10 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Read a tokenizer's hash from ``name``. Return its file and encoder, or None if a file is damaged."""
+    """Return a cached tokenizer's file and encoder, or None if a file is missing or damaged.
+
+    The file ``name`` contains the hash of the tokenizer, which is also the name of its folder.
+    """
     from tokenizers import Tokenizer
 
     try:

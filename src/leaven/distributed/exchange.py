@@ -72,9 +72,10 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Return whether the store has all keys. Wait up to ``timeouts`` times the timeout.
+        """Return whether the store has all ``keys``. Wait for at most ``timeouts`` x (timeout of this exchange),
+        or less after :meth:`shorten_timeout`.
 
-        The store is polled, because :meth:`shorten_timeout` could not interrupt a waiting call.
+        The store is polled, because a blocking call could not be shortened.
         """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):

@@ -43,8 +43,9 @@ def distribute_experts(stage: Stage, group: ProcessGroup) -> None:
 class ExpertExchange:
     """Computes the experts of this rank for the rows of all expert-parallel ranks.
 
-    ``experts`` works like :meth:`leaven.model.experts.RoutedExperts.forward`. ``group`` has the
-    expert-parallel ranks. Rank r has the r-th part of the experts.
+    The argument ``experts`` is the function that computes the experts of this rank, with the arguments of
+    :meth:`leaven.model.experts.RoutedExperts.forward`. ``group`` has the expert-parallel ranks. Rank r stores the
+    r-th part of all experts.
     """
 
     def __init__(self, experts: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup) -> None:

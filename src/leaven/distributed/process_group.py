@@ -47,7 +47,10 @@ class ProcessGroup:
 
     @classmethod
     def arranged(cls, rank: int, layout: Layout, device: torch.device, store: Any = None) -> "ProcessGroup":
-        """Return the group of all processes, on the mesh that a layout describes."""
+        """Return the group of all ``layout.ranks`` processes. Its device mesh has the dimensions of the layout.
+
+        ``rank`` is this process. ``store`` is a key-value store for use from any thread.
+        """
         # With ZeRO 0, all parameters are replicated; with ZeRO 1 to 3, they are sharded over dp / dp_replicate ranks.
         shards = layout.dp // (layout.dp if layout.zero == 0 else layout.dp_replicate)
         sizes = layout.pp, layout.dp // shards, shards, layout.tp
@@ -114,8 +117,8 @@ class ProcessGroup:
         return values[0]
 
     def heartbeat(self, activity: str) -> None:
-        """Record what this process is doing, such as "in step 7". If the connection of the processes breaks, the
-        error message has the ``activity`` with the oldest heartbeat."""
+        """Record what this process is doing, such as "in step 7". If the connection between the processes breaks, the
+        error message names the process with the oldest record, and its ``activity``."""
         if self.store is not None:
             self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
 
@@ -147,7 +150,8 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
         store = private_store(store, rank, size, timeout)
     except TimeoutError as error:
         raise ProcessLost(
-            f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s; look at the output of that rank"
+            f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s; look at the output of each "
+            "rank that did not connect"
         ) from None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -2,8 +2,8 @@
 every layout.
 
 The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process
-stores. Norms are computed over all processes. They are bit-identical, so all processes make the same
-decisions.
+stores. A norm is computed over all processes, and is bit-identical on all of them. So all processes make
+the same decisions about it, for example whether to clip.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter with a block stored by this process."""
+    """A parameter of the model, of which this process stores the whole or a block."""
 
     row: ParameterRow  # row of the parameter table: name, lr, init and so on
-    piece: Piece  # the block of the parameter, with its position
+    piece: Piece  # the stored block, with its position in the parameter
     parameter: nn.Parameter  # the parameter of the model; a DTensor if it is sharded
     local: nn.Parameter  # the tensor that the optimizer updates: ``parameter`` or, if sharded, its local block
 
@@ -178,10 +178,10 @@ class ShardedModel:
         return {layer: mlp for layer, mlp in mlps if isinstance(mlp, MixtureOfExperts)}
 
     def total_tally(self, tally: Tensor) -> Tensor:
-        """Return the router tallies of this step, summed over all processes: (layers, experts + 1).
+        """Sum the router tallies of this step over all processes into ``tally``, and return it.
 
-        The last column has the balance loss. The others count the tokens sent to each expert. ``tally`` must
-        have this shape and only zeros, and is overwritten.
+        ``tally`` has the shape (layers, experts + 1) and must contain only zeros. Afterwards, the last column is the
+        balance loss. The others are the numbers of tokens sent to each expert.
         """
         for layer, mixture in self.mixtures.items():
             tally[layer, :-1] += mixture.tally.load_E
@@ -189,8 +189,11 @@ class ShardedModel:
         return tally if self.group is SINGLE_PROCESS else self.group.all_reduce_(tally)
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norm of every row of the parameter table over all processes, for each group. A group has
-        one tensor, such as the gradient, for each of ``local_parameters``."""
+        """Return the 2-norms of all parameters' tensors over all processes, one result for each of ``groups``.
+
+        A group has one local tensor, such as the gradient, for each of ``local_parameters``. A result is in the order
+        of the parameter table.
+        """
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -349,7 +352,7 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
 
 
 def replicas(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh dimensions of data parallelism: shard, and replicate if larger than 1."""
+    """Return the data-parallel part of the mesh: ("replicate", "shard"), or only "shard" if there is one replica."""
     return mesh["replicate", "shard"] if mesh.size(AXES.index("replicate")) > 1 else mesh["shard"]
 
 

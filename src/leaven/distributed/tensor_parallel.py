@@ -119,8 +119,8 @@ parts are summed."""
 
 
 class LocalBranch(ParallelStyle):
-    """The parallel style of a branch that computes on plain tensors. Inputs are gathered over the sequence.
-    Outputs are summed, and each rank keeps a part of the sequence."""
+    """The parallel style of a branch that computes on plain tensors. Ranks hold parts of the sequence: the branch's
+    input is all-gathered over the sequence, and its output is reduce-scattered."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def gathered(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

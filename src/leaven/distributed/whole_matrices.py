@@ -29,8 +29,10 @@ class SplitMatrix:
     blocks: Sequence[Block]  # the block of each rank of the group; several ranks may store the same block
 
     def senders(self, owner: int) -> dict[int, Block]:
-        """Return the block from each sender to ``owner``, by the sender's rank. Each block has one sender, if
-        possible ``owner`` itself."""
+        """Return the blocks that together make the matrix for ``owner``, by the rank that sends them.
+
+        If several ranks have the same block, only one sends it: ``owner`` if it has the block, else the lowest rank.
+        """
         first: dict[Block, int] = {}
         for rank in (owner, *range(len(self.blocks))):
             first.setdefault(self.blocks[rank], rank)
@@ -42,7 +44,10 @@ class WholeMatrices:
     must call :meth:`map` together."""
 
     def __init__(self, parameters: dict[str, Tensor], group: ProcessGroup) -> None:
-        """``parameters`` are the matrices of this process's pipeline stages."""
+        """Prepare the sharded matrices in ``parameters``; ignore the others. All processes must call this together.
+
+        ``parameters`` has the matrices of this process's pipeline stages, by name.
+        """
         assert group.mesh is not None
         ranks = group.mesh.mesh.flatten(1)  # by pipeline rank
         self._group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]

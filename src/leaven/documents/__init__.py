@@ -53,7 +53,7 @@ class Entry(BaseModel):
 
 
 class Document(Entry):
-    """The result of a command, declared as ``class TrainDocument(Document, schema="train/1")``."""
+    """The result of a command. A subclass names its schema: ``class TrainDocument(Document, schema="train/1")``."""
 
     SCHEMA: ClassVar[str] = ""
 

@@ -353,7 +353,7 @@ class BenchDocument(Document, schema="bench/1"):
     """The result of ``leaven bench RECIPE``: measured speeds."""
 
     rows: list[BenchSpeed]
-    choose: BenchChoice | None  # recommended sizes; null if no batch size was measured with all micro-batches
+    choose: BenchChoice | None  # recommended sizes; null if the measurement of the first batch size was cut short
     too_large: list[int]  # micro-batch sizes that do not fit in memory
     whole: bool  # false if Ctrl-C or --seconds ended the measurement early
     unfinished: int | None  # batch size of which only some micro-batches were measured, in sequences

@@ -161,7 +161,7 @@ class LossRow(Entry):
 
     key: str  # key of the recipe, or a quantity and its modules, such as "lr of embedding, unembedding"
     value: Any  # value in the recipe
-    why: str  # what the other trainer would do instead, and why
+    why: str  # what the other trainer does instead, and why it cannot have the value
 
     @property
     def text(self) -> str:
@@ -246,7 +246,7 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    """A training run of the demo. At the smallest width, where rules change nothing, ``rule`` is complete-d-p."""
+    """A training run of the demo. At the smallest width, both rules are equal, and ``rule`` is complete-d-p."""
 
     rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int

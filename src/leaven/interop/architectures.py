@@ -128,7 +128,7 @@ class Architecture:
         return found | ({"experts": None} if bool(self.experts) != bool(shape.experts) else {})
 
     def _values(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the values of a shape by key. For keys in ``words``, None becomes "none"."""
+        """Return the values of ``shape`` by key of [model]. The keys in ``words`` have "none" in place of None."""
         values = shape_values(shape)
         return values | {key: "none" for key in self.words if values[key] is None}
 
@@ -156,9 +156,9 @@ class Architecture:
     def factors(self, shape: ModelShape, config: Config) -> dict[str, float]:
         """Return the factors in ``leaven's weight = factor x (stored weight + offset)``, by leaven's name.
 
-        A factor comes from a constant by which the architecture multiplies the output of its embedding, or its
-        logits. With tied embeddings, the final norm has the factor (constant of the logits) / (constant of the
-        embedding). Factors of 1 are left out.
+        Some architectures multiply the output of the embedding by a constant, or the logits by another constant.
+        leaven has the first constant in the embedding, the second in the unembedding. With tied embeddings, the final
+        norm has the factor (second constant) / (first constant) instead. Factors of 1 are left out.
         """
         embedding = math.sqrt(shape.d_model) if self.scaled_embedding else 1.0
         logits = 1.0

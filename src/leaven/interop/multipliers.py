@@ -93,7 +93,7 @@ def multipliers(
             if first.multiplier != factor:
                 raise InputError(
                     f"{row.name} and {first.name} have different multipliers, but the same norm follows both; give "
-                    f"{row.module} and {first.module} the same residual"
+                    f"the modules {row.module} and {first.module} the same multiplier residual"
                 )
             continue
         if factor == 1.0:
@@ -125,11 +125,12 @@ def multipliers(
 def rescale_attention(
     model: nn.Module, base: nn.Module, structure: ModelStructure, head: float, factor: float
 ) -> list[LogitScale]:
-    """Return new attention scales as (attention module, attribute, scale). Scales multiply query . key.
+    """Return new attention scales as (attention module, attribute, scale), or [] if ``factor`` is 1.
 
-    A new scale is ``factor`` x (scale in the base) / sqrt(``head``). ``head`` is the head dimension of the
-    model divided by that of the base. The model's own scale is not used, because it may be a constant (Gemma
-    2). But if layers have different scales, a new scale is ``factor`` x the old scale.
+    The attention logits are scale x (query . key). ``head`` is (head dimension of the model) / (that of ``base``).
+    If each model has one scale for all layers, the new scale is ``factor`` x (scale in ``base``) / sqrt(``head``).
+    The model's own scale is not used, because it may be a constant (Gemma 2). Otherwise, each layer's new scale is
+    ``factor`` x its old scale. Raise InputError if a block's scale is not found.
     """
     if factor == 1.0:
         return []
@@ -137,8 +138,8 @@ def rescale_attention(
     if len(found) != blocks:
         raise InputError(
             f"the head dimension differs from the base's, but {len(found)} of {blocks} blocks have the scale of the "
-            f"attention logits in an attribute `scaling`, `scale` or `softmax_scale`; multiply it by {factor:g} "
-            "yourself and pass head_ratio=1.0"
+            f"attention logits in an attribute `scaling`, `scale` or `softmax_scale`; multiply the scale by "
+            f"{factor:g} yourself and pass head_ratio=1.0"
         )
     present, of_base = ({getattr(*scale) for scale in scales} for scales in (found, logit_scales(base)))
     if len(present) == len(of_base) == 1:
@@ -195,7 +196,7 @@ def require_hooks(model: nn.Module) -> None:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Undo :func:`install`, even if it was interrupted, and remove the attributes that a parametrized model gets."""
+    """Undo :func:`install`, even if it was interrupted. Also delete the attributes ROWS, MUON and LOGIT_SCALES."""
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks):
             for key, hook in list(hooks.items()):
@@ -211,7 +212,8 @@ def uninstall(model: nn.Module) -> None:
 
 
 def refuse_half_folded(model: nn.Module, *_: object) -> None:
-    """Raise InputError. A model that calls this hook has been left half-folded by :func:`fold`."""
+    """Raise InputError. While :func:`fold` multiplies weights, this hook is on the model's modules. If fold is
+    interrupted, the hook stays, so that the model cannot be used."""
     raise InputError(
         f"leaven.fold was interrupted on this {type(model).__name__}, so some of its weights have their multipliers "
         "and others do not; load the weights again into a new model"
@@ -255,8 +257,8 @@ def fold(model: nn.Module) -> nn.Module:
 def save_folded(model: nn.Module, folder: Path | str, *, overwrite: bool = False, **options: Any) -> None:
     """Save a parametrized Hugging Face model so that ``from_pretrained`` gives the same logits.
 
-    The model does not change. ``options`` are passed to ``save_pretrained``. A model in the folder is replaced, with
-    a warning unless ``overwrite`` is set or a group of several processes saves.
+    The model in memory does not change. ``options`` are passed to ``save_pretrained``. If the folder has a model
+    already, it is replaced with a warning. There is no warning with ``overwrite``, or if several processes run.
 
     Raises:
         InputError: as :func:`fold`, if the model has no ``save_pretrained`` or is sharded over processes, and if
@@ -346,10 +348,11 @@ def _factors(target: nn.Module) -> tuple[Factors, set[nn.Parameter]]:
 
 
 def _require_scalable(module: nn.Module, offset: set[nn.Parameter], *, by_input: bool = False) -> None:
-    """Raise InputError unless doubling a module's parameters doubles its output. A copy of the module is run.
+    """Raise InputError unless doubling a module's parameters doubles its output. With ``by_input``, doubling the
+    weight must have the same effect as doubling the input.
 
-    With ``by_input``, doubling the weight and doubling the input must give the same output. Linear modules,
-    norms with a weight in ``offset``, and sharded or meta-device modules pass without a run.
+    A copy of the module is run to find out. These modules pass without a run: plain linear modules, modules with a
+    parameter in ``offset``, and modules with sharded or meta-device parameters.
     """
     parameters = list(module.parameters(recurse=False))
     if not parameters:

@@ -266,10 +266,11 @@ def _require_readout(classified: Mapping[str, Parameter]) -> None:
 
 
 def _with_embedding_scale(row: ParameterRow, c: float) -> ParameterRow:
-    """Correct a row for an embedding module that multiplies its output by a factor, such as sqrt(width).
+    """Return the row of an embedding whose module multiplies its output by a factor, such as sqrt(width), corrected
+    so that AdamW trains the model as with the factor of the base.
 
-    ``c`` is (factor in this model) / (factor in the base). Use std / c, lr / c, eps x c and weight decay x
-    c: AdamW then trains as with the base's factor.
+    ``c`` is (factor in this model) / (factor in the base). The result has std / c, lr / c, eps x c and weight decay x
+    c. With tied embeddings, it also has multiplier x c. Rows of other roles are returned unchanged.
     """
     if c == 1 or row.role not in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
         return row
@@ -325,8 +326,8 @@ def _positive(name: str, size: str, value: Any) -> float:
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
         raise InputError(
-            f"parametrize: {name} is {value!r}; give a finite number above 0: the {size} of the model, divided by "
-            "that of the base"
+            f"parametrize: {name} is {value!r}; give a finite number above 0: ({size} of the model) / ({size} of "
+            "the base)"
         )
     return number
 
@@ -357,9 +358,8 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
     attention = next((name for name, kind in classified.items() if kind.module.startswith("attention.")), None)
     if attention is not None:
         raise InputError(
-            f"{attention}: its attention module has no attribute head_dim, but a rule may change the logit scale if "
-            "the head dimension differs from the base's; pass head_ratio, the ratio of head dimensions (1.0 if only "
-            "the number of heads differs)"
+            f"{attention}: its attention module has no attribute head_dim, so the head dimensions of the model and "
+            "the base are unknown; pass head_ratio = (that of the model) / (that of the base), 1.0 if they are equal"
         )
     return 1.0
 

@@ -1,5 +1,6 @@
-"""Classifies each parameter of a user's model: its role in a scaling rule, and the module name for its
-tuning.
+"""Classifies each parameter of a user's model: its role in a scaling rule, and leaven's name of its module.
+
+The module's name, such as ``mlp.out``, selects the multipliers that tuning sets for this module.
 
 Role and name follow from the parameter's name, the type of its module, and the dimensions that grow
 between two sizes of the model. If they are ambiguous, an error asks for ``roles`` or ``modules``.
@@ -61,10 +62,10 @@ _NORMS_IN_BLOCKS = (
 
 
 class Classifier:
-    """Classifies each parameter of ``model``, with the help of the smaller model ``base``.
+    """Finds the role and the module of each parameter of ``model``, with the help of the smaller model ``base``.
 
-    ``root`` is the nn.Module of ``base``. ``roles`` and ``modules`` are the user's, by parameter name or glob
-    pattern.
+    ``root`` is the nn.Module that ``base`` describes. ``roles`` and ``modules`` are the user's corrections: a role or
+    a module, by parameter name or glob pattern.
     """
 
     def __init__(
@@ -154,7 +155,10 @@ class Classifier:
         return Role.HIDDEN_WEIGHT if site.parameter.ndim == 2 else Role.EXPERT_WEIGHT
 
     def _is_router(self, site: ParameterSite) -> bool:
-        """Return whether a matrix has the name of a router, is beside experts, and has the shape (experts, width)."""
+        """Return whether a parameter is a router: the matrix of a module ``gate`` or ``router`` next to experts.
+
+        Its shape must be (number of experts, width), in the model and in the base.
+        """
         return any(
             site.path[: len(beside)] == beside
             and site.path[len(beside) : len(beside) + 1] in {(name,) for name in _ROUTERS}
@@ -212,8 +216,8 @@ class Classifier:
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and not role.in_branches:
                 raise InputError(
-                    f"modules: {site.name} is a {role}, so it cannot be {given}, the last matrix of a branch; "
-                    "give another module name"
+                    f"modules: {site.name} cannot have the module {given}, because {given} is the last matrix of a "
+                    f"branch and this is a {role}; give another module name"
                 )
             return given
         if role in _MODULES:
@@ -256,10 +260,10 @@ class Classifier:
         )
 
     def _trace(self, classified: Mapping[str, Parameter]) -> None:
-        """Find the norms on outputs of branches by running the base. Set ``output_norms``.
+        """Run the base to find the norms on outputs of branches, and set the attribute ``output_norms``.
 
-        The user's ``modules`` take precedence. If the base cannot be run and ``modules`` does not name all
-        norms, warn. ``classified`` has the matrices of the model.
+        The user's option ``modules`` overrides what is found. If running the base fails and ``modules`` does not name
+        every norm in the blocks, warn. ``classified`` has the model's matrices by parameter name.
         """
         ends = {site.label: classified[site.name].module for site in self.model.sites if site.name in classified}
         paths: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -148,8 +148,8 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     for whose, its_sites, others in (("base", base.sites, known), ("model", model.sites, by_label)):
         if odd := next((site for site in its_sites if site.label not in others), None):
             raise InputError(
-                f"{odd.name} exists only in the {whose}{unlisted}; give a base of the same family with the same tied "
-                "weights and the same number of experts"
+                f"{odd.name} exists only in the {whose}{unlisted}; give a base of the same family "
+                "that ties the same weights and has the same number of experts"
             )
     sites = []
     for site in model.sites:

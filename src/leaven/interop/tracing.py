@@ -1,4 +1,4 @@
-"""Runs a model to find norms on outputs of residual branches, and runs a norm to see if its gain is 1 + weight."""
+"""Run a model to find the norms after its residual branches, and run a norm to see if it multiplies by 1 + weight."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
         ends: by branch and block, the path of the branch's last matrix, or the paths for all experts.
 
     Raises:
-        InputError: if a norm undoes the multiplier of a branch, but is not a module that only this branch calls.
+        InputError: if a norm cancels the multiplier of a branch, but is not a module, or is also used elsewhere.
         Exception: of any type, if the model cannot be copied, or cannot be called with only token ids.
     """
     copied = copy.deepcopy(model).eval()
@@ -60,8 +60,8 @@ def output_norms(model: nn.Module, ends: Mapping[str, Sequence[Sequence[str]]]) 
             if (fourfold[last][1].double() - after).norm() <= 1e-3 * after.norm():
                 raise InputError(
                     f"{first[0]} ends a branch, but a multiplier of {' and '.join(branches)} would have no effect: a "
-                    "norm after the branch cancels the multiplier, but is not a module of its own; normalise the "
-                    "output of each branch with a module, such as nn.RMSNorm"
+                    "norm after the branch cancels it, and leaven cannot put the multiplier after a norm that is not "
+                    "a module; normalise the output of each branch with a module, such as nn.RMSNorm"
                 )
     return found
 
@@ -103,7 +103,7 @@ def _random(like: Tensor, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def is_offset(norm: nn.Module) -> bool:
-    """Return whether the gain of a norm is 1 + weight. False if the norm cannot be called with one vector."""
+    """Return whether a norm multiplies by 1 + its weight. Return False if a copy of the norm cannot be called."""
     try:
         copied = copy.deepcopy(norm)
         copied._forward_hooks.clear()

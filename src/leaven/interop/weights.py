@@ -303,7 +303,8 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
         spare = [name for name in spare if not name.startswith(beyond)]
     if spare:
         raise InputError(
-            f"{folder}: contains {spare[0]}, which the {architecture.name} of its config.json does not have"
+            f"{folder}: contains {spare[0]}, which the {architecture.name} of its config.json does not have; "
+            "give a folder whose weights fit its config.json"
         )
     return plain
 
@@ -322,9 +323,10 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def tensors_fingerprint(folder: Path) -> str:
-    """Return a hash of the tensors in a folder's safetensors files. Large tensors are read only in part.
+    """Return a hash of the tensors in a folder's safetensors files. A large tensor is read only in part.
 
-    :func:`weights_fingerprint` may miss changes of single tensors, because it reads pieces of whole files.
+    Some bytes of each tensor are read. :func:`weights_fingerprint` reads pieces of whole files, so it may miss a
+    changed tensor.
     """
     content = blake2b(digest_size=16)
     for path in _weight_files(folder):
@@ -407,11 +409,11 @@ def tokenizer_caution(folder: Path, tokenizer: Path) -> str | None:
 
 
 def zeros_caution(folder: Path) -> str | None:
-    """Return a warning if parts of the weights in a folder are zeros, as after an interrupted copy.
+    """Return a warning if weights in a folder are zeros without reason, as after an interrupted copy.
 
-    Two rows of each matrix are read. Some models begin with zeros in some tensors of every layer, or in the
-    unembedding, but not in most tensors, the embedding or the final norm. Return None also if the folder cannot
-    be read.
+    Two rows of each matrix are read. A tensor may be all zeros in every layer, because some models start like this.
+    But zeros in most kinds of tensors, in the embedding or in the final norm are a fault. Return None without a
+    fault, or if the folder cannot be read.
     """
     try:
         plain = read_huggingface(folder)
@@ -542,7 +544,10 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
         if WHOLE in shards or not (plain.folder / WHOLE).exists():
             files = shards
         elif any((plain.folder / file).exists() for file in shards):
-            raise InputError(f"{plain.folder}: {WHOLE} and {index.name} with its files are two models; remove one")
+            raise InputError(
+                f"{plain.folder}: {WHOLE} contains one model, and the files that {index.name} lists contain another; "
+                "remove the files of one model"
+            )
     tensors: dict[str, tuple[Any, str]] = {}
     with ExitStack() as stack:
         for file in files:

@@ -1,8 +1,8 @@
 """Compute linear layers, causal attention, RMSNorm and rotary positions with hand-written gradients.
 
 Also here: functions that call torch's private functions, such as :func:`norms`. Shape suffixes: B sequences, T
-positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head, t queries of a block, s keys
-that they attend to. Outside attention, D, F, K, M and N are any sizes.
+positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head. Attention is computed in
+blocks: a block has t queries, which attend to s keys. Outside attention, D, F, K, M and N are any sizes.
 """
 
 from collections.abc import Sequence
@@ -74,9 +74,12 @@ def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
 
 
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, sizes_E: Tensor) -> Tensor:
-    """Multiply consecutive groups of rows by a matrix each. Group e has ``sizes_E[e]`` rows. Return (N, F). On
-    CUDA, one kernel computes bf16 products if F and D are multiples of 8. Otherwise the host waits for the
-    sizes."""
+    """Multiply each group of rows by the matrix of the group, and return (N, F).
+
+    Group e is the next ``sizes_E[e]`` rows; its matrix is ``weight_EFD[e]``. On CUDA, in bf16, with F and D multiples
+    of 8, one kernel computes all groups. Otherwise the host waits for the sizes, and each group is a separate
+    product.
+    """
     device = x_ND.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_ND.dtype
     even = not (weight_EFD.shape[1] % 8 or weight_EFD.shape[2] % 8)  # the kernel needs rows of whole 16 bytes
@@ -142,8 +145,10 @@ def times_transposed(a_NK: Tensor, b_MK: Tensor) -> Tensor:
 
 
 def transposed_times(a_KN: Tensor, b_KM: Tensor) -> Tensor:
-    """Return a.T @ b, perhaps as a transposed view. Call this only where autograd does not record. For oneDNN,
-    a transposed copy of the smaller matrix is made."""
+    """Return a.T @ b, (N, M), perhaps as a transposed view. Call this only where autograd does not record.
+
+    oneDNN needs a contiguous first matrix, so the smaller of the two matrices is copied.
+    """
     if max(a_KN.shape[1], b_KM.shape[1]) < WIDE:
         return a_KN.T @ b_KM
     if a_KN.shape[1] > b_KM.shape[1]:
@@ -186,11 +191,11 @@ def causal_attention(
 ) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, (B, H, T, E).
 
-    The softmax is in fp32 or wider. torch's own kernel has no softcap, and on a CPU in bf16 it takes up to 1.9 times
-    as long (measured: docs/log.md).
+    The softmax is in fp32 or wider. Compared with this function, torch's own attention kernel has no softcap, and
+    takes up to 1.9 times as long on a CPU in bf16 (measured: docs/log.md).
 
     Args:
-        window: a query attends to at most this many keys: its own and those just before it; None: no such limit.
+        window: the number of keys to which a query attends: its own and those just before it; None: all of these.
         softcap: scores become softcap x tanh(score / softcap); None: no soft cap.
         allowed_B1TT: False where a query (row) must not attend to a key (column); None: True everywhere.
     """
@@ -284,7 +289,8 @@ def _probabilities(  # noqa: PLR0917 (the arguments of the backward pass)
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a block's attention probabilities and tanh(score / softcap) or None, both (N, G x t, s)."""
+    """Return (attention probabilities, tanh(score / softcap)) of a block, both (N, G x t, s). The second is None
+    without a softcap. ``block`` has the slices of the queries and of the keys."""
     rows, keys = block
     first, last, start, tanh_Nts = rows.start, rows.stop, keys.start, None
     size, groups = last - first, q_NGTE.shape[1]

@@ -21,26 +21,30 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**22
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return (documents, targets), both (B, T), for the windows (B, T + 1) without their last token.
-    ``documents`` has the index of each token's document within the row. The target of an end-of-text token
-    is `IGNORED`, because the next token begins another document."""
+    """Return (documents, targets), both (B, T), for ``windows`` (B, T + 1). The first T tokens are the inputs.
+    ``documents`` has the number of each input's document, counted from 0 in each row. A target is the next token,
+    or `IGNORED` after an end-of-text token, because the next token begins another document."""
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
     return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)
 
 
 class ZLoss:
-    """The z-loss of a step: c log^2 Z, summed over tokens. c is the coefficient, Z a token's sum of exp(logit)
-    (Chowdhery et al. 2022, arXiv 2204.02311, section 5). :func:`cross_entropy` adds it to the gradients
-    only."""
+    """The z-loss of a step: the sum over tokens of c log^2 Z (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
+
+    c is ``coefficient``. Z is the sum of exp(logit) over the vocabulary. :func:`cross_entropy` adds the z-loss to the
+    gradients, but not to the loss that it returns.
+    """
 
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
         self.total: Tensor | float = 0.0  # sum of c log^2 Z over the tokens of a step, in nats
 
     def add(self, log_z_n: Tensor, counts_n: Tensor) -> Tensor:
-        """Add the z-loss of n tokens to the total. Tokens with ``counts_n`` False add nothing. Return the factor 1
-        + 2 c log Z of each token. The gradient of its logits is this factor x softmax - one-hot."""
+        """Add the z-loss of n tokens to the total, except tokens with ``counts_n`` False. Return 1 + 2 c log Z, (n,).
+
+        With this factor, the gradient of a token's logits, z-loss included, is factor x softmax - one-hot.
+        """
         self.total = self.total + self.coefficient * log_z_n.square().masked_fill(~counts_n, 0).sum()
         return 1 + 2 * self.coefficient * log_z_n
 

@@ -43,7 +43,7 @@ class Linear(nn.Linear):
 
 
 class PerHeadNorm(nn.Module):
-    """A norm over the entries of each head. Each entry of each head has its own gain."""
+    """A norm over the entries of each head. The gain has the shape (heads, d_head): one value for each entry."""
 
     def __init__(self, shape: ModelShape, heads: int) -> None:
         super().__init__()
@@ -186,7 +186,8 @@ class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits. :func:`leaven.model.initialisation.build_model` makes one.
 
     Args:
-        multipliers: factors on the outputs of parameters, by parameter name; the default is 1.
+        multipliers: factors on the outputs of branches and on the logits, by the name of the last weight before them,
+            such as ``layers.0.mlp.out.weight``; the default is 1.
         attention_scale: factor on query . key; the default is 1 / sqrt(d_head).
         router_losses: coefficients of the routers' balance loss and z-loss.
     """
@@ -366,7 +367,9 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 class Stage(nn.Module):
     """A pipeline stage: the layers ``first`` to ``last - 1`` of a model. The first stage also has the embedding. The
-    last stage also has the final norm, the unembedding and the loss. The rest is removed from ``model``.
+    last stage also has the final norm, the unembedding and the loss.
+
+    The constructor removes from ``model`` all modules that belong to other stages.
 
     Args:
         dtype: the dtype of matrix products.

@@ -55,7 +55,8 @@ class _Group(Part):
 class Sustained(_Group):
     """The TFLOP/s in 16 bits that large operators of a training step sustain.
 
-    Attention counts as two matrix products forward and five backward, including masked scores.
+    For attention, the FLOPs of two matrix products are counted in the forward pass, and of five in the backward pass.
+    The scores that the mask discards are counted, too.
     """
 
     matmul: _Positive
@@ -175,12 +176,13 @@ class _Entry(Part):
         for dtype, rate in self.matmul.rates.items():
             if rate > (peak := peaks.get(dtype, 0)):
                 raise ValueError(
-                    f"matmul.{dtype}: {rate:g} TFLOP/s is above the peak of {peak:g}; give dense numbers"
+                    f"matmul.{dtype}: {rate:g} TFLOP/s is above the peak of {peak:g}; give both without sparsity"
                 )
         half = self.matmul.rates.get("bf16") or peaks.get("bf16") or peaks["fp16"]
         if self.sustained and self.sustained.matmul > half:
             raise ValueError(
-                f"sustained.matmul: {self.sustained.matmul:g} TFLOP/s is above the fastest matmul, {half:g}"
+                f"sustained.matmul: {self.sustained.matmul:g} TFLOP/s is above the fastest matmul, {half:g}; "
+                "correct one of them"
             )
         return self
 

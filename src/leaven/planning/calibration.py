@@ -141,17 +141,17 @@ def calibration(
 ) -> CalibrationRow | None:
     """Return factors that correct the planned time and memory of a model, or None without usable records.
 
-    A factor is the weighted median of measured / predicted over past runs. The current planner makes the
-    predictions. The weight of a run is 1 / (1 + log2(r) + d). Here r is the ratio, at least 1, of the
-    parameters of run and model, and d is the number of :func:`_features` that differ. Runs are selected in
-    three steps:
+    A factor is the weighted median of measured / predicted over past runs. The current planner makes the predictions.
+    A run has the weight 1 / (1 + log2(r) + d). Here r is the parameter count of the run or of the model, the larger
+    divided by the smaller, and d is the number of :func:`_features` in which their layouts differ. Three steps select
+    the runs:
 
-    1. Runs in the same dtype on the same accelerator (on a CPU: the same processor), with r up to 16. In
-       much smaller models, kernel launches dominate.
-    2. If some of these runs have r up to 4 and the same features, only these.
-    3. Of the remaining runs, the newest 100.
+    1. Keep the runs with the same dtype and accelerator (on a CPU: the same processor) and with r up to 16. In much
+       smaller models, kernel launches dominate.
+    2. If some of them have r up to 4 and d = 0, keep only these.
+    3. Keep the newest 100.
 
-    ``params`` and ``layout`` are the plan's. ``step_seconds``, the uncorrected time of a step, is copied to
+    ``params`` and ``layout`` belong to the plan. ``step_seconds`` is the uncorrected time of a step, and is copied to
     the result.
     """
     found, device = [], processor() if accelerator == "cpu" else None

@@ -96,10 +96,10 @@ def send_once(
 
 
 def hop(size: float, span: int, accelerator: Accelerator, share: float = LINK_SHARE) -> float:
-    """Return the seconds in which a rank sends ``size`` bytes to other ranks, at a ``share`` of the bandwidth.
+    """Return the seconds in which a rank sends ``size`` bytes, at ``share`` x bandwidth, with the latency.
 
-    ``span`` is the number of consecutive ranks that contain sender and receivers. If it exceeds a node, the network
-    is used.
+    ``span`` is the length of a range of consecutive ranks with the sender and all receivers. If it is above the size
+    of a node, the network is used, otherwise the links within the node.
     """
     across = span > accelerator.node_size
     gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s

@@ -85,7 +85,10 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note if the search leaves out a value in ``fixed``, or leaven cannot train with it, else ""."""
+    """Return notes about values in ``fixed`` that the search never tries or that leaven cannot train with, or "".
+
+    Each note begins with a semicolon, such as ``; the search leaves out a gpipe schedule``.
+    """
     zero, schedule = fixed.get("zero", 0), fixed.get("schedule")
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -261,7 +264,10 @@ def _fewer_gpus(job: Job) -> int | None:
 
 
 def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
-    """Return the fewest changes that make the plan fit, such as ``; zero=1 would fit in 61.0 GiB``, or ""."""
+    """Return a text that names the fitting layout with the fewest changes from ``chosen``, or "" if none fits.
+
+    An example is ``; zero=1 would fit in 61.0 GiB``.
+    """
 
     def changes(other: LayoutCandidate) -> list[str]:
         before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))

@@ -41,7 +41,7 @@ class Cluster:
 
     @property
     def nodes_text(self) -> str:
-        """The nodes as text: ``one node``, ``8 nodes of 8``, or ``2 nodes of 8, the last of 5``."""
+        """The nodes and their GPUs as text: ``one node``, ``8 nodes of 8``, or ``2 nodes of 8, the last of 5``."""
         node = self.accelerator.node_size
         if self.nodes == 1:
             return "one node"
@@ -134,7 +134,10 @@ def _words(name: str) -> list[str]:
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether ``wanted`` names accelerator ``own``. SXM counts only if ``own`` has PCIE or NVL."""
+    """Return whether the words ``wanted`` name the accelerator whose name has the words ``own``.
+
+    The word SXM in ``wanted`` is ignored, unless ``own`` has PCIE or NVL.
+    """
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

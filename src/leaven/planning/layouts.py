@@ -144,7 +144,10 @@ class Exploration:
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The candidates in ``fitting``; with ``job.by_leaven``, only those that leaven can train."""
+        """The candidates that fit into memory, the best first.
+
+        With ``job.by_leaven``, only those that leaven can train.
+        """
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))

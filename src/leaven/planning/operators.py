@@ -68,7 +68,9 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    Multiprocessors compute tiles in whole waves. If ``over_tokens``, k is a number of tokens and needs no alignment.
+    The result is computed in tiles. The multiprocessors compute one tile each at a time, so the last round takes as
+    long as a full one. Products are slower if n or k is not a multiple of 64. With ``over_tokens``, k is a number of
+    tokens, and only n matters.
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)

@@ -41,9 +41,10 @@ ACCURACY_OF_EXPERTS = (
 
 @cache
 def published_times(accelerator: str, experts: bool) -> list[PublishedTimes]:
-    """Return published runs' step times on accelerators of one name, such as H100 for H100-SXM-80GB.
+    """Return the step times of published runs on an accelerator, such as ``H100-SXM-80GB``.
 
-    ``experts`` selects mixtures of experts, or if false, all other models.
+    Only the name before the first hyphen must match. ``experts`` selects mixtures of experts, or if false, all other
+    models.
     """
     text = Path(__file__).with_name("published_times.toml").read_text(encoding="utf-8")
     found = [PublishedTimes.model_validate(row) for row in tomllib.loads(text)["times"]]

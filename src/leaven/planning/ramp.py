@@ -81,9 +81,10 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the cost of a ramp over ``over_tokens`` tokens. ``sizes`` has pairs (first token, batch in tokens).
+        """Return the cost of a batch ramp over the first ``over_tokens`` tokens of a run.
 
-        ``increment`` is in tokens, or None if increments differ.
+        ``sizes`` has pairs (first token, batch in tokens). ``increment`` is the step from one batch to the next, in
+        tokens, or None if the steps differ. It is only copied to the result.
         """
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
@@ -101,10 +102,11 @@ class RampThroughput:
 
 
 def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
-    """Plan a batch ramp that starts at the smallest batch with at least ``share`` of the full batch's throughput.
+    """Return a plan of a batch ramp from a small batch to the full batch.
 
-    The first batch also gives each rank at least pp micro-batches. As in Megatron, all increments are equal. ``full``
-    is the arrangement at the full batch.
+    The start is the smallest batch that has at least ``share`` of the full batch's throughput, and at least pp
+    micro-batches per rank. All increments are equal, as in Megatron. ``full`` is the arrangement at the full batch,
+    and ``tokens`` the length of the run.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch.tokens // seq_len, full.layout.dp
@@ -162,7 +164,10 @@ def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
-    """Return pairs of (batch in tokens, number of steps with this batch) for a run of ``tokens`` tokens."""
+    """Return (batch in tokens, number of steps with this batch) for each batch size in a run of ``tokens`` tokens.
+
+    ``sizes`` has pairs (first token, batch in tokens).
+    """
     schedule = BatchSchedule(sizes)
     ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
     last = ends[-1]
@@ -187,9 +192,10 @@ class NoiseFit(NoiseFitRow):
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """Fit a power law to the pairs (tokens, noise scale) after the first 10.
+    """Fit a power law to the pairs (tokens, noise scale), without the first 10 pairs.
 
-    The fit of a falling noise scale is a constant. Raise InputError if there are fewer than 20 pairs.
+    The exponent is at least 0: if the noise scale falls, a constant is fitted. Raise InputError if there are fewer
+    than 20 pairs.
     """
     used = measured[SETTLING:]
     if len(used) < FEWEST:

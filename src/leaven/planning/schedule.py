@@ -101,11 +101,13 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Return the passes of a step with their times.
+    """Return the passes of one optimizer step on every pipeline rank, with their times.
 
-    ``forward`` and ``backward`` have the time of one pass through each stage, in any unit. ``weight`` has
-    the part of ``backward`` for weight gradients, by default ``forward``. On the first stage, this part is
-    always all of ``backward``.
+    Args:
+        forward: the time of a forward pass through each stage, in any unit.
+        backward: the time of a backward pass through each stage, in the same unit.
+        weight: the part of ``backward`` that computes weight gradients; by default, as long as ``forward``. The value
+            of the first stage is ignored, because all of its backward pass is for weight gradients.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank

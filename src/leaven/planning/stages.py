@@ -13,8 +13,8 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage (at least one), by one of three rules.
 
-    - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as (vocabulary x
-      width / w) blocks. Here w is the number of matrix weights that a token uses in an average block.
+    - ``weight``: the largest stage is as small as possible. Embedding and unembedding each count as
+      (vocabulary x width) / (matrix weights that a token uses in an average block) blocks.
     - ``number``: stages differ by at most one block. Extra blocks go to the middle stages first, as in BLOOM.
     - ``work``: each stage in turn gets its share of the FLOPs of blocks and unembedding, as in nanotron.
     """
@@ -49,7 +49,10 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
-    """Return each stage's number of blocks by the rule ``work``. ``weights`` and ``unembedding`` are FLOPs / 2."""
+    """Return each stage's number of blocks by the rule ``work``: the stages compute about equally much.
+
+    ``weights`` (for each block) and ``unembedding`` are numbers of multiply-adds. The last stage has the unembedding.
+    """
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for left, weight in zip(reversed(range(len(weights))), weights, strict=True):
@@ -79,11 +82,11 @@ def rank_blocks(
 
 
 class RankParameters(NamedTuple):
-    """The number of parameters on one tensor-parallel rank of a pipeline rank."""
+    """The number of parameters on one rank, before ZeRO shards them."""
 
     blocks: float  # parameters in blocks, without routed experts
-    experts: float  # parameters of routed experts, which are distributed over the ``ep`` ranks
-    ends: float  # parameters outside the blocks; tied embeddings are stored on both ends of the pipeline
+    experts: float  # this rank's share of the routed experts, which are divided over the ``ep`` ranks
+    ends: float  # outside the blocks; both the first and the last pipeline rank have tied embeddings
 
     @property
     def total(self) -> float:
@@ -115,8 +118,8 @@ def sharers(layout: Layout) -> tuple[int, int]:
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    With v stages per rank, a pass through one stage counts as 1/v micro-batch (interleaved 1F1B, Narayanan
-    et al. 2021, arXiv 2104.04473, section 2.2).
+    The number may be a fraction. If a rank has v stages, the activations of one stage count as 1/v micro-batch
+    (interleaved 1F1B, Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

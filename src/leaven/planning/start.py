@@ -159,10 +159,10 @@ def _with_gpu_hours(started: StarterRecipes, proxy: Recipe, gpu: Accelerator) ->
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Return rows that compare the target's hyperparameters with their ranges in the published runs ``near``.
+    """Return rows that compare values of ``target`` with the range of these values in the published runs ``near``.
 
-    A target's value is the median over hidden matrices or embeddings, with the scaling rule applied. Betas
-    are compared as 1 / (1 - beta) steps.
+    The values of ``target`` are after the scaling rule: the median over hidden matrices, or over embeddings for their
+    lr. A row's ``factor`` is the distance from the range. For betas, it is a ratio of 1 / (1 - beta).
     """
     rows = parameter_table(target).rows
 

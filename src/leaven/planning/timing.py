@@ -177,7 +177,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the most blocks on any rank, the blocks on the last rank, and the largest RankParameters."""
+    """Return (most blocks on a pipeline rank, blocks on the last rank, RankParameters with the largest total)."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -281,7 +281,10 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds of a collective over all blocks, with ``of_each`` bytes for each parameter."""
+        """Return the seconds that a collective takes for all blocks of the rank: dense parameters, then experts.
+
+        ``of_each`` is the number of bytes for each parameter.
+        """
         of_blocks = collective(of_each * blocks, shard, tp, accelerator, messages)
         of_experts = collective(of_each * held.experts, expert_shard, tp * ep, accelerator, messages)
         return of_blocks + (of_experts if held.experts else 0.0)

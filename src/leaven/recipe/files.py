@@ -176,9 +176,10 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML, with comments, order and spelling of ``template``, the text of a file.
+    """Return the recipe as TOML, with the comments, order and spelling of ``template``, the text of a recipe file.
 
-    Defaults that the template leaves out stay out. Without a template, most defaults are written.
+    Values that are equal to the defaults are written only if the template states them. Without a template, all values
+    are written except None, multipliers of 1 and empty lists in ``[batch]``.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)

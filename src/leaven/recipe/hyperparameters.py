@@ -49,7 +49,7 @@ class DepthProfile(Part):
 
     @staticmethod
     def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
-        """Return the multiplier of block ``layer`` (counted from 0) in a model with ``n_layers`` blocks."""
+        """Return the multiplier of block ``layer`` (counted from 0), interpolated in ``profile``."""
         position = (layer / (n_layers - 1) if n_layers > 1 else 0.0) * (len(profile) - 1)
         below = min(int(position), len(profile) - 1)
         above = min(below + 1, len(profile) - 1)
@@ -66,11 +66,11 @@ class Clip(Part):
     # at most ``limit``. running: the global norm is at most ``limit`` x the running root mean square of the
     # clipped norms of earlier steps, which decays with Adam's beta2.
     mode: Literal["global", "per-module", "running"]
-    limit: NonNegative = 1.0  # limit of the norm, see ``mode``; 0 switches clipping off
+    limit: NonNegative = 1.0  # as ``mode`` says: of a norm, or a factor on a running norm; 0 switches clipping off
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Turn a bare limit into a table with mode ``global``. Keep any other value."""
+        """Turn a bare limit, such as 1.0, into a table of this limit with the mode "global". Keep any other value."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -190,7 +190,7 @@ class Hyperparameters(Part):
         ):
             if self.optimizer != "adam" and shrink >= 1:
                 raise ValueError(
-                    f"{name} = {shrink:g} erases a weight in one step; lower one of them until the product is below 1"
+                    f"{name} = {shrink:g} erases a weight in one step; lower one factor until the product is below 1"
                 )
         return self
 

@@ -78,7 +78,10 @@ class Init:
         return self.inputs
 
     def std(self, parameter: Parameter, n_layers: int, gated: bool) -> float:
-        """Return the initial std of one matrix in a model with ``n_layers`` blocks."""
+        """Return the initial std of the matrix ``parameter`` in a model with ``n_layers`` blocks.
+
+        ``gated``: whether the model has gated MLPs, for which some inits use another std.
+        """
         out, into = parameter.shape[-2:]
         width = out if parameter.module in BRANCH_ENDS else into
         return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))

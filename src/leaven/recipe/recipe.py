@@ -331,7 +331,7 @@ def short_path(path: str) -> str:
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one mapping from dotted paths to values. An empty mapping is a value."""
+    """Return nested mappings as one mapping from dotted paths to values. An empty mapping stays as the value {}."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and value:

@@ -145,7 +145,7 @@ class ModelShape(Part):
                 f"{stated} {width} is not n_heads x d_head = {self.n_heads} x {self.d_head} = {heads}; "
                 f"set {stated} = {heads}"
                 + (f" or d_head = {width // self.n_heads}" if width % self.n_heads == 0 else "")
-                + ("" if self.d_attention else f", or d_attention = {heads} to keep both")
+                + ("" if self.d_attention else f", or add d_attention = {heads} and keep d_model")
             )
         if self.n_heads % self.n_kv_heads:
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
@@ -308,7 +308,7 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module. Of the roles in ``biases``, return the last."""
+        """Return {module: role}. All biases are one module, ``biases``, which gets the role of the last bias."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -333,9 +333,10 @@ class ModelShape(Part):
         return parameter.size * self.experts.active // self.experts.number
 
     def width_unit(self, step: int | None = None) -> int:
-        """Return the smallest d_model whose d_attention (the width of all heads) is a multiple of ``step``.
+        """Return the smallest d_model at which d_attention (the width of all query heads) is a multiple of ``step``.
 
-        d_attention / d_model stays. The default ``step`` is the width of one key-value head's query heads.
+        d_attention / d_model stays the same. By default, ``step`` is the width of the query heads that share one
+        key-value head.
         """
         step = step or self.d_head * self.n_heads // self.n_kv_heads
         return self.d_model * step // math.gcd(self.n_heads * self.d_head, self.d_model * step)

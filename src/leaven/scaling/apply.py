@@ -67,8 +67,8 @@ def tensor_ratios(
     sides = 3 if role is Role.EXPERT_WEIGHT else 2
     if role.is_matrix and len(shape) != sides:
         raise ValueError(
-            f"the role {role} needs a tensor of {sides} dimensions, and this one has {len(shape)}; no rule covers "
-            "convolutions"
+            f"a tensor with the role {role} must have {sides} dimensions, but it has {len(shape)}; no rule covers "
+            "other tensors, such as the kernels of convolutions"
         )
     if role in {Role.EXPERT_WEIGHT, Role.ROUTER} and shape[0] != base_shape[0]:
         raise ValueError(

@@ -28,9 +28,10 @@ class ModuleStart:
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices.
+    """Return the initial std of each module's matrices, and the std that each published init would give.
 
-    If the stds differ between blocks, a module has two entries, for the first and the last block.
+    A module has one entry for all blocks. If its stds differ between blocks, it has two, for the first and last
+    block.
     """
     by_module: dict[str, list[ModuleStart]] = {}
     depth = recipe.model.n_layers
@@ -50,7 +51,10 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits, nearest first, by the mean of abs(log2(std / published std))."""
+    """Return the published inits, the nearest first, each with its distance in octaves.
+
+    The distance is the mean of abs(log2(std / published std)) over the modules in ``found``.
+    """
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]

@@ -99,7 +99,8 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True, eq=False)  # hash by identity, because the fields have no hash
 class Rule:
-    """A scaling rule: a cell (a factor) for each hyperparameter and role, and cells that all roles share."""
+    """A scaling rule. For each quantity and role, it has a cell: a factor that scales the hyperparameter with the
+    run. Further cells apply to all roles."""
 
     name: str
     source: str

@@ -109,16 +109,17 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def adamw_rows(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Return the parameter rows of the recipe without Muon, then the rows of matrices that Muon updates."""
+    """Return a row for every parameter as if Muon were off, then a second row for each matrix that Muon updates."""
     by_muon = parameter_table(recipe).rows if recipe.hyperparameters.muon else ()
     return (*parameter_table(recipe.without_muon).rows, *(row for row in by_muon if row.match))
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return (factors, ratio of half-lives) at ``step``, counted from 0.
+    """Return (factors, ratio of half-lives) at ``step``, counted from 0, of a run with a batch ramp.
 
-    The factors scale hyperparameters from the full batch to the step's batch. They are 1 if ``batch.rule`` is
-    "fixed". The ratio is the half-life of Adam's moments in steps / that of the previous step.
+    The factors convert the hyperparameters for the full batch to those for the batch of the step. They are 1 if
+    ``batch.rule`` is "fixed". The ratio divides the half-life of Adam's moments, in steps, by that of the previous
+    step.
     """
 
     def at(step: int) -> Factors:
@@ -188,10 +189,11 @@ def parameter_row(
 def optimizer_groups(
     rows: Sequence[ParameterRow], parameters: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return groups for ``torch.optim``. Rows of one module with equal values share a group.
+    """Return parameter groups for ``torch.optim``. Rows of the same module with equal values share a group.
 
-    A group has the keys of its optimizer, and the keys module, param_names and peak_lr. ``parameters``, a
-    mapping by name, adds the key params. Raise ValueError if its names are not those of the rows.
+    Each group has the options of its optimizer (Muon or AdamW), and the keys module, param_names and peak_lr. If
+    ``parameters`` (by name) is given, each group also has the key params. Then, raise ValueError if ``rows`` has
+    other names than ``parameters``, or a name twice.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -206,16 +208,16 @@ def optimizer_groups(
         if len(names) != len(rows):
             raise ValueError("the parameter table lists a parameter twice")
         if odd := sorted(parameters.keys() ^ names):
-            raise ValueError(f"only the model or only the parameter table has: {', '.join(odd)}")
+            raise ValueError(f"parameters not in both model and table: {', '.join(odd)}; use one recipe for both")
         for group in groups.values():
             group["params"] = [parameters[name] for name in group["param_names"]]
     return list(groups.values())
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return factors for parameters, by name. They replace the multipliers of the forward pass.
+    """Return factors by parameter name. Parameters multiplied by them need no multipliers in the forward pass.
 
-    Factors of 1 are left out. Each multiplier moves to these weights:
+    Factors of 1 are left out. Each multiplier is folded into the weights (and biases) of one module:
 
     - Multiplier of a branch: the norm on the branch's output. Without this norm, the last matrix of the branch.
     - Attention scale x sqrt(d_head): the query norm. Without this norm, the query matrix.

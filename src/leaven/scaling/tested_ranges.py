@@ -65,7 +65,7 @@ def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
 
 
 def untuned(tuned: Recipe) -> list[CautionRow]:
-    """Return a warning if no reason in ``tuned`` names a study. The searched values are then unknown."""
+    """Return a warning if ``tuned`` does not say which values a search chose: no reason in it names a study."""
     return [] if searched_paths(tuned) else [_caution("searched values", 0, 1)]
 
 
@@ -109,7 +109,10 @@ def _muon(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _output_norms(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if a model far above its base uses complete-d-p with norms after branches: its best lr changes."""
+    """Yield a warning if the width or the depth is far above the base's, because the best lr then changes.
+
+    This concerns only complete-d-p with norms after branches, and the depth only with alpha = 1.
+    """
     if recipe.model.norm_placement != "output" or table.rule.name != "complete-d-p":
         return
     for axis, exponent in OUTPUT_NORM_EXPONENTS.items():

@@ -195,8 +195,11 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens with which the study of ``tuned`` began: the base's if the base has the same run
-    length. Otherwise it is not known; return a batch that gives ``tuned`` as many steps as ``target`` has."""
+    """Return the batch in tokens at which the study of ``tuned`` began.
+
+    This is the batch of the base if ``tuned`` and its base have the same number of training tokens. Otherwise the
+    batch is unknown. Then return the batch at which ``tuned`` takes about as many steps as ``target``.
+    """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
     sequences = max(round(target.batch.tokens * tuned.data.tokens / target.data.tokens / tuned.model.seq_len), 1)

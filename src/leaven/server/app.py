@@ -53,7 +53,8 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the web application, which shows the runs, studies, checks and demos in ``roots``."""
+    """Return the web application that shows the runs, studies, checks and demos in ``roots``. It refuses requests
+    without the access token ``token``."""
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root}/{name:path}": lambda request: _folder(request, roots),
@@ -69,8 +70,9 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired(BaseHTTPMiddleware):
-    """Refuses requests without the right token. The first request has it in the address, later requests have it
-    in a cookie. Requests to a host outside `LOCAL` are refused, too, to prevent DNS rebinding."""
+    """Refuses requests without the right token. The address that ``leaven serve`` prints contains the token. The
+    answer to this address sets a cookie for later requests. To prevent DNS rebinding, requests to a host outside
+    `LOCAL` are refused, too."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         super().__init__(app)

@@ -46,7 +46,7 @@ class Found:
 
     @property
     def changed(self) -> float:
-        """The Unix time of the latest change to a file that the page shows, but at most `YEAR_9999`."""
+        """The Unix time at which a file on the page was last changed; 0 without files, and at most `YEAR_9999`."""
         return min(max([0.0, *(stat.st_mtime for stat in self.stats.values())]), YEAR_9999)
 
     @property

@@ -73,8 +73,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run between steps. Each process saves its part of the tensors. The first process also
-    saves the rest. :func:`read_checkpoint` sets ``model`` and ``optimizer`` to :class:`Tensors`."""
+    """The state of a run between steps. Each process saves its part of the tensors, and the first process also saves
+    all other fields. In the result of :func:`read_checkpoint`, ``model`` and ``optimizer`` are :class:`Tensors`."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
@@ -301,7 +301,7 @@ def _read(folder: Path, group: ProcessGroup, recipe: Recipe | None) -> Checkpoin
     state = read_state(folder)
     files = sorted(state["files"])
     if any(Path(name).name != name for name in files):
-        raise ValueError(f"{folder} lists a file that is outside")
+        raise ValueError(f"the state.json of {folder} lists a file outside this folder")
     mine = files[group.rank :: group.size]
     for name in mine:
         if _fingerprint(folder / name) != state["files"][name]:
@@ -387,13 +387,13 @@ class Saved:
 
 
 class CheckpointManager:
-    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer
-    needed.
+    """Writes checkpoints in a thread while training continues, and removes checkpoints that are no longer needed.
 
-    The first checkpoint in each interval of ``every_tokens`` is scheduled. :func:`checkpoints_to_keep`
-    chooses which of these stay. Any other checkpoint, such as at a stop, stays only while it is the newest.
-    So a stop removes no checkpoint that a rollback may need. Every process of a run calls the same methods
-    at the same steps, from its main thread.
+    There are two kinds. The first checkpoint in each interval of ``every_tokens`` is scheduled, and
+    :func:`checkpoints_to_keep` decides how long it stays. Any other checkpoint, such as one at a stop, is removed as
+    soon as there is a newer one. So stops do not push out scheduled checkpoints, which a rollback may need.
+
+    Every process of a run calls the same methods at the same steps, from its main thread.
     """
 
     def __init__(
@@ -415,13 +415,19 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint. The run shows no anomaly up to ``good_tokens`` trained tokens."""
+        """Start writing a copy of the checkpoint in a thread. Call :meth:`outcome` before the next save.
+
+        The run has no anomaly up to ``good_tokens`` trained tokens. This decides which older checkpoints are kept.
+        """
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save once, then None. Without ``wait``, return None for an unfinished save.
-        With ``wait``, all processes get the result together. Raise ProcessLost if rank 0 does not answer."""
+        """Return the result of the last save. Return None if an earlier call has returned it.
+
+        If the save is not finished, wait for it with ``wait``, else return None. All processes wait together, so
+        afterwards they have the same saved step. Raise ProcessLost if rank 0 does not answer.
+        """
         if self._writing is None or not (wait or self._writing.done()):
             return None
         saved, self._writing = self._writing.result(), None

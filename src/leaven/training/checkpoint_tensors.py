@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """A block of a tensor, stored in a file under the tensor's name."""
+    """A block of a tensor, as stored in a file. The file stores the block under the name of the whole tensor."""
 
     file: str  # name of the file in the folder of the checkpoint
     offset: tuple[int, ...]  # of the block's first element in the whole tensor
@@ -110,15 +110,18 @@ class Tensors(Mapping[str, Tensor]):
         return tensors
 
     def require_whole(self, files: Sequence[str], headers: Sequence[str]) -> None:
-        """Raise ValueError unless every block is in one of ``files`` and the blocks of each tensor form the whole
-        tensor. Blocks in the files ``headers`` must also have the recorded dtype and shape."""
+        """Raise ValueError if a block is in none of ``files``, or if a tensor's blocks do not form the whole tensor.
+
+        For the files ``headers``, also compare the dtype and shape of each block with its file. Shapes, offsets and
+        dtypes must be valid.
+        """
         known, compared = set(files), set(headers)
         for name, saved in self._saved.items():
             lengths = [*saved.shape, *(length for block in saved.blocks for length in (*block.offset, *block.shape))]
             if not all(type(length) is int and length >= 0 for length in lengths):
                 raise ValueError(f"{name}: a shape or an offset is not a whole number")
             if not isinstance(getattr(torch, saved.dtype, None), torch.dtype):
-                raise ValueError(f"{name}: {saved.dtype} is no dtype")
+                raise ValueError(f"{name}: {saved.dtype} is not a dtype of torch")
             fault = _fault(tuple(block.spans for block in saved.blocks), saved.shape)
             if fault:
                 raise ValueError(f"{name}: {fault}")
@@ -128,7 +131,7 @@ class Tensors(Mapping[str, Tensor]):
                 if block.file in compared:
                     there = self._opened(block.file).get_tensor(name)  # a view of the file, so nothing is read
                     if (dtype_name(there), tuple(there.shape)) != (saved.dtype, block.shape):
-                        raise ValueError(f"{name}: {block.file} holds another dtype or shape of this tensor")
+                        raise ValueError(f"{name}: its dtype or shape in {block.file} is not the recorded one")
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless all tensors named in ``shapes`` exist, in fp32 or fp64, with these shapes."""

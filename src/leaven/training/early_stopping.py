@@ -2,10 +2,13 @@
 torch.
 
 The best trial so far is the baseline. Other trials are compared with it at equal token counts and only
-with the same schedule. A trial with a high learning rate starts behind and may still win. So its loss
-may exceed the baseline's by the larger of two amounts: the remaining fall of the baseline's loss, or
-:data:`LEAST` standard deviations of the loss between seeds. The constants were chosen on one set of
-trials and tested on another (benchmarks/early_stopping.py).
+with the same schedule. A trial with a high learning rate is behind at first and may still win. So a trial
+is pruned only if it is behind by more than both of these amounts:
+
+- the amount by which the baseline's loss still falls until its end,
+- :data:`LEAST` standard deviations of the loss between seeds.
+
+The constants were chosen on one set of trials and tested on another (benchmarks/early_stopping.py).
 """
 
 import math
@@ -126,7 +129,10 @@ def expected(curve: Curve, baseline: Baseline) -> float:
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return the mean of (``curve`` - baseline) over the last :data:`SMOOTH` points, in nats."""
+    """Return how much ``curve`` is above the baseline's curve, in nats: the mean over its last :data:`SMOOTH` points.
+
+    The baseline is interpolated at the token counts of these points.
+    """
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 

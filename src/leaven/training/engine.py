@@ -146,7 +146,7 @@ class Training:
         return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true. With several processes, do nothing: they check it between steps."""
+        """Raise StopRequested if ``stop()`` is true. Do nothing with several processes: they check between steps."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
@@ -164,10 +164,12 @@ class Training:
         return step
 
     def issue(self) -> Callable[[], Step]:
-        """Start an optimizer step on the device. Return a function that awaits the step and returns its metrics.
-        Call the returned functions in order. A step is applied only if its loss and gradient norm are finite and
-        below :attr:`limits`. Raise TextUnreadable if the batch cannot be read, and StopRequested like
-        :meth:`check_stop`."""
+        """Start an optimizer step on the device. Return a function that waits for the step and returns its metrics.
+
+        Call the returned functions in the order of their steps. The step leaves the weights unchanged if its loss or
+        its gradient norm is not finite, or not below :attr:`limits`. Raise TextUnreadable if the batch cannot be
+        read, and StopRequested in the same cases as :meth:`check_stop`.
+        """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
         batch = self._batch_at(start.tokens)
@@ -211,7 +213,10 @@ class Training:
         return result
 
     def _forward_backward(self, batch: TrainingBatch, scale: Tensor | None, noise: NoiseScale | None) -> Tensor:
-        """Return the mean loss of a batch, a scalar. Accumulate the gradient of ``scale`` x loss."""
+        """Return the mean loss of a batch, a scalar. Accumulate the gradient of ``scale`` x loss.
+
+        ``scale`` is the loss scale; None is 1. ``noise`` records the gradient norm after the first micro-batch.
+        """
         factor = (1 if scale is None else scale) / batch.targets
         losses = self.sharded.forward_backward(batch.micro_batches, factor, noise.after_first if noise else None)
         loss = self.sharded.total(losses)
@@ -230,8 +235,10 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return a scalar: the number of counted targets in the first micro-batches of all processes. Samples that
-        several processes read count once."""
+        """Return the number of tokens that count in the loss, in the first micro-batches of all processes together.
+
+        A sample that several processes read counts once. The result is a scalar.
+        """
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())

@@ -1,7 +1,8 @@
 """Finds files of a run that are missing, were changed, or belong to another run. Does not import torch.
 
-Start events, the first line of the metrics, plan.json and every checkpoint have the random identifier of their run.
-Checkpoints also have the recipe, and digests of the tokenizer, metrics and events. Missing values are not compared.
+Each run has a random identifier. The run's start events, the first line of its metrics, plan.json and every
+checkpoint contain this identifier. A checkpoint also contains the recipe, and digests of the tokenizer, metrics and
+events. A value that a file lacks is not compared.
 """
 
 import json
@@ -100,7 +101,7 @@ def faults(run: RunFolder) -> Iterator[str]:
 
 
 def require_own_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = False) -> None:
-    """Raise InputError if :func:`foreign_files` finds a fault."""
+    """Raise InputError with the first sentence of :func:`foreign_files`, if there is one."""
     if (fault := next(foreign_files(run, state, to_use=to_use), None)) is not None:
         raise InputError(fault)
 
@@ -146,7 +147,10 @@ def foreign_files(run: RunFolder, state: Mapping[str, Any], *, to_use: bool = Fa
 
 
 def _has_other_rewinds(run: RunFolder) -> bool:
-    """Return whether events.jsonl and the newest checkpoint describe a common rewind differently."""
+    """Return whether events.jsonl and the newest checkpoint contradict each other about a rewind.
+
+    A rewind that is missing in one of them is no contradiction.
+    """
     saved = newest_document(run).get("rewinds", ())
     for event in run.read_events():
         if event["event"] in RETURNS:
@@ -158,8 +162,8 @@ def _has_other_rewinds(run: RunFolder) -> bool:
 
 
 def unused_changes(run: RunFolder, state: Mapping[str, Any]) -> str | None:
-    """Return a sentence about changes of recipe.toml since a checkpoint, or None if there are none. Changes
-    of values that affect the weights do not count."""
+    """Return a sentence about values in [evaluation] and [stability] of recipe.toml that changed after a checkpoint,
+    or None. Changes in other tables are left out. ``state`` comes from the checkpoint."""
     changes = [each for each in _changes_of_recipe(run, state) if _without_weights(each)]
     return f"{run.recipe_file} was changed after the checkpoint: {describe_changes(changes)}" if changes else None
 
@@ -321,8 +325,11 @@ def is_other_text(file: Path, *keys: str) -> bool:
 
 
 def _trained_file(run: RunFolder, begun: bool) -> Path | None:
-    """Return a file that shows that the run has trained: plan.json or a TensorBoard file. If the run has events
-    (``begun``), plan.json must have measured steps: the first plan is written before the first step."""
+    """Return plan.json or a TensorBoard file if it shows that the run has trained, else None.
+
+    ``begun``: whether the run has events. Then plan.json counts only with measured steps, because the first plan is
+    written before the first step. A TensorBoard file then counts only if there is no metrics.jsonl.
+    """
     try:
         measured = any(row["steps"] > 0 for row in _plan(run)["rows"])
     except WRONG_TYPES:  # damaged
@@ -343,7 +350,7 @@ def _plan(run: RunFolder) -> dict[str, Any]:
 
 
 def newest_saved(run: RunFolder) -> int | None:
-    """Return the token count of the last checkpoint that the run saved or loaded, or None."""
+    """Return the token count of the checkpoint that the run saved or loaded last, by events.jsonl, or None."""
     saved = (_saved_tokens(event) for event in reversed(run.events()))
     return next((tokens for tokens in saved if tokens is not None), None)
 
@@ -368,8 +375,11 @@ def _saved_tokens(event: Mapping[str, Any]) -> int | None:
 
 
 def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | None = None) -> str | None:
-    """Return why ``read_checkpoint(tokens=tokens)`` could use no checkpoint, or None if there are none.
-    ``damaged`` is that function's second result. All other checkpoints were undone by rewinds."""
+    """Return a sentence that says why no checkpoint of a run can be used, or None if the run has no checkpoints.
+
+    Call this if ``read_checkpoint(tokens=tokens)`` found none. ``damaged`` is its second result. Checkpoints that are
+    not in ``damaged`` are reported as undone by a rewind. ``tokens``: consider only checkpoints at this token count.
+    """
     there = (path for path in checkpoints(run.checkpoints) if tokens is None or tokens_of(path) == tokens)
     undone = [path for path in there if path not in damaged]
     found = [
@@ -381,8 +391,11 @@ def unusable_checkpoints(run: RunFolder, damaged: Sequence[Path], tokens: int | 
 
 
 def missing_checkpoint(saved: int | None, found: int) -> str | None:
-    """Return the name of the checkpoint at ``saved`` tokens if ``saved`` is above ``found``, else None. Call
-    :func:`newest_saved` for ``saved`` before you read the checkpoint at ``found`` tokens."""
+    """Return the name of the checkpoint at ``saved`` tokens if ``saved`` is above ``found``, else None.
+
+    Get ``saved`` from :func:`newest_saved` before you read the checkpoint at ``found`` tokens, because a run may
+    save another checkpoint in between, which is not missing.
+    """
     return None if saved is None or saved <= found else checkpoint_name(saved)
 
 
@@ -403,7 +416,10 @@ def _torchrun_has_trained(run: RunFolder) -> bool:
 
 
 def events_before_torchrun(run: RunFolder) -> int:
-    """Return a run's event count at the first call after torchrun's start; -1 without torchrun."""
+    """Return how many events the run had when this function was first called under the current torchrun.
+
+    Later calls return the same number, also after torchrun restarts the processes. Return -1 without torchrun.
+    """
     mark, path, events = _torchrun_mark(), str(run.path.absolute()), len(run.events())
     if mark is None:
         return -1
@@ -459,8 +475,11 @@ def _or_unreadable(compare: Callable[[], str | None]) -> str | None:
 
 
 def events_changed(run: RunFolder, since: Mapping[str, Any]) -> str | None:
-    """Return how the events before the record ``since`` have changed, or None. The record is the ``finish``
-    event, or the state of the callbacks in a checkpoint."""
+    """Return how events.jsonl differs from what ``since`` has recorded, or None if it does not.
+
+    ``since`` is the ``finish`` event, or the state of the callbacks in a checkpoint. It has a digest of the events
+    before it; later events are ignored. A change of ``since`` itself also counts.
+    """
     if not is_sealed(since):
         return "its finish event has been changed"
     return changed_events(run.lines_of(run.events_file), lines_digest(since.get(EVENTS)))
@@ -484,7 +503,7 @@ FAULTS = {
 
 
 def faults_in(event: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the messages of an event about what is lost, damaged or cannot be written."""
+    """Yield a sentence for each fault that an event reports, such as a damaged checkpoint or a failed write."""
     if event in FAULTS:
         yield FAULTS[event].format(**{**values, "tokens": format_quantity(values["tokens"])})
     for name in values.get("damaged_checkpoints", ()):

@@ -248,7 +248,8 @@ class StepLog(Callback):
 
 
 class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens, and compares the speed and memory of processes."""
+    """Computes the validation loss at a fixed interval in tokens. With several processes, also logs the slowest
+    process and the one with the highest memory use."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training
@@ -308,7 +309,8 @@ def writers(log_to: str | None) -> tuple[str, ...]:
 
 
 class TensorBoard:
-    """Writes scalars to TensorBoard, with tokens on the x axis. torch's writer hides errors such as a full disk."""
+    """Writes scalars to TensorBoard, with tokens on the x axis. Unlike torch's SummaryWriter, it raises errors, for
+    example of a full disk."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -1,5 +1,7 @@
-"""Chooses the micro-batch: the largest number of sequences in one forward pass. A long run in a single process times
-real passes. Other runs use a rule of thumb."""
+"""Chooses the micro-batch: the largest number of sequences in one forward pass.
+
+A run in a single process with at least 1,000 steps measures passes of several sizes. Other runs use a rule of thumb.
+"""
 
 import time
 from dataclasses import dataclass, replace
@@ -72,8 +74,9 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Return the sequences per pass when a batch is split evenly into the fewest passes. A pass has at most
-    ``micro_batch`` sequences. The last pass may have fewer.
+    """Return the number of sequences in a pass when a batch is split evenly into as few passes as possible.
+
+    A pass has at most ``micro_batch`` sequences. The last pass may have fewer sequences than the others.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -91,7 +94,9 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _largest_micro_batch(recipe: Recipe) -> int:
-    """Return the largest micro-batch size that gives each data-parallel rank enough micro-batches, or 1."""
+    """Return the largest micro-batch size, in sequences, that gives each data-parallel rank the micro-batches that
+    it needs; at least 1. A pipeline needs ``pp`` of them, even at the smallest batch of a ramp. Measuring the noise
+    scale doubles the number."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # needs ``pp`` micro-batches also at the smallest batch of a ramp
         batch = recipe.batch.smallest_tokens // layout.pp

@@ -38,7 +38,7 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 def on_one_process(
     function: Callable[[Tensor], Tensor], names: Iterable[str], matrices: Iterable[Tensor]
 ) -> Iterator[Tensor]:
-    """Yield ``function`` of each matrix. This :data:`OnWhole` is for processes that store whole matrices."""
+    """Yield ``function`` of each matrix. It is the :data:`OnWhole` for a process that stores whole matrices."""
     return map(function, matrices)
 
 
@@ -75,14 +75,14 @@ class MuonWithAdamW(torch.optim.AdamW):
         return super().__getstate__() | {name: getattr(self, name) for name in added}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set the state from a checkpoint, a pickle or a copy. AdamW's method gets only the groups of AdamW."""
+        """Set the state from a checkpoint, a pickle or a copy. AdamW's ``__setstate__`` gets no groups of Muon."""
         everything = state["param_groups"]
         of_adam = [group for group in everything if "match" not in group]
         super().__setstate__(state | {"param_groups": of_adam})  # type: ignore[no-untyped-call]
         self.param_groups = everything
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of this optimizer. Raise ValueError if the state has Muon for other groups."""
+        """Restore a state of this optimizer. Raise ValueError if Muon updates other groups in the state than here."""
         given, own = (
             ["match" in group for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
         )

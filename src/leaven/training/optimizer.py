@@ -70,7 +70,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: (new half-life) / (old half-life) of the moments, in steps."""
+        """Multiply Adam's step counts by ``factor``: the new half-life of the moments, in steps, divided by the old
+        one. A batch ramp changes the half-life."""
         for state in self.adam.state.values():
             if "step" in state:
                 state["step"] *= factor
@@ -159,7 +160,11 @@ class Clipper:
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step count of the running norm by ``factor``, as in :meth:`Optimizer.recount`."""
+        """Multiply the step count of the running norm by ``factor``: (new half-life) / (old half-life), in steps.
+
+        The norm decays with Adam's beta2, whose half-life in steps changes with the batch: see
+        :meth:`Optimizer.recount`.
+        """
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])
 
@@ -212,9 +217,11 @@ error of a single one is as large as its value."""
 @dataclass
 class NoiseScale:
     """Measures the gradient noise scale tr(Sigma) / |G|^2 every ``every`` tokens
-    (:mod:`leaven.catalogue.noise_scale`). Both terms are estimated from two gradients of a step: after the
-    first micro-batch, and after all micro-batches. Each term is averaged over measurements before the
-    division."""
+    (:mod:`leaven.catalogue.noise_scale`).
+
+    A measurement estimates tr(Sigma) and |G|^2 from a step's gradient after the first micro-batch and after all
+    micro-batches. The noise scale is the ratio of their running averages.
+    """
 
     every: int  # tokens between measurements
     model: ShardedModel

@@ -54,8 +54,11 @@ ENOUGH = 10  # steps that a measurement needs to be added to the calibration his
 
 
 class RunProfile(Callback):
-    """Measures the step time and peak memory of a run, from a start to the next stop. ``plan.json`` gets a row
-    for each batch size. A row replaces an older row with equal settings and no more steps."""
+    """Measures the step time and peak memory of a run, from a start to the next stop, for each batch size.
+
+    ``plan.json`` has a row for each batch size and setup (such as the layout). A new row replaces an old row with
+    the same batch size and setup, unless the old row has more steps.
+    """
 
     def __init__(
         self,
@@ -101,9 +104,9 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write plan.json. If a history is kept, add the last batch size if it had ``ENOUGH`` steps.
+        """Write plan.json. If the user's calibration history is kept, add the record of the last batch size to it.
 
-        A record that cannot be added is a ``history_lost`` event.
+        A record of fewer than ``ENOUGH`` steps is not added. If adding fails, report the event ``history_lost``.
         """
         for record in self.write():
             add = self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH
@@ -260,7 +263,10 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Return the recipe for one device with one or two forward passes per step, and its arrangement."""
+    """Return the recipe changed to run short steps on one device, and the arrangement of these steps.
+
+    A step has two forward passes. It has one if the batch allows no more, or if two would take too long.
+    """
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -283,7 +289,8 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step should fit into memory and, with over two layers, be fast (``SHORT_SECONDS``)."""
+    """Return whether a step should fit into memory and take at most ``SHORT_SECONDS`` seconds. Models of one or two
+    layers may take longer."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)

@@ -1,8 +1,8 @@
 """Defines rewinds, which take a run back to an earlier state: after a spike (:mod:`leaven.training.spikes`), or on
 request (:class:`ManualRewind`, ``leaven train --rewind-to``). Does not import torch.
 
-The skipped data, the lr and the undone checkpoints depend only on the rewinds and the number of trained tokens. So
-resuming from an older checkpoint does not change the result.
+The list of rewinds and the number of trained tokens decide which data are skipped, how the lr is lowered, and which
+checkpoints are undone. So a run that resumes from an older checkpoint gets the same result.
 """
 
 import math
@@ -64,8 +64,11 @@ class Rewind:
 
 
 def rewinds_of(run: RunFolder) -> tuple[Rewind, ...]:
-    """Return all rewinds of a run in order: the longer of the lists in the newest checkpoint and in
-    events.jsonl. Raise InputError if the event of a rewind is damaged."""
+    """Return all rewinds of a run, in order.
+
+    The newest checkpoint and events.jsonl both list the rewinds; the longer list is returned. Raise InputError if the
+    event of a rewind is damaged.
+    """
     rewinds: list[Rewind] = []
     with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
         rewinds = [Rewind.of(each) for each in newest_document(run)["rewinds"]]
@@ -125,7 +128,10 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this is the run's last manual rewind and ``recipe`` equals the run's recipe."""
+        """Return whether this is the run's last manual rewind, so that it is already done.
+
+        Return False if ``recipe`` and the run's recipe differ in more than the layout and the micro-batch.
+        """
         asked = [rewind.asked for rewind in rewinds_of(run) if rewind.asked]
         return bool(asked) and asked[-1] == asdict(self) and not changes_of(run.recipe(), recipe)
 

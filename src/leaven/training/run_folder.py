@@ -138,7 +138,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if state is None or state.pop(DIGEST, None) != digest_of(state):
         raise ValueError(f"{file} is damaged")
     if state.get("tokens") != tokens_of(checkpoint):
-        raise ValueError(f"{checkpoint} contains another checkpoint: it was copied or renamed")
+        raise ValueError(f"{checkpoint} contains another checkpoint, because the folder was copied or renamed")
     return state
 
 
@@ -159,7 +159,11 @@ class RunFolder:
         self._claimed: int | None = None  # st_dev of the folder of checkpoints; None until it is claimed
 
     def recipe(self) -> Recipe:
-        """Return the run's current recipe, even if recipe.toml was not written after a manual rewind."""
+        """Return the recipe with which the run trains now.
+
+        A manual rewind may change the recipe, and logs it as an event. So the recipe of the last such event counts,
+        even if recipe.toml is older. Paths of the text and the tokenizer come from recipe.toml.
+        """
         change = self.last_change()
         if change is None:
             return read_recipe(self.recipe_file)
@@ -170,8 +174,10 @@ class RunFolder:
         return change[0].model_copy(update={"data": data})
 
     def last_change(self) -> tuple[Recipe, dict[str, Any]] | None:
-        """Return (recipe, {path: value before}) of the last change to the recipe. Return None without a change, or
-        if events may be lost. Raise InputError if that recipe is damaged."""
+        """Return (recipe, {path: value before}) of the last change to the recipe, as recorded in events.jsonl.
+
+        Return None if there is no change, or if events are lost. Raise InputError if the recorded recipe is damaged.
+        """
         events = self.read_events()
         changes = [event for event in events if "recipe" in event]
         if not changes or self.rewinds_ahead(events) > 0:
@@ -183,8 +189,10 @@ class RunFolder:
             raise InputError(f"{self.events_file}: its last recipe is damaged; {DAMAGED_EVENTS}") from None
 
     def rewinds_ahead(self, events: Sequence[Mapping[str, Any]]) -> int:
-        """Return (rewinds recorded in the newest checkpoint) - (rewinds in ``events``). If positive, events are
-        lost. If negative, no undamaged checkpoint is newer than the last rewind."""
+        """Return how many more rewinds the newest undamaged checkpoint has recorded than ``events``.
+
+        Above 0: events are lost. Below 0: this checkpoint was written before the last rewind, or there is none.
+        """
         with suppress(*WRONG_TYPES):  # a damaged checkpoint is reported when it is loaded
             known = (len(event["earlier_rewinds"]) + 1 for event in events if event["event"] in RETURNS)
             return len(newest_document(self)["rewinds"]) - max(known, default=0)
@@ -281,7 +289,10 @@ class RunFolder:
                 raise
 
     def require_there(self) -> None:
-        """Call :meth:`LockedFolder.require` if the folder is locked. If that fails, stop writing to the folder."""
+        """If the folder is locked, call :meth:`LockedFolder.require`, which checks that the folder is still there.
+
+        Raise InputError if the folder was deleted or moved. Then nothing more is written to it (``writes`` is False).
+        """
         try:
             if self._locked is not None:
                 self._locked.require()
@@ -290,7 +301,11 @@ class RunFolder:
             raise
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Return ``recipe`` with a ``why`` for each change. If this process ``writes``, update recipe.toml."""
+        """Return ``recipe`` with a reason (``why``) for each of ``changes``.
+
+        A reason is "since 5,000 tokens; before: 0.1", with ``since`` = "5,000 tokens". If this process ``writes``,
+        recipe.toml is updated.
+        """
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -312,7 +327,7 @@ class RunFolder:
         return self.read_metrics().documents
 
     def read_metrics(self) -> storage.JsonLines:
-        """Return the lines of :meth:`metrics` with their line numbers, and the line numbers of damaged lines."""
+        """Return the lines of :meth:`metrics`, their line numbers, and the line numbers of damaged lines."""
         read = _read(self.metrics_file)
         lines, damaged = in_order(zip(read.numbers, read.documents, strict=True))
         damaged = sorted([*read.damaged, *damaged])
@@ -426,7 +441,7 @@ def newest_document(run: RunFolder) -> dict[str, Any]:
 
 
 def _parse_int(digits: str) -> int:
-    """Parse an integer. Raise ValueError for more than 300 digits, a sign of a damaged line."""
+    """Parse an integer. Raise ValueError for more than 300 digits, which only a damaged line has."""
     if len(digits) > 300:
         raise ValueError("a number is too large")
     return int(digits)

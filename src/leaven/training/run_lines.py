@@ -89,13 +89,15 @@ class RunLines:
         if self.unwritten is not None:
             count = f"{len(self._waiting):,} line{'s' * (len(self._waiting) > 1)} of metrics or events"
             raise InputError(
-                f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; {count} could not be saved; correct "
-                "this and run the same command again"
+                f"{self._waiting[0][0]}: cannot be written: {self.unwritten}; so {count} could not be saved; remove "
+                "the cause, such as a full disk, and run the same command again"
             )
 
     def truncate_metrics(self, step: int, written: LinesDigest | None = None) -> str | None:
-        """Remove from metrics.jsonl the lines after ``step``, which will be repeated, and a torn last line. Return
-        a fault of the remaining lines (see :func:`kept_metrics`), or None."""
+        """Remove from metrics.jsonl the lines after ``step``, whose steps are trained again, and a torn last line.
+
+        Return what is wrong with the remaining lines, such as missing steps (see :func:`kept_metrics`), or None.
+        """
         waiting = self._waiting_for(self._run.metrics_file)
         self._waiting = deque((path, line) for path, line in self._waiting if path != self._run.metrics_file)
         if not self._run.writes:
@@ -186,7 +188,10 @@ def kept_metrics(lines: Sequence[bytes], step: int, written: LinesDigest | None)
 
 
 def changed_events(lines: Sequence[bytes], written: LinesDigest | None) -> str | None:
-    """Return how the ``lines`` of events.jsonl differ from those that were ``written``, or None."""
+    """Return what is wrong if ``lines`` of events.jsonl do not begin with the ``written`` lines, or None.
+
+    Without ``written``, only an empty file is wrong.
+    """
     if not lines:
         return "its lines are missing"
     if written is None or digest(lines[: written.lines]).hexdigest() == written.blake2b:

@@ -120,7 +120,10 @@ def _scalar(value: "Summary.Value") -> Any:
 def wandb_rows(
     file: Path, cut: Callable[[str], object] = lambda message: None
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield (step, values by name) for each history row in the file of an offline W&B run."""
+    """Yield (step, values by name) for each history row in the file of an offline W&B run.
+
+    ``cut`` is called with a message if the file ends within a record. Raise LogDamaged if a record is damaged.
+    """
     for at, record in log_records(storage.read(file), str(file), cut):
         try:
             histories = [_row(content) for field, content in _fields(record) if field == 2]  # Record.history

@@ -64,7 +64,7 @@ class Anomaly:
     onset: int  # the first suspicious step
     step: int  # the step at which it was detected
     why: str  # what was found, in words
-    numbers: dict[str, dict[str, float]]  # by quantity: value, median, deviations and sum at this step
+    numbers: dict[str, dict[str, float]]  # by quantity, at ``step``: value, median, deviations from it, their sum
 
 
 @dataclass
@@ -86,8 +86,11 @@ class QuantityMonitor:
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add the value of a step. Return (usual level before this step, standard deviations above the level). The
-        second is 0 until enough steps have set the level."""
+        """Add the value of a step. Return (level, deviations).
+
+        The level is the usual value before this step. The deviations say by how many standard deviations ``value`` is
+        above the level. They are 0 until enough steps are known.
+        """
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -201,10 +204,10 @@ def rollback(
 ) -> Rewind:
     """Return the rewind that answers an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    With n suspicious steps, the first attempt goes back to the state before these steps. It skips their data
-    and the data of n steps after them. If the anomaly comes again, attempt k skips the data of 4^(k - 1) n
-    steps after them, and of (4^(k - 1) - 1) n steps before them. No attempt goes back further than
-    ``oldest_tokens``, the token count of the oldest checkpoint.
+    n is the number of suspicious steps. The first attempt returns to the state before these steps. It then skips the
+    data of these n steps and of the next n steps. If the same anomaly comes again, attempt k returns (4^(k - 1) - 1)
+    n steps further back, and skips all data from there to 4^(k - 1) n steps after the suspicious steps. No attempt
+    returns further than ``oldest_tokens``, the token count of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.

@@ -159,7 +159,7 @@ def _stack(like: Recipe, size: int, tokens: TokenSet) -> "TrialStack":
 
 
 class TrialStack:
-    """Trains up to ``size`` recipes at once. All have the shape, batch and dtype of ``like``."""
+    """Trains up to ``size`` recipes at once. All have the shape, batch size and dtype of the recipe ``like``."""
 
     def __init__(self, like: Recipe, size: int, tokens: TokenSet, device: str) -> None:
         assert refusal(like) is None, refusal(like)
@@ -230,7 +230,7 @@ class TrialStack:
         return self.progress.step == len(self.schedule)
 
     def losses_from(self, step: int) -> list[list[float]]:
-        """Return the training losses from ``step`` (counted from 0) to the last step, of shape (steps, K)."""
+        """Return the training losses (steps, K) of K recipes, from ``step`` (counted from 0) to the last step."""
         found: list[list[float]] = self.record[step : self.progress.step].tolist()
         return found
 
@@ -314,7 +314,8 @@ class TrialStack:
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, factor: Tensor) -> None:
-        """Clip the gradient (K, P) of each recipe, and take a step of AdamW. ``factor`` (K,) multiplies the lr."""
+        """Clip each recipe's gradient and take a step of AdamW, for K recipes with P parameters each.
+        ``gradient`` is (K, P), and ``factor`` (K,) multiplies the lr."""
         norm = gradient.square().sum(1).sqrt()
         g = gradient * (self.clip / (norm + 1e-6)).clamp(max=1.0)[:, None]
         count = (self.step + 1).double()
@@ -373,8 +374,11 @@ class TrialStack:
         return losses.view(k, b * t).mean(1)
 
     def evaluate(self, recipe: Recipe) -> list[float]:
-        """Return each trial's validation loss (nats per token) over ``recipe.evaluation.tokens`` tokens. Batch size
-        and gradients are as in training, so nothing recompiles."""
+        """Return the validation loss of each trial, in nats per token, over ``recipe.evaluation.tokens`` tokens.
+
+        The batch has the size of training batches and the parameters require gradients. So the compiled code is
+        reused.
+        """
         found = self.tokens.validation_windows(self.shape.seq_len, recipe.evaluation.tokens)
         windows = torch.from_numpy(found).to(self.device)
         leaves = {name: value.detach().requires_grad_() for name, value in self.parameters.items()}

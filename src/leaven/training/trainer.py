@@ -170,8 +170,11 @@ def train(
 def _warnings_of_faults(
     folder: Path, caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Return an ``on_event`` that warns, on rank 0, of each message of :func:`faults_in`. Equal warnings are shown
-    once, as warnings of the line that ``caller`` executes."""
+    """Return a callback for events. On rank 0, it issues each message of :func:`faults_in` as a Python warning.
+
+    The warning starts with ``folder`` and points to the line that ``caller`` was executing when this function was
+    called. Equal warnings are shown once.
+    """
     where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 
     def warn(event: str, values: Mapping[str, Any]) -> None:
@@ -183,8 +186,11 @@ def _warnings_of_faults(
 
 @contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed. The first Ctrl-C raises
-    KeyboardInterrupt after the block, a later Ctrl-C raises it at once."""
+    """Yield a function that returns whether ``stop()`` is true or Ctrl-C was pressed.
+
+    After a first Ctrl-C, the block continues, and KeyboardInterrupt is raised when it ends. Another Ctrl-C, more than
+    ``AGAIN_AFTER`` seconds later, raises KeyboardInterrupt at once. Outside the main thread, yield ``stop`` itself.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield stop
@@ -485,7 +491,11 @@ class RunTrainer:
             self._on_event(event, self._at | {"why": why})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that no rewind has undone, or None. Also set :attr:`damaged`."""
+        """Return the newest undamaged checkpoint that no rewind has undone, or None.
+
+        Also set :attr:`damaged` to the paths of newer, damaged checkpoints. Raise InputError if the checkpoint does
+        not belong to the files of the run.
+        """
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group, recipe=self.training.recipe)
         if found is not None:
             require_own_files(self.run, found.state)
@@ -562,8 +572,11 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, rewind: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return (run folder, recipe, rewind). The micro-batch of a started run replaces "auto". A rewind that was
-    done already becomes None. Raise InputError if this recipe cannot be trained in the folder."""
+    """Return (run folder, recipe, rewind) for training ``recipe`` in ``folder``.
+
+    If the run has started, the returned recipe has its micro-batch in place of "auto". The returned rewind is None
+    if the run has done ``rewind`` already. Raise InputError if the recipe cannot be trained in the folder.
+    """
     run = RunFolder(folder)
     recipe = as_started(recipe, run)
     if rewind is not None and not rewind.done(run, recipe):

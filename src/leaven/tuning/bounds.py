@@ -83,10 +83,11 @@ def _multiplied(recipe: Recipe, path: str) -> str:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far the value at a path may move from the recipe's value, and the reason for this limit.
+    """Return (limit, reason): how far the value at a path may move from the recipe's value, and why no further.
 
-    ``side`` 0 is the lower end of the search range, 1 the upper end. The user sees the reason. It is
-    empty at a natural limit, such as dropout 0.
+    ``side`` is 0 for the lower end of the search range, where the limit is 0 or negative, and 1 for the upper end.
+    The limit is a distance as in ``point.distance``. The reason is a text for the user. It is empty if the limit is
+    natural: no value exists beyond it, such as a dropout below 0.
     """
     of = path if path in WHOLE_RECIPE else _multiplied(recipe, path)
     bounds, run = bounds_of(of), recipe.data.tokens

@@ -92,7 +92,10 @@ def _expression(pattern: str) -> str:
 
 
 class LossSource(Part):
-    """Where a command reports its losses. The last reported loss is the loss of the trial, unless it diverged."""
+    """Where a command reports its losses. The last reported loss is the loss of the trial.
+
+    The loss of a diverged trial is infinite.
+    """
 
     pattern: str | None = None  # a regular expression with {loss} for the number and {step} for the step
     file: Text | None = None  # the text file that the pattern reads; by default the output of the command
@@ -129,7 +132,8 @@ class LossSource(Part):
 
     @property
     def expression(self) -> str:
-        """The ``pattern`` as a regular expression: {loss} and {step} become named groups."""
+        """The ``pattern`` as a regular expression: {loss} and {step} become named groups. A space before one of them
+        matches several, because numbers of a fixed width are padded with spaces."""
         return self._with_loss(_NUMBER)
 
     @property
@@ -143,7 +147,8 @@ class LossSource(Part):
         return self._with_loss(r"[^ \t\n]*")
 
     def _with_loss(self, loss: str) -> str:
-        once = (self.pattern or "").replace("{loss}", f"(?P<loss>{loss})", 1)
+        padded = re.sub(r" (?=\{(?:loss|step)\})", " +", self.pattern or "")
+        once = padded.replace("{loss}", f"(?P<loss>{loss})", 1)
         return once.replace("{step}", f"(?P<step>{_STEP})", 1)
 
     @property
@@ -186,7 +191,7 @@ class Command(Part):
 
     @cached_property
     def template(self) -> str:
-        """The text of the file ``config``, or "" without it."""
+        """The content of the file at the path ``config``, or "" if ``config`` is None."""
         return "" if self.config is None else read_text(self.config)
 
     @property
@@ -196,7 +201,8 @@ class Command(Part):
 
     @property
     def _required(self) -> set[str]:
-        """The names of placeholders outside ``config``. Each of them must have a value."""
+        """The names of the placeholders that must have a value: those in the command, the environment and the loss
+        source."""
         return _names(self.command, *self.environment.values(), self.loss.where or "")
 
     @property

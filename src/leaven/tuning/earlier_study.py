@@ -1,14 +1,16 @@
 """Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
 The two studies may differ in model size and searched values, but their recipes must have the same scaling rule and
-base. Then equal hyperparameters mean the same at every size. Each trial becomes a point of the new search: the
-distance of each value from the new recipe's value.
+base. Then equal hyperparameters mean the same at every size. Each trial becomes a point of the new search. The point
+has, for each searched value, the distance from the value in the new recipe to the value in the trial. There are three
+special cases:
 
-- If a module's multiplier is searched without the global value, the distance of the global value is added: twice
-  the global lr adds 1 octave to the lr of every module.
+- The multiplier of a module, such as the lr of the embedding: if the new search does not search the global value,
+  the distance of the global value is added. For example, twice the global lr adds 1 octave to the lr of each module.
 - The warm-up is compared as a share of the run's tokens.
-- No rule scales the batch size and the run's tokens. Their distances are measured from the earlier study's
-  start, or from its best point if a search chose the new recipe's value.
+- The batch size and the run's tokens have no scaling rule. So their distances are measured between the trial and the
+  start of the earlier study. If a search chose the new recipe's value, they are measured from the earlier study's
+  best point.
 
 If both studies run a command, values of the same name are compared.
 """
@@ -80,7 +82,10 @@ def unlike_earlier(folder: Path, recipe: Recipe) -> list[str]:
 
 
 def _compare_recipes(folder: Path, space: Space, document: StudyDocument, what: str) -> PointOf:
-    """Return a function from a trial to a point. Raise InputError if the recipes' bases or rules differ."""
+    """Return a function that maps a trial of the earlier study in ``folder`` to a point around ``space.recipe``.
+
+    Raise InputError if the recipe of the earlier study has another base or another scaling rule.
+    """
     recipe, centre = space.recipe, read_recipe(folder / "centre.toml")
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
@@ -107,7 +112,7 @@ def require_start(document: StudyDocument, start: Recipe | CommandFile, what: st
         if value != each.centre:
             raise InputError(
                 f"{what}: {each.path} is {value} in its centre.toml, but the study began at {each.centre}; "
-                "remove this file and run the leaven tune command of that study again, which writes it"
+                "remove centre.toml and run the leaven tune command of that study again to write a new one"
             )
 
 
@@ -120,7 +125,10 @@ def start_of(start: Recipe | CommandFile, path: str) -> Value | None:
 
 
 def _point_of_command(space: CommandSpace, trial: StudyTrial, others: Sequence[Dimension]) -> list[float]:
-    """Return the point of a trial. Values of ``space`` that the trial lacks are at the start."""
+    """Return the distances of a trial from the start: for the values of ``space``, and then for ``others``.
+
+    A value of ``space`` that the trial lacks has the distance 0. The distances of ``others`` are in steps.
+    """
     own = [
         space.file.space[path].distance(trial.values[path]) if path in trial.values else 0.0 for path in space.paths
     ]
@@ -142,7 +150,11 @@ def _read(folder: Path, what: str) -> StudyDocument:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance at ``path`` from the recipe of ``space`` to ``there``."""
+    """Return the distance of the value at ``path`` from the recipe of ``space`` to the recipe ``there``.
+
+    The distance is in the unit of the value (:attr:`Dimension.unit`). ``since`` has the distances that are already
+    known, by path.
+    """
     here = space.recipe
     if path in since:
         return since[path]

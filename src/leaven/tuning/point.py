@@ -58,8 +58,11 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths that a search space may name: values of the whole recipe, a module or a depth profile.
-    Unset values and multipliers without effect are left out."""
+    """Return the paths of all values that a search space may name.
+
+    A path names a value for the whole recipe, a value of one module, or a point of a depth profile. Unset values and
+    multipliers without effect are left out.
+    """
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -69,7 +72,8 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of a quantity's depth profile that affect at least one block."""
+    """Return the paths of a quantity's depth profile, one for each point, such as ``hyperparameters.depth.lr[0]``.
+    Leave out points that change the multiplier of no block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -122,8 +126,10 @@ def _unit(path: str) -> str:
 
 
 def moved(unit: str, value: float, x: float) -> float:
-    """Return ``value`` moved by ``x`` units. With x = 1, an octave turns 0.5 into 1, a tenth turns 0.5 into
-    0.6, and a beta turns 0.9 into 0.81."""
+    """Return ``value`` moved by the distance ``x``, measured in ``unit``.
+
+    With x = 1, the unit "octave" turns 0.5 into 1, "tenth" turns 0.5 into 0.6, and "beta" turns 0.9 into 0.81.
+    """
     match unit:
         case "tenth":
             return value + x / 10

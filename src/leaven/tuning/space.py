@@ -4,10 +4,11 @@ The user gives a space by the name of a set (``SETS``) or by the paths of values
 lists the values of each set. ``per-module`` has lr, init_std and residual of each module, which mattered
 most to Mlodozeniec et al. 2025 (arXiv 2512.22382).
 
-Some pairs of values are redundant: multiplying the first by c and dividing the second by c gives the
-same model. So neither has its own optimum, and ``per-module`` leaves out:
+Some pairs of values are redundant: multiplying the first by c and dividing the second by c gives the same model.
+So neither has a single best value. ``per-module`` therefore leaves out:
 
-- Global values whose multipliers are searched in all modules. Start such a search at the best global values.
+- The global lr, init_std and residual, because their multipliers are searched in the modules. Search the set
+  ``global`` first, and start ``per-module`` from its best values.
 - The middle point of a depth profile, because the multipliers of modules already set the mean over depth.
 - The init_std of some modules (:func:`_scaled_by_others`).
 """
@@ -71,11 +72,18 @@ class SearchSpace(ABC):
 
     @abstractmethod
     def text_at(self, octaves: Mapping[str, float], reasons: Mapping[str, str]) -> str:
-        """Return the recipe or command file at the point ``octaves`` as text. ``[why]`` gets ``reasons``."""
+        """Return the recipe or command file, as text, with the values of the point ``octaves``.
+
+        ``octaves`` has the distance from the start for each searched value. ``reasons`` are added to the table
+        ``[why]``.
+        """
 
     @abstractmethod
     def changes_since(self, path: Path) -> list[Difference]:
-        """Return the differences from the file ``path``, in keys that may change losses."""
+        """Return the differences between the recipe or command file at ``path`` and that of this space.
+
+        Keys that hardly affect losses, such as ``why``, are left out.
+        """
 
     @property
     def axes(self) -> Axes:
@@ -97,7 +105,8 @@ class SearchSpace(ABC):
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """By path, the range where a search begins. It grows while the best points lie at its edge."""
+        """The range of each value in which the search begins, by path. During the search, a range becomes wider while
+        the best point is at its edge."""
         return self.axes.near
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> Self:
@@ -146,7 +155,11 @@ class Space(SearchSpace):
         return point.recipe_at(self.recipe, octaves, seed)
 
     def placeholders(self, octaves: Mapping[str, float], seed: int) -> dict[str, Value]:
-        """Return the placeholders' values at a point: the recipe's numbers and texts, by full and short path."""
+        """Return {placeholder of a command: value} at a point, for the numbers, texts and booleans of the recipe.
+
+        A placeholder is the path of a value, such as ``hyperparameters.lr``. The path without ``hyperparameters.`` or
+        ``hyperparameters.modules.``, such as ``lr``, is a second placeholder for the same value.
+        """
         recipe = self.recipe_at(octaves, seed)
         found = {
             path: value
@@ -374,7 +387,10 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
         return Dimension(path, value, low, high, bounds.scale, unit, near=near, ends=(below, above))
     for end in ends:
         if reason := why_invalid(recipe, path, end):
-            raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves give an invalid recipe: {reason}")
+            raise InputError(
+                f"[tuning.octaves] {path}: the recipe is invalid if this value moves by {end:+g} octaves ({reason}); "
+                "give a smaller range"
+            )
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
             f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves the value stays {value:g}, "

@@ -80,7 +80,8 @@ class Dimension:
     whole: bool = False  # whether all values are whole numbers
 
     def rounded(self, x: float, more: int = 0) -> float:
-        """Return ``x``, or for whole-number values the distance of (rounded value + ``more``), within the range."""
+        """Return the distance ``x`` unchanged, unless the values are whole numbers. Then round the value at ``x``,
+        add ``more``, move the sum into the range, and return its distance."""
         if not self.whole:
             return x
         assert isinstance(self.centre, float)
@@ -92,7 +93,11 @@ class Dimension:
         return self.high - x < x - self.low
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text: ``x0.29``, ``+0.05``, or a choice's new level."""
+        """Return the change of a value from the distance ``origin`` to the distance ``to`` as text.
+
+        The text is a factor such as ``x0.29``, a difference such as ``+0.05`` for a value in tenths, or the new level
+        of a choice.
+        """
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":
@@ -189,10 +194,10 @@ class Answer(BaseModel):
     best: Best | None = None  # the best point; None before the search has ended
     octaves: dict[str, float] = {}  # the best point; if ``best`` is None, the point that is predicted to be best
     noise_floor: float | None = None  # standard deviation between trials of one point
-    noise_runs: int = 0  # degrees of freedom of the noise, about trials minus points; 10^6 if the user gave the noise
+    noise_runs: int = 0  # degrees of freedom of ``noise_floor``: about trials - points; 10^6 if the user gave it
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
-    fewest: Best | None = None  # the rerun point with the fewest changes that equals the best within noise
-    fewest_octaves: dict[str, float] | None = None  # the point ``fewest``; if ``fewest`` is None, a predicted point
+    fewest: Best | None = None  # the point with the fewest changes that is as good as the best, except for noise
+    fewest_octaves: dict[str, float] | None = None  # the point of ``fewest``, or if that is None, a predicted one
     fewest_cost: float | None = None  # expected loss at ``fewest_octaves`` minus the expected loss at ``octaves``
     # Paths of values that were not worth tuning: if all of them are reset to the start, the loss rises by less than
     # the noise. Empty if this holds for every value: then the start is the best point, or there are too few trials.
@@ -211,7 +216,7 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes, if it was rerun and is not the best point."""
+        """The point that changes the fewest values from the start, if it was rerun and is not the best point."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
@@ -231,7 +236,7 @@ class Answer(BaseModel):
 
 
 class StudyDocument(Sealed, Answer):
-    """A study: the answer of its search and all trials."""
+    """A study: the result of its search (:class:`Answer`), and all trials."""
 
     version: int = 1
     id: str = ""  # the random id of the study, which is also in its store
@@ -248,7 +253,7 @@ class StudyDocument(Sealed, Answer):
     loss_pattern: str = ""  # with --command: the regular expression for its losses
     best_command: str = ""  # the command with the best values
     command_folder: str = ""  # the folder in which a command runs, relative to the study's folder
-    progress: str = "tokens"  # what the curves are over: tokens, steps or losses (the number of losses so far)
+    progress: str = "tokens"  # unit of the curves: tokens, steps or losses (number of losses so far)
 
     @property
     def ended(self) -> int:

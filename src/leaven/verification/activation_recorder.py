@@ -96,7 +96,8 @@ class ActivationRecorder(TorchFunctionMode):
             if len(shapes) > 1:
                 raise InputError(
                     f"{name}: the members of an nn.ModuleList or nn.Sequential are compared as blocks, but their "
-                    f"outputs have the shapes {' and '.join(sorted(shapes))}; make each an attribute of its own"
+                    f"outputs have the shapes {' and '.join(sorted(shapes))}; remove them from the list, and store "
+                    "each as an attribute of its own"
                 )
         return {name: torch.stack(samples) for name, samples in found.items()}
 
@@ -152,7 +153,7 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _branches(model: nn.Module) -> set[nn.Module]:
-    """Return the modules between the blocks and the last matrices of branches, such as ``layers.3.mlp``."""
+    """Return the modules inside blocks that contain the last matrix of a branch, such as ``layers.3.mlp``."""
     ends = [row.name.split(".")[:-1] for row in getattr(model, ROWS, ()) if row.module in BRANCH_ENDS]
     around = {".".join(end[:n]) for end in ends for n in range(1, len(end)) if any(map(str.isdigit, end[: n - 1]))}
     return {module for name, module in model.named_modules() if name in around}

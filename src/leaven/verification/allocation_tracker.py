@@ -34,10 +34,10 @@ BytesByPart = Counter[str]
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that records the memory of tensors created inside it, by part.
+    """A context manager that records the memory of tensors created inside it, by part, such as "activations".
 
-    Only parameters and tensors of the class ``of`` are recorded. New tensors count as "activations".
-    :meth:`within` sets another part for new tensors, and :meth:`mark` for existing tensors. In the
+    Only parameters and tensors of the class ``of`` (an argument) are recorded. New tensors count as
+    "activations". :meth:`within` sets another part for new tensors, and :meth:`mark` for existing tensors. In the
     context, ``item()`` of a fake tensor returns 1.
     """
 
@@ -71,7 +71,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count the memory of these tensors as ``part``, also at earlier times (for :meth:`peak`)."""
+        """Count the memory of these tensors as ``part``. For :meth:`peak`, this also holds before this call."""
         for tensor in tensors:
             self._allocation(tensor).part = part
 

@@ -189,10 +189,10 @@ def grown(family: ModelFamily, sizes: Sequence[RunScale]) -> list[RunScale]:
 
 
 def deviations(curves: Array, irreducible: Array) -> Array:
-    """Return the deviations from the first size, as defined at the top of this file.
+    """Return the deviation of each further size from the first size, as defined at the top of this file.
 
-    Shapes: ``curves`` (..., sizes, intervals), ``irreducible`` (...), result (..., sizes - 1, intervals
-    after :data:`FROM`). ``irreducible`` is L0.
+    Shapes: ``curves`` (..., sizes, intervals), ``irreducible``, the loss L0, (...). The result is (..., sizes - 1,
+    intervals), without the intervals in the first :data:`FROM` of the run.
     """
     ends = curves[..., -1:]
     falls = curves[..., int(FROM * curves.shape[-1]) :] - ends
@@ -269,7 +269,11 @@ def _blocks(points: Points, count: int) -> Array | None:
 
 
 def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: float, by_seed: Array) -> VerdictRow:
-    """Return the verdict on one size. The confidence band is ``errors`` plus or minus ``band``."""
+    """Return the verdict on one size: does its normalised loss curve coincide with that of the base?
+
+    ``errors`` are the deviations between the two curves at ``shares`` of the run. Their intervals are errors +-
+    ``band``; NaN means unknown. ``by_seed`` has the losses of this size (seeds, points). ``row`` makes the result.
+    """
     worst = int(np.abs(errors).argmax())
     largest = float(abs(errors[worst]))
     low, high = max(largest - band, 0.0), largest + band
@@ -299,7 +303,7 @@ def _judged(row: Callable[..., VerdictRow], shares: Array, errors: Array, band: 
 
 
 def _curve(name: str, quantity: str, shares: Array, *values: Array) -> VerdictCurve:
-    """Return a curve with x = ``shares``. ``values`` are the lower ends, the middles and the upper ends."""
+    """Return a curve over ``shares``. ``values`` has three arrays of y: lower ends, middles and upper ends."""
     low, high = ([] if np.isnan(each).any() else each.tolist() for each in values[::2])
     y = [each if math.isfinite(each) else None for each in values[1].tolist()]
     return VerdictCurve(module=name, axis=AXIS, quantity=quantity, x=shares.tolist(), y=y, low=low, high=high)

@@ -67,9 +67,10 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return a measured token exponent, its interval and its reason, by path in a recipe.
+    """Return the changes, by path, that write the measured token exponent into a recipe, or None without an interval.
 
-    The best lr falls as tokens^-t, where the token exponent t is clipped to 0 to 1. Return None without an interval.
+    The best lr falls as tokens^-t. The changes are the token exponent t, clipped to 0 to 1, its 95% interval, and a
+    reason that names the folder ``run``.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     if found is None or found.value is None or found.low is None or found.high is None:
@@ -87,7 +88,10 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return a row with the cost of doubling the batch (see the top of this file). The cost may be None."""
+    """Return a row with the cost of doubling the batch, in octaves of tokens (see the top of this file).
+
+    The cost is None if runs diverged or more tokens do not lower the loss. The row's note then says so.
+    """
     name = "cost of twice the batch, octaves of tokens"
     unknown = partial(MeasuredRow, name=name, value=None, low=None, high=None)
     longest = max(losses, key=lambda scale: scale.tokens)

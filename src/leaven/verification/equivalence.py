@@ -5,8 +5,9 @@ training at another batch follows the same stochastic differential equation. For
 rises by sqrt(kappa), and the betas are raised to the power kappa. eps and decay change, too. The final loss then
 stays the same, if gradients are mostly noise.
 
-The check compares final losses. Control runs change only the batch. If their loss also stays the same, the
-check shows nothing and does not pass.
+The check compares the final losses of two groups of runs. In the first group, the rule adapts the hyperparameters to
+the batch, and the loss should stay the same. In the control group, only the batch changes, and the loss should
+change. If it does not change, these runs cannot show whether the rule is right, and the check does not pass.
 """
 
 import math
@@ -83,7 +84,11 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """Return the allowed loss difference in nats per token. ``losses`` are those at the unchanged batch."""
+    """Return the loss difference that the check allows, in nats per token.
+
+    ``losses`` are those of all seeds at the family's own batch. The result is `TOLERANCE` x (log(vocab_size) - mean
+    loss), or two standard errors of a difference between two means over seeds, if this is larger.
+    """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:
         return TOLERANCE * learnt

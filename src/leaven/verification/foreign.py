@@ -1,14 +1,15 @@
-"""Checks of a user's own torch model. A factory function, ``module:factory``, makes the model::
+"""Checks of a user's own torch model. ``module:factory`` names a factory function that makes the model::
 
     def factory(width: int, depth: int, seed: int = 0, ratios: leaven.Ratios = leaven.Ratios()):
         model = MyModel(width, depth)                 # nn.Module: token ids (sequences, positions) -> logits
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
-The parameters ``seed`` and ``ratios`` are optional. A function ``batch(seed, step) -> (inputs,
-targets)`` may be the third result. docs/concepts/checks.md describes the factory and the training of its
-models. The result of a run is the mean loss on the batches of the seed `HELD_OUT`. A run has diverged if
-the ``DivergenceMonitor`` ended it, or if its result is at least 1 nat above the loss of a uniform guess.
+The parameters ``seed`` and ``ratios`` are optional. The factory may return a function
+``batch(seed, step) -> (inputs, targets)`` as a third result. docs/concepts/checks.md describes the factory
+and the training of its models. The result of a run is its validation loss: the mean loss on the batches with
+seed `HELD_OUT`, on which no model is trained. A run has diverged if the ``DivergenceMonitor`` ended it, or if
+its result is at least 1 nat above the loss of a uniform guess.
 """
 
 import importlib
@@ -81,7 +82,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """For "lr", return 1, a factor on the factory's lr. Raise InputError for other quantities."""
+        """Return 1 for "lr", because a factory's lr is swept by factors. Raise InputError for other quantities."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: {quantity} of a factory's model cannot be swept, only its lr; give a recipe file"
@@ -226,12 +227,20 @@ def foreign(
     tokens: int | None = None,
     alpha: float | None = None,
 ) -> ForeignFamily:
-    """Return the model family that a user's factory makes. ``entry`` is ``module:factory``.
+    """Return the model family that a user's factory makes.
 
-    One model is built at ``scale`` to read the vocabulary size. ``source`` names the text, like
-    ``data.source`` in a recipe, or is :data:`MADE_UP`. The default is :data:`SOURCE`. If the factory returns
-    batches, ``source`` and ``batch_tokens`` must be None. Raise InputError if the factory, its result or an
-    argument cannot be used, or if the vocabulary is too small for text.
+    Args:
+        entry: the factory as ``module:factory``.
+        scale: size at which one model is built, to read the vocabulary size.
+        prepare: prepares the text for a vocabulary size.
+        source: the text, like ``data.source`` in a recipe, or :data:`MADE_UP`; by default :data:`SOURCE`. Must be
+            None if the factory returns batches.
+        batch_tokens: number of tokens in a batch; None for the default. Must be None if the factory returns batches.
+        tokens: number of tokens in a training run; None for the default.
+        alpha: the model's rule multiplies residual branches by depth^-alpha; by default 1.
+
+    Raises:
+        InputError: if the factory, its result or an argument cannot be used, or the vocabulary is too small for text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0

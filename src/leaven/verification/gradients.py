@@ -32,9 +32,9 @@ quantities may fall with the depth, at most as L^(alpha-1):
   weight_decay. (With ``scale_decay_with_depth``, weight_decay rises as the lr falls.)
 - Changes of gains and biases inside blocks, because the rule lowers the lr there.
 - Gradients inside blocks at the end of the training, relative to eps. Part of a gain's gradient is
-  proportional to what the block has learnt. This part falls with the depth. For the gain before the MLP
-  and alpha = 1/2, the exponent was -0.59 on text and -0.90 on a Markov chain, which is learnt quickly.
-  eps has -0.50.
+  proportional to what the block has learnt. This part falls with the depth. Example: for the gain
+  before the MLP at alpha = 1/2, eps has the exponent -0.50. The gradient had -0.59 on text, and -0.90 on a
+  Markov chain, which is learnt quickly.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Check without training how a scaling rule changes the optimizer settings with the scale of a run.
 
-The scale is the width and depth of the model, the batch size, and the tokens of the run. The check reads the settings
-of each module at two scales, and combines them as listed below. A combination that falls to a quarter at twice the
-width has the exponent -2. The check compares each exponent with that of a correct rule:
+The scale is the width and depth of the model, the batch size, and the tokens of the run. For each module, the check
+computes the combinations listed below from the settings at two scales. A combination's exponent says how it changes:
+it is -2 if the combination falls to a quarter at twice the width. The check compares each exponent with that of a
+correct rule, for which these statements hold:
 
 - ``lr x eps x entries`` is constant. Entries is the number of weights of the module, in all layers together. A step
   of Adam changes the loss by lr x the sum of absolute gradients. A correct rule keeps this change constant, and makes
@@ -48,9 +49,10 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, n_layers: int, steps: float = 1.0) -> Combinations:
-    """Return combinations of optimizer settings for each parameter that AdamW or Muon trains.
+    """Return combinations of optimizer settings, such as lr x eps x entries, for the parameters with each label.
 
-    ``steps`` is (steps of the run) / (steps at the smallest scale).
+    Only parameters that AdamW or Muon trains are included. ``steps`` is (steps of the run) / (steps at the smallest
+    scale).
     """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int, bool]]] = {}

@@ -1,8 +1,8 @@
-"""Read the rows of runs that any program has logged: CSV and JSON lines files, TensorBoard and W&B.
+"""Read runs that any program has logged, from CSV and JSON lines files, TensorBoard and W&B.
 
-A row of a CSV or JSON lines file is one run (for the check transfer) or one point of a loss curve (for collapse). Its
-columns give the size: width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is a
-.wandb file. The path of such a run gives its columns: width256-lr0.004 has the width 256 and the lr 0.004.
+In a CSV or JSON lines file, a row is one run (for the check transfer) or one point of a loss curve (for collapse).
+The size is in the columns width, depth, batch or tokens. A folder with TensorBoard event files is one run, and so is
+a .wandb file. For these, the path replaces the columns: width256-lr0.004 has the width 256 and the lr 0.004.
 """
 
 import csv
@@ -78,8 +78,11 @@ class LoggedRow:
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield ``path`` and each folder below it once, with the file names. Raise InputError if a run may be
-    missing."""
+    """Yield (folder, names of its files) for ``path`` and each folder below it, once each. Leave out hidden names.
+
+    Raise InputError if a folder cannot be read. At the end, raise it if an empty folder or a broken link is beside a
+    folder with logs, because the disk with another run may not be mounted.
+    """
 
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename} cannot be read: {error.strerror}; make it readable, or move it elsewhere")
@@ -119,7 +122,11 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _is_own_run(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder with the files ``names`` is a run folder of leaven. Some files may be missing."""
+    """Return whether a folder is a run folder of leaven. ``names`` are the names of its files.
+
+    It is one if it has two of the files recipe.toml, metrics.jsonl and events.jsonl, or a recipe.toml and the folder
+    ``checkpoints``.
+    """
     found = {"recipe.toml", "metrics.jsonl", "events.jsonl"}.intersection(names)
     return len(found) > 1 or ("recipe.toml" in found and (folder / "checkpoints").is_dir())
 
@@ -194,9 +201,10 @@ def _rows_of_curve(path: Path, root: Path, loss: str, columns: Collection[str]) 
 
 
 def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, float]:
-    """Return the named numbers in a run's path below ``root``.
+    """Return the named numbers in a run's path below ``root``, such as {"width": 256.0} for ``width256``.
 
-    Without a width, the mup_width or model_width is the width, unless the path has both. So it is with the depth.
+    If the path has no width, a mup_width or model_width is returned as the width, unless the path has both or
+    ``columns`` names it. The same holds for the depth. Raise InputError if a number may also be two numbers.
     """
     found = {}
     named = re.sub(WANDB_ID, "", path.relative_to(root).as_posix().lower())
@@ -204,7 +212,7 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
         used = {name, re.sub("^(mup|model)_", "", name)} & {*columns} - {"seed"}
         if used and re.fullmatch(ONE_OR_TWO, number + unit + more):
             where = f"{path}: {name}{number}{more} may be one number or two"
-            raise InputError(f"{where}; remove the _ of the number, or write - in place of it")
+            raise InputError(f"{where}; if it is one, remove the _; if it is two, replace the _ by -")
         found[name] = float(number) * UNITS[unit]
     for size in {"width", "depth"} - found.keys():
         others = [name for name in (f"mup_{size}", f"model_{size}") if name in found and name not in columns]
@@ -214,7 +222,10 @@ def _numbers(path: Path, root: Path, columns: Collection[str]) -> dict[str, floa
 
 
 def unused_numbers(paths: Iterable[Path], root: Path, columns: Collection[str]) -> list[str]:
-    """Return the names of the numbers in paths of runs that differ or that some lack, and that are in no column."""
+    """Return the names of unused numbers in the paths of runs, such as ``decay`` in ``decay0.1``.
+
+    A number is unused if it is in no column, and if it differs between runs or some runs lack it.
+    """
     numbers = [_numbers(path, root, columns) for path in paths if is_one_run(path)]
     names = {name for each in numbers for name in each}
     return sorted(name for name in names - {*columns} if len({each.get(name) for each in numbers}) > 1)
@@ -284,7 +295,9 @@ def _csv_lines(path: Path) -> list[list[str]]:
             begin = reader.line_num + 1
     except csv.Error:
         where = f"{path}: line {begin} has a cell with more than {csv.field_size_limit():,} characters"
-        raise InputError(f'{where}, or one without its closing "; correct it, or remove its column') from None
+        raise InputError(
+            f"{where}, or one without its closing quotation mark; correct the cell, or remove its column"
+        ) from None
     if not rows:
         return []
     header = rows[0][1]
@@ -301,7 +314,7 @@ def _csv_lines(path: Path) -> list[list[str]]:
                 hint = "remove the first line, which begins with #"
             elif len(cells) < count:
                 hint = "copy the file again, or complete or remove the row"
-            raise InputError(f"{path}: line {line} has {len(cells)} and the header {count} cells; {hint}")
+            raise InputError(f"{path}: line {line} has {len(cells)} cells, but the header has {count}; {hint}")
     return [cells for _, cells in rows]
 
 

@@ -33,7 +33,11 @@ LARGEST_WIDTH = 10**15
 
 
 def _scale_of(row: LoggedRow, axes: Iterable[str]) -> RunScale:
-    """Return the scale in the columns ``axes`` of a row. Batch and tokens are absolute. Missing sizes are 1."""
+    """Return the scale of a logged run from the columns ``axes`` of its row. Axes without a column are 1.
+
+    Batch and tokens are absolute, unlike in the scales of a model family. Raise InputError if width or depth is not
+    a whole number, or is too large.
+    """
     values = {axis: row.above_0(axis) for axis in axes}
     for axis in {"width", "depth"} & values.keys():
         if values[axis] % 1 or values[axis] > LARGEST_WIDTH:
@@ -167,7 +171,10 @@ def _refuse_unfinished(ends: Sequence[LoggedRow], value: str) -> None:
 
 
 def collapse_of_runs(path: Path, irreducible: float | None = None, loss: str = "loss") -> CheckDocument:
-    """Check whether the normalised loss curves of logged runs coincide. See :func:`curves_of` and ``collapse``."""
+    """Check with :func:`collapse` whether the loss curves of logged runs are equal after normalisation.
+
+    :func:`curves_of` explains ``path`` and ``loss``. ``irreducible`` is L0 in nats per token, by default fitted.
+    """
     logs = RunLogs.at(path, loss)
     curves, unused = _curves(path, logs, loss)
     settings = {"rule": None, "columns not used": unused, "files not read": logs.unread}
@@ -184,7 +191,10 @@ def curves_of(path: Path, loss: str = "loss") -> dict[str, list[Points]]:
 
 
 def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points]], list[str]]:
-    """Return the curves by size, and the columns and the numbers in the paths of runs that are not used."""
+    """Return (loss curves by size, names of unused data). Raise InputError as :func:`curves_of`.
+
+    The unused data are columns, and numbers in the paths of runs, that the check does not use.
+    """
     if logs.own:
         return _curves_of_own_runs(logs.own), []
     used = {"width", "depth", "batch", "seed"}
@@ -226,7 +236,7 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
         )
     if len(found) > 1 and (unnamed := [name for name in found if not re.search(r"\d", name)]):
         raise InputError(
-            f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add width"
+            f"{path}: the name {unnamed[0]} has no number for the size; rename it, e.g. 50m, or add a column width"
         )
     if any(sized):  # else the names of files are the sizes
         unused.update(unused_numbers(logs.others, path, used))
@@ -234,7 +244,11 @@ def _curves(path: Path, logs: RunLogs, loss: str) -> tuple[dict[str, list[Points
 
 
 def _require_new(seen: dict[Hashable, str], run: Hashable, place: str, what: str) -> None:
-    """Add what identifies a run to ``seen``. Raise InputError if another place has the same: a copy is no seed."""
+    """Record that ``run`` is at ``place``. Raise InputError if ``seen`` already has this run from another place.
+
+    ``run`` is what identifies a run, such as its size and seed, and ``what`` names this for the message. So a copied
+    run does not count as another seed.
+    """
     if (first := seen.setdefault(run, place)) != place:
         raise InputError(f"{place} repeats the {what} of {first}; remove one of the two, or move it elsewhere")
 

@@ -34,7 +34,10 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return the recipe with shorter steps of equal memory. Raise InputError if its layout cannot be trained."""
+    """Return the recipe with as few micro-batches per step as possible without changing a step's peak memory.
+
+    Raise InputError if the layout cannot be trained.
+    """
     require_trainable(recipe, recipe.layout.ranks)
     layout, seq_len = recipe.layout, recipe.model.seq_len
     each = -(-recipe.batch.tokens // seq_len // layout.dp)
@@ -64,7 +67,8 @@ def arrangement(recipe: Recipe) -> Arrangement:
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
     """Return the given ``ranks``, sorted, without duplicates. Raise InputError for a rank outside the layout.
 
-    By default, return the first rank of three stages (first, second, last), or of ``all_stages``.
+    Without ``ranks``, return the first rank of each stage if ``all_stages``, else of the first, second and last
+    stage.
     """
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
@@ -78,8 +82,11 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Compare the planner's memory with a dry run of each rank in ``ranks``. ``recipe``: from
-    :func:`rehearsal`."""
+    """Compare the planned memory of each rank in ``ranks`` with the memory of a dry run of this rank.
+
+    The recipe must come from :func:`rehearsal`. ``on_rank`` is called with (number of finished ranks, number of
+    ranks).
+    """
     how = arrangement(recipe)
     began = time.perf_counter()
     rows: dict[int, list[MemoryCheckRow]] = {}

@@ -41,7 +41,8 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale to which the rule adapts hyperparameters. Without ``ruled``, batch and tokens are 1."""
+        """The scale whose settings the rule computes. If ``ruled`` is false, its batch and tokens are 1, so the rule
+        does not adapt hyperparameters to them."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -76,11 +77,11 @@ class ModelInstance:
 
 
 def block_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from the name of a module or parameter to its label. All blocks share labels.
+    """Return a function from the name of a module or parameter to its label, which is the same in all blocks.
 
-    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The whole model has the label
+    For example, ``layers.3.mlp.0.weight`` has the label ``layers.mlp.0``. The label of the whole model is
     ``output``. Blocks are the members of an ``nn.ModuleList``, or of an ``nn.Sequential`` of modules of one type
-    with submodules. Neither lists inside blocks nor the model itself count.
+    with submodules. A list inside a block does not contain blocks, and the model itself is not such a list.
     """
     lists: list[str] = []
     for path, module in model.named_modules():
@@ -106,7 +107,10 @@ def _lists_blocks(module: nn.Module) -> bool:
 
 
 def own_labels(model: nn.Module) -> Callable[[str], str]:
-    """Return a function from names in leaven's transformer to labels: ``mlp.in``, or ``residual`` for a block."""
+    """Return a function from names in leaven's transformer to labels, such as ``mlp.in``.
+
+    The label of a whole block is ``residual``.
+    """
     plain, named = block_labels(model), {"output": "unembedding", "layers": "residual"}
 
     def label(name: str) -> str:

@@ -106,7 +106,7 @@ class RecipeFamily:
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A training run of a recipe. If ``text`` is not None, it must be the fingerprint of the recipe's tokens."""
+    """A training run of a recipe. ``text`` is the fingerprint that the recipe's tokens must have; None allows any."""
 
     recipe: Recipe
     text: str | None = field(default=None, kw_only=True)

@@ -58,7 +58,7 @@ class RunStore:
         """Create the store without starting workers.
 
         :meth:`run` calls ``on_run(done, total)`` with numbers of trials, and stops once ``stop`` returns true.
-        ``note`` gets messages for the user. The folder should have at least ``finished`` results.
+        ``note`` gets messages for the user. If the folder has fewer than ``finished`` results, ``note`` says so.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._note, self._finished = note, finished
@@ -126,7 +126,10 @@ class RunStore:
             time.sleep(0.5)
         ended = len(wanted.keys() & self._ended.keys())
         if self._unsaved:
-            raise ChecksStopped(f"{len(self._unsaved)} of {ended} finished runs could not be saved")
+            raise ChecksStopped(
+                f"{len(self._unsaved)} of {ended} finished runs could not be saved in {self.folder / LINES} and must "
+                "run again"
+            )
         if ended < len(wanted):
             raise ChecksStopped(f"{ended} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]

@@ -63,7 +63,7 @@ class SizeCheck(ABC, Generic[Measured]):
 
     name: ClassVar[str]
     quantity: ClassVar[str]  # description of the number by which a module is judged
-    start: ClassVar[CheckStart]  # initial values with which small models change with size as large models do
+    start: ClassVar[CheckStart]  # settings with which small models behave like large ones, see `calibrated`
     start_normed: ClassVar[CheckStart]  # the same for models whose branches end in a norm
     parts: ClassVar[tuple[str, ...]]  # the names of the numbers that are measured for each module
     drawn: ClassVar[tuple[str, ...]]  # the names in ``parts`` that are drawn as curves over the size

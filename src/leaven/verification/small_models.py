@@ -35,7 +35,10 @@ LARGEST_GROUP = 8  # the most query heads per kv head if the recipe does not fit
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with a model of width near 64, and the changed proportions, such as "d_head 128 -> 64"."""
+    """Return the recipe with a width near 64, and a text such as "d_head 128 -> 64" for each changed proportion.
+
+    The init_std of the new recipe is a placeholder, which :func:`calibrated` replaces.
+    """
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if shape.experts:
@@ -168,7 +171,8 @@ class SmallModels(RecipeFamily):
         return replace(table, rows=rows)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model. Batch and tokens of ``scale`` affect the optimizer's settings, but not the data."""
+        """Return a new model with its optimizer. Batch and tokens of ``scale`` change only the optimizer's settings:
+        every model is trained on the same batches."""
         shape = self.recipe.model
         recipe = transfer(
             self.recipe,

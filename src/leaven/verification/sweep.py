@@ -219,9 +219,11 @@ def _exponents(
     ruled: Mapping[ScaleAxis, float],
     settings: Mapping[str, Any],
 ) -> list[MeasuredRow]:
-    """Return rows with the measured exponent of the best value, one for each axis with optima at all of its scales.
+    """Return a row for each axis, with the measured and the rule's exponent of the best value. Axes with fewer than
+    two scales, or with a scale without an optimum, are left out.
 
-    The rule already moves the grid, so the fit gives the rule's error. The rule's exponent is added.
+    The values of a grid are relative to the rule. So the fit gives the rule's error. The measured exponent is this
+    error plus the rule's exponent.
     """
     found = []
     for axis in AXES:

@@ -28,7 +28,7 @@ class Exponent:
 
     @property
     def beyond(self) -> float:
-        """Distance from the range minus ``limit``. The check fails if this is above 0."""
+        """By how much the distance from the range is above ``limit``. The check fails if this is above 0."""
         return self.outside - self.limit
 
 

@@ -60,9 +60,9 @@ def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return points (size, init std) for each rule, by the rule's name.
+    """Return a line of points (number of parameters, init std) for each init rule, by the rule's name.
 
-    Each model has 12 n_layers d_model^2 parameters, and d_model / n_layers is `ASPECT`.
+    At each size, the model has 12 n_layers d_model^2 parameters, and d_model / n_layers is `ASPECT`.
     """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
@@ -157,9 +157,9 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of published runs over active parameters, and the names of the laws that it shows.
+    """Return a chart of published runs over the parameters that a token uses, and the names of the laws in it.
 
-    Each law is a line, numbered in this order. The recipe ``own`` is a star at ``own_value``.
+    Each law is a line, numbered by its place in the list of names. The recipe ``own`` is a star at ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_active for run, _ in points], [value for _, value in points]

@@ -87,9 +87,10 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart of traces. ``x`` and ``y`` are axes, ``notes`` are annotations.
+    """Return a plotly chart of ``traces``. ``y_title`` is the title above the chart.
 
-    Only titles are escaped: pass a user's text in other places through :func:`text`.
+    ``x`` and ``y`` are settings of the axes, ``notes`` are annotations. The two titles are escaped. Pass all other
+    text from a user through :func:`text` first.
     """
     axes = {"xaxis": {"title": {"text": text(x_title)}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
@@ -132,7 +133,10 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a log axis with up to ``most`` ticks, labelled by ``spell``. ``pad`` is margin / axis length."""
+    """Return a log axis from ``low`` to ``high``, with up to ``most`` ticks. ``spell`` makes the tick labels.
+
+    The margin at each end is ``pad`` times the length of the axis. ``more`` has further settings of the axis.
+    """
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -185,10 +189,11 @@ def _minus(a: float | None, b: float | None) -> float | None:
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Return the values ``y``, smoothed: at each point, the value of a straight line fitted around it.
+    """Return the values ``y``, smoothed: each is replaced by the value of a line fitted to its neighbours.
 
-    The line at point i is fitted to about ``share`` * i points on each side, because later points are closer together
-    on a logarithmic axis. Unlike a moving average, the fit does not lag where the curve falls.
+    The neighbours of point i are about ``share`` * i points on each side, but at least 2. Their number grows with i,
+    because later points are closer together on a logarithmic axis. Unlike a moving average, the line does not lag
+    where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)

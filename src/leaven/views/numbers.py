@@ -53,9 +53,9 @@ def setting(value_of: Any) -> str:
 
 
 def published_range(plan: PlanDocument) -> list[str]:
-    """Return lines about the error of the planned step time, estimated from published runs.
+    """Return lines with the range in which the real step time probably lies, from published runs.
 
-    The last line says how to measure the time. Calibrated plans and plans for CPUs have no lines.
+    The last line names the command that measures the step time. Return [] for a calibrated plan or a plan for CPUs.
     """
     rows, step = plan.published_times, plan.speed.step_seconds
     device = plan.cluster.rpartition("x")[2].partition("-")[0]

@@ -48,7 +48,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe how a trial differs from the trial ``best``, by default from the start.
+    """Describe how the values of ``trial`` differ from those of ``best``, or from the start if ``best`` is None.
 
     The text has at most ``room`` characters. A repeat with a new seed is ``trial 3 again, seed +1``.
     """
@@ -68,7 +68,10 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return a trial's share of the longest complete trial's tokens, such as ``at 18%``, or ""."""
+    """Return how far a trial got, as a share of the tokens of the longest complete trial, such as ``at 18%``.
+
+    Return "" if no trial is complete, or if the trial has not trained yet.
+    """
     whole = max((_reached(other) for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(_reached(trial) / whole, 1.0):.0%}" if whole and _reached(trial) else ""
 
@@ -160,7 +163,10 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines: the expected gain of more trials, and the two values that brought the most gain."""
+    """Return up to two facts: the expected gain of more trials, and the share of the gain that two values bring.
+
+    These values are the pair that alone brings the largest share of the predicted gain.
+    """
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""

@@ -24,7 +24,9 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return a table line. A cell has a value's range over layers in each recipe, and a reason."""
+        """Return the table line of the parameter ``name``. ``rows`` has its row in each layer.
+        A cell is for one quantity, such as lr: (range over the layers of ``beside`` or None, range over those of
+        ``recipe``, reason)."""
         first, base = rows[0], others.get(name, [])
         cells = [
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
@@ -83,7 +85,8 @@ def octaves_shown(factors: Sequence[float]) -> int:
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the CSS colour of a factor: neutral for 0 and 1, strongest at ``reach`` octaves from 1."""
+    """Return the CSS colour of a factor. A factor of 1 is neutral. A factor ``reach`` octaves above or below 1, or
+    more, has the strongest colour. A factor of 0 is neutral, too."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -93,7 +96,10 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the colour legend as (colour, factor): 1, and up to three powers of 2 on each side of 1."""
+    """Return the colour legend as pairs (colour, factor). The colours cover ``reach`` octaves on each side of 1.
+
+    The factors are 1 and at most three evenly spaced powers of 2 on each side of 1.
+    """
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
@@ -131,7 +137,7 @@ def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
 
 
 def acts(recipe: Recipe, module: str, kind: str) -> bool:
-    """Return whether a kind of multiplier, such as ``init_std``, has an effect on a module, such as ``mlp.in``."""
+    """Return whether a multiplier ``kind``, such as ``init_std``, has an effect on ``module``, such as ``mlp.in``."""
     return recipe.hyperparameters.refusal(recipe.model.roles, module, kind) is None
 
 

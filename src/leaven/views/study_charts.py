@@ -63,7 +63,10 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss on the search chart's axis. Higher losses are at the upper edge."""
+    """Return the lowest and the highest loss on the axis of the search chart.
+
+    The chart draws trials with a higher loss at its upper edge.
+    """
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0

@@ -164,7 +164,10 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit of ``checks.toml`` as a number: ``1.5 most / 2`` is 1.5 x ``facts["most"]`` / 2."""
+    """Return a limit of ``checks.toml`` as a number. A text such as ``1.5 most / 2`` refers to a fact.
+
+    This example is 1.5 x ``facts["most"]`` / 2. The factor and the divisor may be left out.
+    """
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")

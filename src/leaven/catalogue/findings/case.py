@@ -115,7 +115,11 @@ class Case:
         return [row for row in self.table if not row.match]
 
     def muon(self, quantity: str) -> float | None:
-        """Return the median of a quantity over Muon's matrices, converted for AdamW (arXiv 2502.16982)."""
+        """Return the median of a quantity over Muon's matrices, or None if Muon updates none.
+
+        lr and weight decay are converted to Muon's match ``adamw_rms``, to compare them with AdamW's (arXiv
+        2502.16982).
+        """
         power = {"lr": 1, "weight_decay": -1}.get(quantity, 0)
         of_adamw = Muon(match="adamw_rms")
         rows = [row for row in self.table if row.match]
@@ -157,7 +161,7 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return up to `VOTES` runs of different lineages within a factor of 4 in size."""
+        """Return at most `VOTES` published runs, one of each lineage, within a factor of 4 of the model's size."""
         return self.size.near.close[:VOTES]
 
     @cached_property
@@ -191,7 +195,7 @@ class Case:
 
     @cached_property
     def residual_stds(self) -> dict[str, float]:
-        """Return the RMS over layers of (init std x multiplier), by module, for the last matrix of each branch."""
+        """Return, for each module that ends a residual branch, the RMS over layers of init std x multiplier."""
         squares: dict[str, list[float]] = {}
         for row in self.rows:
             if row.module in BRANCH_ENDS:
@@ -200,7 +204,7 @@ class Case:
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return the hyperparameters of hidden weights, by path in the recipe."""
+        """Return hyperparameters by path in the recipe: medians over the hidden weights, after the scaling rule."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}
@@ -209,7 +213,7 @@ class Case:
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest result of ``of_run`` for :attr:`runs`."""
+        """Return the lowest and the highest value of ``of_run`` for the published :attr:`runs`. Ignore None."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 

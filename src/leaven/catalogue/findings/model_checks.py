@@ -176,7 +176,10 @@ def router_z_loss(check: Check, case: Case) -> Check | None:
 
 
 def _with_published(check: Check, **changes: Any) -> Check:
-    """Apply ``changes`` to the check. Add the runs and range of published MoEs."""
+    """Return the check with ``changes``, and with the published MoEs that have a value to compare.
+
+    The facts ``least`` and ``most`` are the lowest and the highest of these values.
+    """
     check = replace(check, **changes)
     known = [(run, value) for run in load_runs() if run.kind == "moe" and (value := check.of_run(run))]
     values = [value for _, value in known]

@@ -83,7 +83,10 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report a missing z-loss if the lr is over 1.5 times the lr of every near run without a z-loss."""
+    """Report that the recipe has no z-loss, and that its lr is over 1.5 times the lr of every near run without one.
+
+    Return None unless two or more near runs lack a z-loss, and a run with a z-loss has at least half the recipe's lr.
+    """
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -121,7 +124,11 @@ def weight_decay(check: Check, case: Case) -> Check | None:
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report weight decay with ``adam``: published decays are for AdamW, even if a paper says Adam."""
+    """Report a weight decay with the optimizer ``adam``, which adds it to the gradient.
+
+    Published decays are for AdamW, even if a paper says Adam, so they cannot be compared. Return None for another
+    optimizer, or without weight decay.
+    """
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 
@@ -163,10 +170,10 @@ def _with_muon() -> list[PublishedRun]:
 
 
 def timescale(check: Check, case: Case) -> Check | None:
-    """Compare the timescale of weight decay with the optimum of the Power Lines law.
+    """Compare the timescale of weight decay with the best timescale according to the Power Lines law.
 
-    The timescale is batch / (lr x decay x tokens), a share of the run. Timescale / best timescale is 33 for
-    GPT-NeoX-20B, and 0.34 to 10.9 for all other compared runs.
+    The timescale is batch / (lr x decay x tokens), a share of the run. In published runs, it is 0.34 to 10.9 times
+    the best timescale, and 33 times in GPT-NeoX-20B. Return None without weight decay, and with the optimizer adam.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -343,7 +350,8 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 
 
 def warm_up(check: Check, case: Case) -> Check:
-    """Compare the warm-up with 0.1% to 10% of the run. A shorter warm-up of 2,000 or more steps gives a note."""
+    """Check that the warm-up takes 0.1% to 10% of the run. A shorter warm-up is only a note if it has 2,000 or more
+    steps."""
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
     shortest = 0.0 if taken >= _STEPS_OF_WARMUP else 0.001

@@ -33,9 +33,9 @@ class StarterBase:
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: RunSize, batch: int) -> StarterBase:
-    """Return the base: a tuned base, a proxy that is worth tuning, or the target itself.
+    """Return the base, at which the hyperparameters are set: a tuned base, a proxy worth tuning, or the target.
 
-    ``at`` is the target's size, and ``batch`` its batch in tokens. Raise InputError if ``--proxy`` is given
+    ``at`` is the size of the target, and ``batch`` its batch in tokens. Raise InputError if ``--proxy`` is given
     with ``--from``, or has an impossible size.
     """
     if at.reference:
@@ -73,9 +73,11 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return (the largest tuned base for a model, the model's shape at the base's width and depth), or None.
+    """Return (base, shape), or None if no base fits. ``base`` is the largest tuned recipe that fits the model, and
+    ``shape`` is the model scaled to the width and depth of the base.
 
-    The base has 1/32 to 1/2 of the model's parameters, and a similar number of tokens per parameter.
+    A base fits if it has 1/32 to 1/2 of the model's parameters, a similar number of tokens per parameter, and no
+    larger width or depth, and if the model can be scaled to it.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
@@ -92,7 +94,10 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Copy a tuned base's hyperparameters into the draft. Keep the base's warm-up as a share of the run."""
+    """Copy a tuned base's hyperparameters into the draft.
+
+    The warm-up keeps its share of the run: the draft's run has ``tokens`` tokens.
+    """
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

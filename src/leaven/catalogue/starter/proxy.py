@@ -119,8 +119,10 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the largest number in `TRIALS` that fits into `SHARE` of the run's cost, or else the smallest number.
-    ``each`` is (cost of a trial) / (cost of the run)."""
+    """Return the number of trials on the proxy: the largest in `TRIALS` that costs at most `SHARE` of the target run.
+
+    If even the smallest number costs more, return it. ``each`` is (cost of a trial) / (cost of the target run).
+    """
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 

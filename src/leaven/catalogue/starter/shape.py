@@ -106,11 +106,12 @@ def shape_of(
 ) -> ModelShape:
     """Return a shape with about ``params`` parameters and with proportions near ``proportions``.
 
-    Among shapes within `TOLERANCE` of ``params``, the nearest proportions win. Without such shapes, the
-    nearest size wins. Numbers of layers that suit pipeline stages are preferred (`_UNEVEN`).
+    Of the shapes whose size is within `TOLERANCE` of ``params``, return the one with the nearest proportions. If
+    there is none, return the shape with the nearest size. Numbers of layers that suit pipeline stages are preferred
+    (`_UNEVEN`).
 
     Args:
-        usual: widths within a factor of 3 of this width are tried.
+        usual: the width to start from. Widths up to 3 times smaller or larger are tried.
         fixed: values of the other fields of :class:`ModelShape`.
         experts: values of :class:`Experts` without d_expert, which follows from d_ff.
     """
@@ -284,7 +285,7 @@ def _usual_aspect(near: Neighbours) -> float:
 
 
 def _usual_width(request: StarterRequest, near: Neighbours) -> float:
-    """Return the d with 12 d^2 L = ``request.params_active``, where L follows from the usual d / L."""
+    """Return the width d of a model with ``request.params_active`` = 12 d^2 L and the usual aspect ratio d / L."""
     return math.cbrt(request.params_active * _usual_aspect(near) / 12)
 
 

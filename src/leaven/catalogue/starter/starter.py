@@ -4,9 +4,10 @@ The method:
 
 - The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen
   directly.
-- Learning rate, betas, decay and init are chosen for the base, and the scaling rule converts them for
-  the target. The base is usually a smaller model to tune first (the proxy). It is the target if tuning
-  is not worth its cost, and a small model that leaven tuned if no run is near.
+- Learning rate, betas, decay and init are chosen for a model called the base, and the scaling rule
+  converts them for the target. The base is usually the proxy: a smaller model that the user tunes first.
+  If tuning is not worth its cost, the base is the target itself. If no published run is near the
+  target's size, the base is a small model that leaven has tuned.
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr)
   within a factor of 4 of the target's size has one vote, and at least the three nearest lineages vote.
   Runs of more distant sizes have less weight; see :meth:`Neighbours.weights`. The size of a mixture of

@@ -1,9 +1,9 @@
 """Compares a recipe's parameter table with the settings of another trainer (an export target).
 
-An export loses the differences. The compared settings have no multipliers, except those of tied
-embeddings. A matrix W with the output multiplier c trains like the matrix c W without a multiplier, if
-lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``, weight decay is part of
-the gradient, and is divided by c^2.
+An export does not preserve the settings that differ. Before the comparison, output multipliers are replaced by
+other settings, except those of tied embeddings: a matrix W with the output multiplier c trains like the matrix
+c W without a multiplier, if lr is multiplied by c, and eps and weight decay are divided by c. With ``adam``,
+weight decay is part of the gradient, and is divided by c^2.
 """
 
 import json
@@ -43,7 +43,8 @@ class ParameterSettings:
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
         """Return the settings with which the weight ``factor`` x W trains like W with the multiplier ``factor``.
 
-        ``decoupled`` is false if weight decay is part of the gradient. The field ``multiplier`` does not change.
+        ``decoupled`` says whether weight decay is separate from the gradient, as in AdamW. The result keeps the field
+        ``multiplier`` of these settings.
         """
         return replace(
             self,
@@ -76,7 +77,7 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings by parameter of an equivalent model without multipliers. Clipping is ignored."""
+        """The settings, by parameter name, of an equivalent model without multipliers. Clipping may differ."""
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -120,7 +121,10 @@ class ResolvedRecipe:
 
     @property
     def accumulate(self) -> int:
-        """The number of micro-batches per step and rank at the full batch."""
+        """The number of micro-batches that a data-parallel rank accumulates in a step with the full batch.
+
+        The full batch is the batch after the batch ramp, if there is one.
+        """
         return self.sequences // self.recipe.layout.dp // self.micro_batch
 
 
@@ -134,11 +138,12 @@ def compare(
 ) -> tuple[list[LossRow], int]:
     """Return what an export does not preserve, as (rows, number of differences).
 
-    A row has a setting, such as lr, its values in recipe and target, and the modules with these values. Each
-    module in a row is a difference, and so is a different attention scale.
+    A row is for one setting, such as lr. It has the value in the recipe, the value in the target, and all modules
+    with this pair of values. Each of these modules counts as a difference, and so does a different attention
+    scale.
 
     Args:
-        given: the target's settings by leaven's name of each compared parameter.
+        given: the target's settings for each parameter to compare, by leaven's name of the parameter.
         attention_scale: the target's factor on query . key; None if it is folded into the weights.
         reasons: by setting, why the target cannot have the recipe's value; "*" stands for all other settings.
         plain: whether the target's model has no multipliers.

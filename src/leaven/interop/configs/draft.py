@@ -222,7 +222,10 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str) -> Any:
-        """Look up a setting's value for the recipe in ``values``. Raise InputError for an unknown word."""
+        """Return what a recipe has for the value of the setting ``name``, as ``values`` in :attr:`table` lists it.
+
+        Raise InputError if the value is not in this list.
+        """
         known = self.table[name]["values"]
         if isinstance(known, Mapping) and self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")
@@ -288,7 +291,10 @@ def likely_warmup(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def _of_nearest(key: str, shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return ``key`` of the closest run that publishes it, and a text that names the run. See `nearest`."""
+    """Return the value of ``key`` from the nearest published run that has one, and a text that names the run.
+
+    Runs are compared with the model and its number of tokens, as in `nearest`.
+    """
     experts = bool(shape.experts)
     counted = ", counted by the parameters that a token uses" if experts else ""
     for run, _ in nearest(shape.params_active, tokens, kind="moe" if experts else "dense", used=experts):

@@ -181,7 +181,10 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield ``[[lost]]`` or ``[[notes]]`` rows with evaluated templates, except rows with a false ``when``."""
+    """Yield the ``[[lost]]`` or ``[[notes]]`` rows of an export target, with evaluated templates and expressions.
+
+    Rows whose expression ``when`` is false are left out. ``known`` has the variables of the expressions.
+    """
 
     def evaluated(expression: str) -> Any:
         return environment("").compile_expression(expression)(**known)

@@ -178,7 +178,8 @@ def _window(given: Settings) -> None:
     sides = re.fullmatch(r"\(?(-1|\d{1,9}),0\)?", written.replace(" ", ""))
     if not sides:
         raise InputError(
-            f"{given.origin}: --window-size {written}: leaven reads LEFT,0; LEFT is the number of earlier tokens"
+            f"{given.origin}: --window-size {written}: leaven supports only LEFT,0, where LEFT is the number of "
+            "earlier tokens to which a token attends, or -1 for all"
         )
     skip, layers = given["window-attn-skip-freq"], given["num-layers"]
     number, pattern = re.fullmatch(r"[1-9]\d{0,5}", skip), _pattern(skip, layers)
@@ -195,7 +196,10 @@ def _window(given: Settings) -> None:
 
 
 def _pattern(word: str, layers: int) -> str:
-    """Expand a text such as ``([0]*1+[1]*2)*2`` to "011011". Return "" unless this gives ``layers`` digits."""
+    """Return the digits of a pattern, for example "011011" for ``([0]*1+[1]*2)*2``.
+
+    Return "" if ``word`` is not such a pattern, or if it does not have exactly ``layers`` digits.
+    """
     term = r"\[[01](?:,[01])*\](?:\*\d{1,6})?"
     found = re.fullmatch(rf"\(?({term}(?:\+{term})*)\)?(?:\*(\d{{1,6}}))?", re.sub(r"\s", "", word))
     if not found:
@@ -239,7 +243,7 @@ def _experts(given: Settings) -> None:
     kind, coefficient = given["moe-router-load-balancing-type"], given["moe-aux-loss-coeff"]
     if kind not in {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}:
         raise InputError(
-            f"{origin}: --moe-router-load-balancing-type {kind}: leaven reads seq_aux_loss, aux_loss, "
+            f"{origin}: --moe-router-load-balancing-type {kind}: leaven supports only seq_aux_loss, aux_loss, "
             "global_aux_loss and none"
         )
     bias, loss = "moe-router-enable-expert-bias" in given, kind != "none" and coefficient > 0

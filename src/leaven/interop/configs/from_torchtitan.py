@@ -96,7 +96,10 @@ def _flavor(given: Settings) -> None:
     name, flavor = given["model.name"], given["model.flavor"]
     flavors = TABLE["flavors"].get(name)
     if flavors is None:
-        raise InputError(f"{draft.origin}: model.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
+        raise InputError(
+            f"{draft.origin}: model.name {name}: leaven reads {' and '.join(TABLE['flavors'])}; give the config of "
+            "one of these models"
+        )
     # A flavor such as 8B_flex has attention that stops at the start of a document.
     plain, _, masked = flavor.partition("_")
     if plain not in flavors or plain == "all" or masked not in {"", "flex", "varlen", "flex_attn", "varlen_attn"}:
@@ -119,7 +122,10 @@ def _saved_model(spec: Any, document: Mapping[str, Any], given: Settings) -> Non
     draft = given.draft
     name = spec.get("name") if isinstance(spec, dict) else None
     if not isinstance(name, str) or name not in TABLE["flavors"]:
-        raise InputError(f"{draft.origin}: model_spec.name {name}: leaven reads {' and '.join(TABLE['flavors'])}")
+        raise InputError(
+            f"{draft.origin}: model_spec.name {name}: leaven reads {' and '.join(TABLE['flavors'])}; give the config "
+            "of one of these models"
+        )
     try:
         model = spec["model"]
         blocks = model["layers"]

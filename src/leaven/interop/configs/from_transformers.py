@@ -34,8 +34,8 @@ GIVEN.remove("hyperparameters.lr")
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """Convert a folder with config.json, and usually training_args.json, to a recipe called ``name``.
 
-    ``path``: the folder or one of these files. ``ranks``: number of processes; by default 1, or the dp
-    leaven exported.
+    ``path``: the folder or one of these files. ``ranks``: number of processes. By default, it is the dp that
+    config.json states if leaven exported it, else 1.
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))
@@ -60,7 +60,11 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
 
 
 def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None, ranks: int | None) -> None:
-    """Set what the files beside the config.json say about the training. List what they do not say."""
+    """Set the draft's training values from ``arguments_path``, or without it from trainer_state.json and defaults.
+
+    List the values that no file states in ``draft.unknown``. Without ``arguments_path``, list a training_args.bin in
+    ``draft.unread``, because leaven cannot read it. ``ranks`` is the number of processes, if known.
+    """
     shape = model.shape
     leaven = model.config.get("leaven")  # what an export of leaven adds
     if not isinstance(leaven, dict):
@@ -94,7 +98,12 @@ def _training(draft: Draft, model: HuggingFaceModel, arguments_path: Path | None
 
 
 def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int) -> None:
-    """Set the coefficient of the balance loss, if config.json turns it on. ``layers`` counts layers with experts."""
+    """Set the coefficient of the balance loss, if config.json turns this loss on.
+
+    Args:
+        layers: number of layers with experts.
+        active: number of routed experts that a token uses.
+    """
     if not config.get("output_router_logits") or "router_aux_loss_coef" not in config:
         draft.unknown.append(f"model.experts.balance_loss: {CONFIG} uses no balance loss; leaven's default is used")
         return
@@ -104,7 +113,11 @@ def _balance_loss(draft: Draft, config: dict[str, Any], layers: int, active: int
 
 
 def _paths(path: Path) -> tuple[Path, Path | None]:
-    """Return the paths of config.json and of the training arguments, if any. ``path`` may have any name."""
+    """Return the paths of config.json and of the training arguments (None if missing).
+
+    ``path`` is their folder or one of the two files. The keys of a file tell which one it is, so its name is free.
+    Raise InputError if ``path`` or config.json does not exist.
+    """
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS

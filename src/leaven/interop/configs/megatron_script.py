@@ -42,14 +42,15 @@ DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
 
 
 def parse_flags(text: str, origin: str) -> dict[str, list[str]]:
-    """Return the flags in a shell script or a list of flags, each with the words after it.
+    """Return the flags in a shell script or a list of flags: the name of each flag -> the words after it.
 
     All lines count, even in branches and in unused variables. If a command repeats a flag, its last value
     counts. Raise InputError if commands have different values of a flag that leaven reads.
 
-    Variables set by the script are inserted, and the words of a loop are values of its variable. Unset variables stay
-    as $NAME, also variables that the script changes by ``read`` or by arithmetic, and the output of commands stays as
-    ``_COMMAND``. An unset variable that may contain flags, such as ``$ARGS`` or ``$@``, is a key of the result.
+    A variable that the script sets is replaced by its value, and the variable of a loop by the words of the loop. An
+    unset variable stays as $NAME, as does a variable that the script changes by ``read`` or by arithmetic. The
+    output of a command becomes ``_COMMAND``. An unset variable in a place where a flag may be, such as $ARGS or $@,
+    is also a key of the result, because it may contain flags.
     """
     if len(text) > LONGEST:
         raise InputError(
@@ -123,9 +124,10 @@ def _words(text: str) -> deque[str]:
 
 
 def _plain(text: str, *, comments: bool = True) -> str:
-    """Return a script without comments, on one line where lines continue, and with ``_COMMAND`` for ``$(date)``.
+    """Return a script without comments, with continued lines joined, and with ``_COMMAND`` in place of ``$(...)``.
 
-    With ``comments`` false, # is a character like any other.
+    If ``comments`` is false, # is a character like any other. Raise ValueError if a ``$(`` has no closing
+    parenthesis.
     """
     kept: list[str] = []
     ends: list[str] = []  # what closes each open double quote and $(, and each open ( within $(
@@ -166,7 +168,7 @@ def _words_in_quotes(text: str, before: str) -> list[str]:
         else:
             plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
     except ValueError as error:
-        raise ValueError(f"of a text in quotes, {error}") from None
+        raise ValueError(f"in a text in quotes, {error}") from None
     return [part.strip("'\"") for part in plain.replace(";", " ; ").split()]
 
 

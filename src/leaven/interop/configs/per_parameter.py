@@ -1,4 +1,7 @@
-"""Computes the settings that each export target would give every parameter. ``targets/NAME.toml`` has the sources."""
+"""Compute the settings that each parameter would have in each export target, such as Megatron or torchtitan.
+
+A target is a trainer for which leaven writes a configuration. ``targets/NAME.toml`` has the sources.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +17,10 @@ from leaven.scaling.table import ParameterRow, optimizer_groups
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible configuration of a target. The candidate that differs least from the recipe is exported."""
+    """A configuration that an export may write for another trainer, the target.
+
+    A target may have several candidates. The candidate that differs least from the recipe is exported.
+    """
 
     given: Mapping[str, ParameterSettings]  # the target's settings, by leaven's name of the parameter
     attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
@@ -108,8 +114,8 @@ def _megatron_counts(run: ResolvedRecipe, shape: ModelShape) -> dict[str, Any]:
 def megatron_module(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate: Megatron with leaven_table.py, which sets each parameter's values.
 
-    The parts of a fused matrix, such as the query, have their own init stds. They share the first part's lr,
-    eps and decay.
+    Megatron stores some matrices as one, such as query, key and value. Each part of such a matrix has its own init
+    std. The whole matrix has the lr, eps and decay of its first part.
     """
     if run.recipe.layout.zero > 1:
         raise InputError(
@@ -214,10 +220,12 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 def _by_pattern(
     groups: Mapping[tuple[float, ...], Sequence[str]], n_layers: int, blocks: str, end: str = ""
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Return (regular expression, values) for each group. The first expression that matches a name counts.
+    """Return a pair (regular expression, values) for each group. A name has the values of the first match.
 
-    ``groups`` maps values to names. ``blocks`` is the path of the list of blocks. Each expression ends with
-    ``end``.
+    Args:
+        groups: the names of parameters by the values that they share. The largest group has the expression ``.*``.
+        blocks: path of the model's list of blocks.
+        end: regular expression for the end of the names.
     """
     most = max(groups, key=lambda values: len(groups[values]))
     patterns = [
@@ -227,7 +235,11 @@ def _by_pattern(
 
 
 def _pattern(places: Iterable[str], n_layers: int, blocks: str) -> str:
-    """Return a regex for names that begin with one of ``places``. ``blocks`` is the path of the block list."""
+    """Return a regex for parameter names that begin with one of ``places``, such as ``model.layers.0.mlp``.
+
+    ``blocks`` is the path of the list of blocks, such as ``model.layers``. Places that differ only in the number of
+    the block are merged. If a place is listed for all ``n_layers`` blocks, the regex accepts any number.
+    """
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:
@@ -273,7 +285,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
 def automodel(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
     """Yield the only candidate for NeMo Automodel. It sets factors on lr and decay by patterns of names.
 
-    All parameters get the betas and eps that most matrices in the blocks have.
+    Automodel has one beta1, beta2 and eps for all parameters: those of most hidden weights in the recipe.
     """
     assert architecture is not None
     _require_dense(shape, "automodel")

@@ -37,7 +37,10 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
         if now in named and before in wanted:
             wanted[now] = wanted.pop(before)
     if unlike := named.keys() ^ wanted.keys():
-        raise ValueError(f"{path} belongs to another model; only one of them has {', '.join(sorted(unlike)[:3])}")
+        raise ValueError(
+            f"{path} belongs to another model: only the file or only this model has {', '.join(sorted(unlike)[:3])}; "
+            "use the file that was exported for this model"
+        )
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in named.items():
         values = wanted[name]

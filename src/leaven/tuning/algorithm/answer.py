@@ -8,14 +8,14 @@ of the loss between seeds.
    any seed cannot be chosen. Without final trials, a trust-region search compares predicted losses, and other
    searches compare measured losses.
 2. The gain is the loss of the start minus the loss of the chosen point, over the seeds that both were run with. If
-   the gain is at most the noise, the answer is the start. Without the confirmation trials of item 3, the gain must be
-   above 2.5 times the noise, as smaller gains are often luck.
+   the gain is at most the noise, the answer is the start. Without the confirmation trials of item 3, the gain must
+   even be above 2.5 times the noise, as smaller gains are often luck. Item 4 has an exception.
 3. The lowest of several means is partly luck, too. Example: of three equally good points with two trials each, the
    lowest mean is on average 0.6 times the noise too low. So with several finalists, the chosen finalist and the start
    run again with new seeds: the confirmation trials. The gain in these trials must be above the noise, and their
    losses are reported.
-4. A single finalist needs no confirmation trials. If it has two trials and a predicted gain above 1.5 times the
-   noise, its measured gain must only be above the noise.
+4. A single finalist is not chosen from several means, so it needs no confirmation trials. If it has two trials and
+   its predicted gain is above 1.5 times the noise, a measured gain above the noise is enough.
 """
 
 import math
@@ -73,7 +73,7 @@ def answer(
 
     Args:
         noise: standard deviation of the loss between seeds; by default measured from the trials.
-        over: whether the search has ended. Until then, a best point requires a final trial that has ended.
+        over: whether the search has ended. Before, the answer has a best point only if a final trial has ended.
         by_surrogate: whether points without fresh seeds are ranked by predicted loss, not by measured loss.
         optunas: returns Optuna's importances (D,) for points (n, D) and losses (n,); by default 0.
         earlier: trials of an earlier search, used as prior knowledge.
@@ -191,11 +191,11 @@ class FittedTrials:
 
     @cached_property
     def predicted(self) -> dict[Point, float]:
-        """The predicted loss of each evaluated point, up to a constant, without outliers and diverged points.
+        """The predicted loss of each evaluated point, up to a constant. Outliers and diverged points are left out.
 
-        The predicted loss is the surrogate's prediction plus a share of (mean loss - surrogate's prediction).
-        The share is 1 if no noise is known, and otherwise max(0, 1 - (floor / s)^2), where s is the surrogate's
-        noise.
+        It is the surrogate's prediction plus a share of (mean loss - surrogate's prediction). The share is 1 if no
+        noise is known, and otherwise max(0, 1 - (f / s)^2). f is ``floor``, below which differences of losses do not
+        count, and s is the surrogate's noise.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -231,8 +231,9 @@ class FittedTrials:
     def finalists(self, *, by_surrogate: bool) -> list[Point]:
         """Return the candidates for final trials, the best first. Without a finite loss, the list is empty.
 
-        ``by_surrogate`` ranks points by predicted loss, not by measured loss. It also adds the surrogate's
-        minimum, and a variant of this minimum with as few changed values as possible.
+        By default, these are the points with a finite loss, by measured loss. With ``by_surrogate``, the order is by
+        predicted loss, and two points are added near the front: the minimum of the surrogate, and a point that
+        changes fewer values but probably loses no more than the noise. Outliers come last. The start is not ranked.
         """
         ended = np.isfinite(self.losses)
         if not ended.any():
@@ -274,7 +275,8 @@ def choose(
     Args:
         noise: standard deviation of the loss between seeds. If None (unknown), every gain above 0 counts. If 0,
             one trial gives the exact loss of a point.
-        predicted: predicted losses by point. Measured losses replace them once trials have fresh seeds.
+        predicted: predicted losses by point, which rank the points of the search. They are ignored once there are
+            trials with fresh seeds to compare.
     """
     exact, noise = noise == 0, noise or 0.0
     found = _LossesByPurpose.of(trials, paths, predicted)
@@ -363,7 +365,11 @@ class _LossesByPurpose:
         return point in self.choosing and len(self.choosing) == 1
 
     def likely(self, point: Point, predicted: Mapping[Point, float], least: float) -> bool:
-        """Return whether ``point``, as only finalist, was repeated and should gain ``least`` nats."""
+        """Return whether ``point`` is the only finalist, was repeated, and probably gains more than ``least`` nats.
+
+        Repeated means at least ``RERUNS`` trials with fresh seeds. The gain is the predicted loss of the start minus
+        that of ``point``.
+        """
         repeated = self.is_only_finalist(point) and len(self.choosing[point]) >= RERUNS
         return repeated and predicted.get(self.start, -math.inf) - predicted.get(point, math.inf) > least
 

@@ -176,7 +176,10 @@ def interaction(d: int) -> float:
 
 
 def _features(x: Array) -> Array:
-    """Return the P terms of the quadratic, (m, P). Their coefficients have the prior standard deviation h."""
+    """Return the terms of the surrogate's quadratic at the m points ``x`` (m, D), as (m, P).
+
+    The terms are scaled so that each coefficient has the prior standard deviation h (see the top of this file).
+    """
     terms, d = [x, x**2 / 2], x.shape[1]
     if d <= MOST_WITH_INTERACTIONS:
         i, j = np.triu_indices(d, 1)
@@ -185,8 +188,11 @@ def _features(x: Array) -> Array:
 
 
 def fit_surrogate(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
-    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,). It uses the prior
-    with the highest evidence, either plain or from ``knowledge``. An unknown ``noise`` is 0."""
+    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
+
+    Of the plain prior and the priors in ``knowledge``, the surrogate has the one with the highest evidence.
+    ``noise`` is the standard deviation of a loss; 0 if unknown.
+    """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
     noise = max(noise, LEAST_NOISE * spread)
@@ -246,7 +252,7 @@ def fitted_noise(points: Array, losses: Array) -> float:
 
 @dataclass(frozen=True, eq=False)
 class EarlierTrials:
-    """The finished trials of an earlier search, as distances from the start of the new search."""
+    """The finished trials of an earlier search. Their points are distances from the start of the new search."""
 
     # (n, D + E): first the D values of the new search, in octaves; then E values that only the earlier search has, in
     # steps
@@ -256,7 +262,7 @@ class EarlierTrials:
 
 
 def prior_of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior with the optimum at ``centre`` +- ``width``. Both are (D,): steps from the start."""
+    """Return the prior that expects the optimum at ``centre`` +- ``width``, both (D,), in steps from the start."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre

@@ -177,10 +177,10 @@ class Axes:
         return {name: self.whole[name].rounded(x) if name in self.whole else x for name, x in params.items()}
 
     def not_in(self, tried: Sequence[Mapping[str, float]], params: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return the points nearest to ``params`` that are not in ``tried``; an empty list if all have been tried.
+        """Return the points not in ``tried`` with the fewest changes to ``params``, or [] if all have been tried.
 
-        Nearest means the fewest changes: a whole number changes by 1, a choice to any other level. The result is
-        always ``[params]`` if a number is not whole, or if there are only choices.
+        A change moves a whole number by 1, or a choice to any other level. If a number is not whole, or if all values
+        are choices, return ``[params]`` even if it has been tried.
         """
         if not self.whole or any(
             not levels and name not in self.whole for name, levels in zip(self.limits, self.levels, strict=True)
@@ -291,8 +291,9 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return mean and standard deviation of the change in loss if one value of ``base`` (D,) changes.
-        Element (i, j) of both (D, m) arrays: ``base[i]`` becomes ``x[i, j]``."""
+        """Return the mean and the standard deviation of the change in loss when one value of a point changes.
+        The point is ``base`` (D,). ``x`` and both results are (D, m). In element (i, j), ``base[i]`` is replaced by
+        ``x[i, j]``."""
         there = _replaced(base, x).reshape(-1, len(base))
         mean = self.belief(there) - self.belief(base[None])
         return mean.reshape(x.shape), self.deviation(there, base).reshape(x.shape)
@@ -324,10 +325,10 @@ class Region:
         return found
 
     def lowest(self, quadratic: Quadratic, levels: Array, around: Array, reach: float = TRUST) -> Array:
-        """Return the minimum of ``quadratic`` as columns (F,).
+        """Return the minimum of ``quadratic`` as columns (F,), see :class:`Features`.
 
-        Numbers stay in the box, and at most ``reach`` steps from the point ``around`` (D,). Choices have the
-        given ``levels`` (D,).
+        Numbers stay in the box and within ``reach`` steps of the point ``around`` (D,). Choices stay at their levels
+        in the point ``levels`` (D,).
         """
         number = self.features.level == 0
         here, fixed = self.features.of(around), self.features.of(levels)
@@ -336,7 +337,11 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Convert the columns ``wanted`` to a point, moved into the box and away from risky values."""
+        """Return the point (D,) of the columns ``wanted`` (F,), see :class:`Features`, moved into the box.
+
+        If the point is likely to diverge, it is also moved away from the risk: its risky numbers move towards the
+        incumbent, and its risky choices keep the incumbent's level.
+        """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)

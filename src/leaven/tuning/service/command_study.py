@@ -11,14 +11,15 @@ With ``resume = true``, all attempts at a trial share the folder of the first on
 How a trial ends:
 
 - Complete: the command ends with exit code 0 and has reported a loss.
-- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. leaven then ends the command. A
-  trial whose values are invalid together has diverged without a command.
+- Diverged: a loss is NaN or infinite, or the output matches the pattern ``diverged``. leaven then ends the command.
+  If the values of a trial are not allowed together, the trial counts as diverged, and no command runs.
 - Pruned: its losses are too far behind those of the best trial. leaven then ends the command.
-- Failed: two attempts failed. An attempt fails if the exit code is not 0, no loss can be read, the command takes
-  longer than ``timeout_seconds``, or leaven itself dies. A full disk, or a stop by the user, is no failure.
+- Failed: two attempts at the trial failed. An attempt fails if the exit code is not 0, no loss can be read, the
+  command takes longer than ``timeout_seconds``, or leaven itself dies. An attempt that ends because a disk is full
+  or the user stops the search does not count.
 
-A command that fails at the start point before any trial has a result is probably wrong, so the search ends. If many
-attempts in a row fail, the machine is probably at fault (``search_loop.py``).
+If the command fails at the start point before any trial has a result, the command is probably wrong, so the search
+ends. If many attempts in a row fail, the machine is probably at fault (``search_loop.py``).
 """
 
 import math
@@ -201,7 +202,10 @@ class CommandTrainer:
         return not self._full
 
     def _lacked_room(self, trial: int, output: Path) -> bool:
-        """Return whether a command failed because a disk was full. If so, no trial begins for ``FULL_SECONDS``."""
+        """Return whether the command failed because a disk was full. Then delay the next trials by ``FULL_SECONDS``.
+
+        After ``MOST_REPEATS`` such attempts at a trial, return False, so that further attempts count as failed.
+        """
         if not NO_ROOM.search(_end_of(output, LAST_BYTES)) or self._lacked[trial] == MOST_REPEATS:
             return False
         self._lacked[trial] += 1
@@ -323,7 +327,7 @@ class CommandTrainer:
 
 
 def _require_same_file(output: BinaryIO, path: Path) -> None:
-    """Raise InputError if ``path`` is now another file than ``output``, possibly of another trial."""
+    """Raise InputError if another program replaced the file at ``path`` after leaven opened it as ``output``."""
     try:
         there = os.stat(path)
     except OSError:  # the file was moved or its disk is away, so no other file was read

@@ -100,17 +100,17 @@ def _of_text(source: LossSource, file: Path, complete: bool) -> Losses:
     if complete and finite and (unreadable := _unreadable(source, text, losses)) is not None:
         shown = unreadable[:60].rstrip(",;|") or "empty"
         raise InputError(
-            f"{file}: the last loss may be {shown}, which is not a number; print it as 1234.5 or nan, and print no "
-            "such line for a step without a loss"
+            f"{file}: the last loss may be {shown}, which is not a number; if it is a loss, print it as 1234.5 or "
+            "nan; if the step has no loss, do not print this line"
         )
 
 
 def _unreadable(source: LossSource, text: str, losses: list[re.Match[str]]) -> str | None:
-    """Return what stands in place of a number after the last loss, or None.
+    """Return the text that stands in place of a number after the last of ``losses``, or None.
 
-    On a line that begins in another way, it is probably no loss, as in "*** loss *** done". A text such as "None" may
-    mean a step without a loss. It counts only if there are several losses, and more than twice as many such texts
-    after the last loss as in any earlier gap.
+    Only lines that begin like the line of the last loss count: "*** loss *** done" is probably no loss. A text such
+    as "None" may mean a step without a loss. So it counts only if there are several losses, and if more than twice as
+    many such texts follow the last loss as stand in any earlier gap between losses.
     """
     last = losses[-1] if losses else None
     for found in re.compile(source.unreadable, re.MULTILINE).finditer(text, last.end() if last else 0):
@@ -131,10 +131,11 @@ def _unreadable(source: LossSource, text: str, losses: list[re.Match[str]]) -> s
 
 
 def _texts(source: LossSource, last: re.Match[str], start: int, end: int) -> list[str]:
-    """Return what stands in place of a number in a part of a log, on lines like that of the ``last`` loss.
+    """Return the texts, numbers or not, at the place of the loss in ``last.string[start:end]``, the text of a log.
 
-    Such a line begins in the same way, not only with numbers, and then ends or goes on with the same word: "val loss
-    improved from 2.5" is not like "val loss 2.5".
+    Only lines like that of the loss ``last`` count. Before the loss, such a line has the same text apart from numbers
+    and spaces, and more than numbers. After the loss, it ends or has the same next word. So "val loss improved from
+    2.5" is not like "val loss 2.5".
     """
     text, begin, word = last.string, _before(last.string, last.start("loss")), _after(last)
     every = re.compile(source.any_text, re.MULTILINE).finditer(text, start, end) if begin.strip("0") else ()
@@ -146,13 +147,13 @@ def _texts(source: LossSource, last: re.Match[str], start: int, end: int) -> lis
 
 
 def _before(text: str, place: int) -> str:
-    """Return the text before a place on its line, without spaces, and with 0 for each number."""
+    """Return the part of a line of ``text`` before index ``place``, with numbers as 0 and without white space."""
     line = text[max(0, place - MOST_BEFORE) : place].rpartition("\n")[2]
     return re.sub(r"\s", "", _ANY_NUMBER.sub("0", line))
 
 
 def _after(loss: re.Match[str]) -> str:
-    """Return the first word after a loss on its line, or 0 for a number, or "" if there is none."""
+    """Return the first word after a loss on its line, "0" if a digit comes first, or "" if there is neither."""
     line = loss.string[loss.end("loss") : loss.end("loss") + MOST_BEFORE].partition("\n")[0]
     found = re.search(r"\d|[^\W\d]+", line)
     return "" if found is None else re.sub(r"\d", "0", found[0])
@@ -183,12 +184,12 @@ def _of_rows(source: LossSource, where: Path, complete: bool, resumed: bool) -> 
 
 
 def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[Row]:
-    """Yield the rows up to the last loss. If later nulls mean NaN, also yield their rows, with NaN for null.
+    """Yield the rows up to the last loss, and the later rows whose null means NaN, with NaN for null.
 
-    Many loggers write null for NaN, but null may also mean a step without a loss. Null means NaN if the
-    nulls after the last loss outnumber those in every earlier gap. If there is only one more, raise
-    InputError. Rows that look like a summary or an evaluation do not count. If another loss is finite in the
-    last row, null means no loss.
+    Many loggers write null for NaN, but null may also mean a step without a loss. If the nulls after the last
+    loss outnumber those in each earlier gap by two or more, they mean NaN. If by one, raise InputError. Rows
+    that look like a summary or an evaluation do not count. If the last of these rows has another finite loss,
+    null means no loss.
     """
     key = str(source.key)
     losses = [at for at, (_, row) in enumerate(rows) if row[key] is not None]
@@ -208,7 +209,7 @@ def _nan_for_null(rows: list[Row], source: LossSource, where: Path) -> Iterator[
         return
     if more == 1:
         raise InputError(
-            f"{where}: after the last {key}, it is null, so it may be NaN or no loss; write NaN for NaN, and leave "
+            f"{where}: {key} is null after its last loss, for NaN or for no loss; write NaN for NaN, and leave "
             f"{key} out of lines without a loss"
         )
     yield from ((step, row | {key: math.nan}) for step, row in nulls)
@@ -237,9 +238,10 @@ def _require_last_line(source: LossSource, where: Path) -> None:
 
 
 def _rows(source: LossSource, where: Path, resumed: bool = False) -> Iterator[Row]:
-    """Yield (step, values by name) for each logged row. Files are sorted by the times in their paths.
+    """Yield (step, values by name) for each logged row of the files at ``where``.
 
-    With ``resumed``, files are sorted by their last steps.
+    Files of TensorBoard and W&B are read in order of the start times that their paths contain. With ``resumed``,
+    they are read in order of their last steps, because the machines that resumed the trial may have different clocks.
     """
     if source.jsonl is not None:
         return ((line.get(source.step or ""), line) for line in storage.read_json_lines(where).documents)

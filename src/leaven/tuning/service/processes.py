@@ -85,9 +85,9 @@ class Commands:
 def end(leaders: Iterable[int], token: str) -> list[int]:
     """End the commands with the process ids ``leaders``, and all processes that they have started.
 
-    Processes get SIGTERM first, so that launchers such as torchrun can end their workers. They are killed
-    after ``GRACE_SECONDS``. Return the ids of processes that run even after twice this time, such as those
-    of another user. ``token`` is the random id of the `Commands` that started the commands.
+    Processes get SIGTERM first, so that launchers such as torchrun can end their workers. After
+    ``GRACE_SECONDS``, the remaining processes are killed. After 2 x ``GRACE_SECONDS``, return the ids of those that
+    still run, such as processes of another user. ``token`` is the random id of the `Commands` that started them.
     """
     leaders = set(leaders)
     asked = dict[int, psutil.Process]()
@@ -107,7 +107,11 @@ def end(leaders: Iterable[int], token: str) -> list[int]:
 
 
 def _family(leaders: set[int], token: str) -> list[psutil.Process]:
-    """Return ``leaders``, processes with their session or mark (``MARK``), and all descendants."""
+    """Return the processes of the commands with the process ids ``leaders``. A process may appear several times.
+
+    These are the leaders, processes in their sessions, processes with the mark of a leader in their environment
+    (``MARK``), and all descendants.
+    """
     found, marks = [], {f"{token}.{pid}" for pid in leaders}
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError, PermissionError):

@@ -205,9 +205,10 @@ class TrialTrainer:
         return found if isinstance(found, list) else [found]
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt: the renamed folder of the earlier attempt, or a new one.
+        """Return the checkpoint folder of this attempt. If the trial's earlier attempt has a folder, rename it.
 
-        A killed worker may still write for half a second, so each attempt has its own folder.
+        Each attempt has a folder name of its own, because a killed worker of the earlier attempt may still write for
+        half a second. If a retried trial has no earlier folder, tell the user that it begins again.
         """
         folder = self.folder / f"{proposal.origin:06d}-{proposal.number:06d}"
         with suppress(OSError):  # another attempt has moved it
@@ -261,7 +262,7 @@ class Study(BaseStudy):
         space = _narrowed(space, method, durations)
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
-                f"--space {TOKENS}: no text is repeated, so a search would only find that the most tokens are best; "
+                f"--space {TOKENS}: no text is repeated, so more tokens are always better and need no search; "
                 f"leave {TOKENS} out, or compare run lengths with --durations"
             )
         self._tokens, self._durations = tokens, tuple(durations)

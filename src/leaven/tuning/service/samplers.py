@@ -47,14 +47,14 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 class SeededSampler(BaseSampler):
     """The sampler of all search methods except ``trust-region``. It wraps a sampler of Optuna.
 
-    The distributions in the store span the whole space. Optuna's sampler gets only the current box
-    (:func:`box`). Each proposal has its own random seed, so commands that share a search draw different
-    proposals, and a resumed search does not repeat its proposals. Method ``grid`` draws random points after
-    its grid.
+    The store declares the whole space as the range of each value. But Optuna's sampler draws only from a box in the
+    space, which grows during the search (:func:`box`). Each proposal has its own random seed. So commands that share
+    a search draw different proposals, and a resumed search does not repeat its proposals. Method ``grid`` draws
+    random points once its grid is complete.
 
-    Method ``cma`` (CMA-ES) stays near the start by itself, so its box is symmetric around the start and
-    contains the space. Proposals outside the space are clipped. The covariance matrix is diagonal, because a
-    few hundred trials do not determine a full matrix. CMA-ES cannot sample a choice, so a choice gets the
+    Method ``cma`` (CMA-ES) is an exception: it stays near the start by itself. Its box is symmetric around the start,
+    contains the space and does not grow. Proposals outside the space are clipped. The covariance matrix is diagonal,
+    because a few hundred trials do not determine a full matrix. CMA-ES cannot sample a choice, so a choice gets the
     level of the best trial or, with probability 1/2, a random level.
     """
 
@@ -136,7 +136,7 @@ class SeededSampler(BaseSampler):
 
 
 def job_index(trial: FrozenTrial) -> int:
-    """Return 12 for a trial with the job ``search:12``. For a trial with another job, return the trial's number."""
+    """Return N if the trial has a job ``search:N``, else the trial's number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 

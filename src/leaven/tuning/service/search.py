@@ -220,8 +220,8 @@ def _limits(limits: Any) -> Any:
         low = high = math.nan
     if not -OCTAVES <= low < high <= OCTAVES:
         raise ValueError(
-            f"give the lowest and the highest log2 multiplier, within {-OCTAVES:g} and {OCTAVES:g}, as in (-3, 3), "
-            "or range(n) for a choice of n levels"
+            f"give the lowest and the highest log2 multiplier, within {-OCTAVES:g} and {OCTAVES:g}, such as (-3, 3); "
+            "for a choice of n levels, give range(n)"
         )
     return low, high
 
@@ -289,7 +289,7 @@ class SearchArguments(BaseModel):
         for name, limits in self.space.items():
             at = self.start.get(name, 0.0)
             if isinstance(limits, range) and name in self.near:
-                raise ValueError(f"near.{name}: this value is a choice, which has no box; remove it from near")
+                raise ValueError(f"near.{name}: near is for numbers, but {name} is a choice; remove it from near")
             if isinstance(limits, range) and at not in limits:
                 raise ValueError(f"start.{name} = {at}: give the index of a level, 0 to {len(limits) - 1}")
             if isinstance(limits, tuple) and not limits[0] <= at <= limits[1]:

@@ -54,7 +54,8 @@ class Proposal(dict[str, float]):
     - ``number``: the number of this attempt at the trial.
     - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... if a trial repeats a point.
     - ``origin``: the number of the trial's first attempt. Name checkpoints by ``origin``, so that a retry finds them.
-    - ``baseline``: curve and loss of the best trial so far with the same choices, for pruning. None: do not prune.
+    - ``baseline``: the best trial so far with the same levels of all choices. Prune by its curve and loss. None: do
+      not prune.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 

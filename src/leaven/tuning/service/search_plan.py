@@ -95,8 +95,11 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, trials: Sequence[StoredTrial], now: float) -> tuple[int, int]:
-        """Return (finalists, trials of each): the largest allowed entry of ``FINALS`` whose trials fit. They may
-        use the share ``RESERVED`` of the budget, if so much is unused."""
+        """Return (finalists, trials of each): the largest allowed entry of ``FINALS`` that the budget can pay for.
+
+        Final trials may use the share ``RESERVED`` of the budget, but not more than what is unused at ``now`` (Unix
+        time).
+        """
         affordable = min(
             min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(trials, now)
         )
@@ -256,7 +259,11 @@ class SearchPlan:
         return request
 
     def _proposed_point(self, trials: Sequence[StoredTrial], turn: int, *, last: bool) -> Params | None:
-        """Return the point of the next trial, or None if all points of a finite space have been run."""
+        """Return the point of the next trial, or None if all points of a finite space have been run.
+
+        ``turn`` is the number of the trial, which seeds the random choices. ``last``: whether no other trial of the
+        search fits into the budget. Then the point with the lowest predicted loss is returned.
+        """
         region = self._region(trials)
         rng, tried = np.random.default_rng([self.seed, turn]), _searched(trials)
         point = self.axes.params(region.proposal(rng, last=last))
@@ -330,7 +337,7 @@ class SearchPlan:
         return None
 
     def _finalists(self, trials: Sequence[StoredTrial]) -> list[Params]:
-        """Return the points that may be finalists, the best first. The start and pruned points are left out."""
+        """Return the candidates for final trials, the best first, without the start and without pruned points."""
         excluded = {tuple((trial.octaves or {}).values()) for trial in trials if trial.state == PRUNED}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(trials).finalists(by_surrogate=self.by_surrogate)

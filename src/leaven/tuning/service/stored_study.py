@@ -11,13 +11,13 @@ trial, plus one for each retry. In this file, an Optuna trial is called an attem
 - If the process of attempt NUMBER dies, a new attempt with the job ``retry:NUMBER`` retries the trial,
   once. If the retry dies too, the trial has failed. Ctrl-C releases the running attempts of a command.
   Their trials are retried, too, but a released attempt does not count as one that died.
-- If many trials of a command fail in a row, its machine may be broken. Then the command gives these
-  trials back: each gets an ended attempt with the attribute ``given_back``. Failures before this attempt
-  do not count.
+- If many trials of a command fail in a row, its machine may be broken. The command then gives these trials
+  back, so that they run again: it adds to each an ended attempt with the attribute ``given_back``. Failures of
+  the trial before this attempt no longer count. A trial is given back only once.
 - A diverged trial has the user attribute ``diverged``, and leaven counts its loss as infinite. Optuna's
   samplers need a finite loss, so the store has the worst finite loss so far, or 1e6 if there is none.
-- An attempt with a result has a digest, and so have the settings of the study. Digests show changed
-  values and deleted lines.
+- An attempt with a result has a digest, and so have the settings of the study. A wrong digest shows that
+  another program has changed a value or deleted a line.
 """
 
 import json
@@ -70,7 +70,7 @@ class TrialRequest:
     """A trial that the search plan asks to start."""
 
     purpose: str  # search | noise | rerun
-    job: str  # name of the work, such as search:12; if an attempt has this job, the trial was started already
+    job: str  # unique name of the work, such as search:12; an attempt with this job has been started for it
     seed: int = 0
     point: Params | None = None  # None if Optuna's sampler proposes it
     attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the attempt
@@ -119,7 +119,7 @@ class StoredStudy:
     axes: Axes  # with the prior knowledge of the stored study
     noise: float | None  # standard deviation of the loss between seeds, if it was known before the search
     what: str = "the stored study"  # what messages call the study
-    _clock: float = field(default_factory=lambda: time.time() - time.monotonic())
+    _clock: float = field(default_factory=lambda: time.time() - time.monotonic())  # added to monotonic()
 
     def now(self) -> float:
         """Return the Unix time in seconds. It does not jump if the clock is set while this command runs."""
@@ -176,7 +176,8 @@ class StoredStudy:
     def create(self, request: TrialRequest, owner: str, sampler: BaseSampler | None) -> tuple[int, Params] | None:
         """Start the requested trial, and return (number, point). Without a requested point, ``sampler`` draws it.
 
-        Return None if another command has this job, or has declared this command dead.
+        Return None if another command has started the trial of ``request.job`` already, or if another command took
+        this one for dead and closed the attempt.
         """
         trial_id = self._add(request, TrialState.RUNNING, {OWNER: owner, BEGAN: self.now(), CHECKED: True})
         number = self.store.get_trial_number_from_id(trial_id)
@@ -209,7 +210,10 @@ class StoredStudy:
         return self.store.create_new_trial(self.id, template)
 
     def give_back(self, numbers: Collection[int], owner: str) -> int:
-        """Give each trial whose last attempt is in ``numbers`` another attempt, but only once. Return how many."""
+        """Give failed trials another attempt. Return how many.
+
+        ``numbers`` are the numbers of last attempts. A trial that was given back before gets no further attempt.
+        """
         log = self.read()
         before = {each.user_attrs[RETRY_OF] for each in log.attempts.values() if GIVEN_BACK in each.user_attrs}
         trials = [trial for trial in log.trials.values() if trial.number in numbers]
@@ -379,7 +383,10 @@ def _trial_of(attempts: Sequence[FrozenTrial], axes: Axes) -> StoredTrial:
 
 
 def _replaces(attempt: FrozenTrial, before: FrozenTrial) -> bool:
-    """Return whether ``attempt`` is another one than ``before``, or an earlier state of it."""
+    """Return whether ``attempt`` cannot be a later state of the attempt ``before``.
+
+    Either another call created it, or ``before`` has ended and ``attempt`` has not.
+    """
     earlier = before.state.is_finished() and not attempt.state.is_finished()
     return earlier or attempt.system_attrs.get(TICKET) != before.system_attrs.get(TICKET)
 

@@ -159,8 +159,9 @@ def _database(url: "URL", waited: Callable[[float], None], patience_seconds: flo
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's RDBStorage. If Optuna retries the creation of a trial, no second trial is created. Trials that
-        disappear are noticed."""
+        """Optuna's RDBStorage with two changes. If Optuna retries the creation of a trial that was already created,
+        that trial is returned, and no second one is created. If trials that Optuna knows have disappeared,
+        LookupError is raised."""
 
         def _get_trials(
             self, study_id: int, states: Any, included_trial_ids: set[int], trial_id_greater_than: int
@@ -319,7 +320,9 @@ def open_journal(path: Path) -> JournalStorage:
     except InputError:
         raise
     except OSError as error:
-        raise InputError(f"{path}: cannot be opened: {error.strerror}; correct this, or give another path") from None
+        raise InputError(
+            f"{path}: cannot be opened: {error.strerror}; make it readable and writable, or give another path"
+        ) from None
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError):
         raise _not_a_journal(path) from None
 
@@ -334,9 +337,8 @@ def _not_a_journal(path: Path) -> InputError:
 class Journal(JournalFileBackend):
     """Optuna's journal in a file. The file stays readable after an interrupted write.
 
-    Reading and writing raise InputError if the journal of another study has replaced the file. They raise
-    OSError if the file is missing, lacks lines that were read before, or has a line that cannot be read. A
-    retry may then succeed.
+    Reads and writes raise InputError if the file is now the journal of another study. They raise OSError if the file
+    is missing, has an unreadable line, or is shorter than before. A retry after an OSError may succeed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -344,7 +346,10 @@ class Journal(JournalFileBackend):
         self._first = b""  # the first line, once there is one; it has a random id
 
     def _require_same(self) -> None:
-        """Raise InputError if the file is another journal, and OSError if the file or lines of it are missing."""
+        """Raise InputError if the journal of another study has replaced the file.
+
+        Raise OSError if the file is missing or lacks lines that were read before.
+        """
         read = next(reversed(self._log_number_offset.values()))  # the end of the last complete line
         with storage.open_file(self._file_path) as file:
             first, size = file.readline(), os.fstat(file.fileno()).st_size
@@ -352,7 +357,7 @@ class Journal(JournalFileBackend):
         if whole and self._first not in {b"", first}:
             raise InputError(
                 f"{self._file_path} is now the journal of another study, so this command has ended; if you moved "
-                "the study of this command, run the same command again with its new folder"
+                "its own study, run the command again with the new folder of that study"
             )
         if size < read or (self._first and not whole):
             raise OSError(errno.EIO, "an older copy has replaced the file", self._file_path)
@@ -418,7 +423,11 @@ class Patient(BaseStorage):
             raise self._damage(error) from error
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call(False)``, or of a retry ``call(True)``. Raise StoreGone if all fail."""
+        """Return the result of ``call(False)``. While the store is unreachable, retry with ``call(True)``.
+
+        Raise StoreGone if the store stays unreachable for the patience, and InputError if it is damaged or refuses
+        the call. Other errors of ``call`` are raised unchanged.
+        """
         since, pause, again = time.monotonic(), FIRST_PAUSE, False
         while True:
             try:

@@ -208,8 +208,8 @@ class BaseStudy(ABC):
             for file in (self._where, self._where.with_name(f"{self._where.name}.flock")):
                 if file.exists() and not os.access(file, os.R_OK | os.W_OK):
                     raise InputError(
-                        f"{file}: you have no permission to write it; if its disk is writable, its owner can type "
-                        f"chmod g+w {file}"
+                        f"{file}: you have no permission to write it; unless its disk is read-only, its owner can "
+                        f"type chmod g+w {file}"
                     )
         store, name = open_store(self._where, self._waited), self.space.name
         stored = {study.study_name: study.user_attrs for study in store.get_all_studies()}

@@ -130,8 +130,8 @@ class StudyFolder:
     def require_same_results(self, saved: Mapping[int, tuple[str, float | None]], log: TrialLog) -> None:
         """Raise InputError if the store, read into ``log``, lacks a trial of ``saved`` or has another loss for it.
 
-        ``saved`` maps the number of each ended trial in study.json to (state, loss). Ids are not enough: if more
-        trials are run in a copy of a study, the copy keeps the id but gets other losses.
+        ``saved`` maps the number of each ended trial in study.json to (state, loss). Comparing the ids of studies is
+        not enough: a copy of a study has the same id, but its later trials have other losses.
         """
         ended = [trial for trial in log.trials.values() if trial.has_result]
         # If the copy of a study made another attempt at the trial, only its first attempt has the same number.
@@ -162,7 +162,10 @@ class StudyFolder:
         )
 
     def store_lost(self, ended: int, lost: Collection[int] = ()) -> InputError:
-        """Return the error for a store without the trials ``lost``, or without any of the ``ended`` trials."""
+        """Return the error for a store that has lost the trials with the numbers ``lost``.
+
+        If ``lost`` is empty, the store has lost all ``ended`` trials. If ``ended`` is 0, too, it has lost the study.
+        """
         results, missing, way = f"the results of {ended} trials", "none of them", "use another folder"
         if lost:
             missing, file = f"lost {len(lost)} of them, the first is trial {min(lost)}", self.path / "study.json"
@@ -194,11 +197,11 @@ def write_results(
     note: Callable[[str], None] = lambda text: None,
     inputs: Mapping[str, str] | None = None,
 ) -> StudyDocument:
-    """Write study.json and return its document. Write the best point to best.toml, and an equally good point
-    with fewer changes to fewest.toml. If only the latter is missing, remove fewest.toml.
+    """Write study.json and return its document. Write the best point to best.toml. If another point with fewer
+    changes is as good, write it to fewest.toml. If there is no such point, remove fewest.toml.
 
-    A file that the user has edited is never overwritten or removed. The edited file stays while the answer
-    of the search is the same. If the answer changes, the edited file is renamed.
+    A file that the user has edited is never overwritten or removed. If the search has the same answer as before, the
+    edited file stays. If it has another answer, the edited file is renamed before the new file is written.
 
     Args:
         note: receives a line for the user if an edited file stays or is renamed.
@@ -270,7 +273,8 @@ def _digest_on_disk(path: Path) -> str | None:
 
 
 def reason(path: str, state: StudyDocument, space: SearchSpace, *, fewest: bool = False) -> str:
-    """Return the text for the value at ``path`` in the table ``[why]`` of best.toml (or of fewest.toml)."""
+    """Return the reason for the value at ``path``, for the table ``[why]`` of best.toml. With ``fewest``, return the
+    reason for fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

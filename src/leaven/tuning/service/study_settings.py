@@ -46,15 +46,15 @@ def join_study(
     recipe: Recipe | None = None,
     shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> StoredStudy:
-    """Return the study ``name``, or create it.
+    """Return the study ``name``, or create it with the given settings.
 
     An existing study keeps the prior knowledge with which it was created.
 
     Args:
         what: the name of the study in messages.
         instead: what the user can do if the study has other settings, such as "give it another name".
-        own_noise: whether the user gave ``noise``. If not, a study with trials of an earlier study keeps
-            the stored noise.
+        own_noise: whether the user gave ``noise``. If not, and the study uses trials of an earlier study, the stored
+            noise replaces ``noise``.
         recipe, shared: the recipe and further settings that all commands on the study must share.
 
     Raises:
@@ -129,7 +129,10 @@ def _knowledge(
 
 
 def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequence[str]) -> EarlierTrials | None:
-    """Return ``earlier`` with the columns of ``stored`` in the order of ``names``."""
+    """Return ``earlier`` with its columns reordered: from the order of ``stored`` to the order of ``names``.
+
+    Further columns stay at the end. Return None if ``earlier`` is None.
+    """
     if earlier is None:
         return None
     columns = [stored.index(name) for name in names] + list(range(len(names), earlier.points.shape[1]))
@@ -137,7 +140,12 @@ def _reordered(earlier: EarlierTrials | None, stored: Sequence[str], names: Sequ
 
 
 def _load_or_create(store: BaseStorage, name: str, settings: dict[str, Any], what: str) -> optuna.Study:
-    """Return the Optuna study ``name``. If it is missing or stays empty, store ``settings``."""
+    """Return the Optuna study ``name``. If there is none, create it and store ``settings`` in it.
+
+    A study that exists, but is empty, may be one that another command is creating. If it is still empty after
+    ``PATIENCE`` seconds, store ``settings`` in it. Raise InputError if an older version of leaven or another program
+    created the study; ``what`` names it in the message.
+    """
     try:
         study = optuna.load_study(study_name=name, storage=store)
     except KeyError:

@@ -20,7 +20,7 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 class _Stream:
-    """A stream that raises BrokenPipeError if its terminal is gone. With ``forgiving``, it ignores other errors."""
+    """A stream that raises BrokenPipeError if its terminal is gone. If ``forgiving``, it ignores other OSErrors."""
 
     def __init__(self, stream: IO[str], *, forgiving: bool) -> None:
         self._stream, self._forgiving = stream, forgiving
@@ -90,14 +90,15 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_skipped(checkpoints: Mapping[str, str], changed: str | None = None) -> None:
-    """Warn of each checkpoint that was not used, with its reason. ``changed`` is another warning."""
+    """Warn about each checkpoint that was not used. ``checkpoints`` has reasons by name. Print ``changed``, too."""
     warn(f"checkpoint {name} is {why}; the checkpoint before it is used" for name, why in checkpoints.items())
     if changed is not None:
         warn([changed])
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the lines that show the commands to type next. For a plan, a line says how to choose other GPUs."""
+    """Return the lines that show the commands to type next. If one of them is ``leaven plan`` with --gpus, the first
+    line says how to choose other GPUs."""
     lines = [f"{'' if number else 'next':<{LABEL}}{command}" for number, command in enumerate(commands)]
     if any(command.startswith("leaven plan ") and " --gpus " in command for command in commands):
         lines.insert(0, f"{'hardware':<{LABEL}}for other GPUs, change --gpus; leaven hardware lists the names")

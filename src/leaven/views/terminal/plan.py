@@ -161,7 +161,7 @@ def _short(layout: Layout) -> str:
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
-    """Yield the model sizes that can be trained with a budget, and the cost of the budget."""
+    """Yield a table of the model sizes that a budget can train, and facts about the budget, such as its cost."""
     flops = [row.flops for row in budget.rows]
     note = [budget.note] if budget.note else []
     seconds = format_seconds(86_400 * budget.days)
