@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leaven.interop.configs.export import TARGETS, export
+from leaven.interop.configs.export import TARGETS, Export, export
 from leaven.recipe.base import Part
 from leaven.recipe.batch import Batch
 from leaven.recipe.data import Data
@@ -57,7 +57,8 @@ def test_the_keys_are_those_of_a_recipe() -> None:
 def test_a_changed_key_changes_the_export_or_what_it_says(tiny: Recipe, name: str) -> None:
     if name == "megatron-module":  # refuses ZeRO 2 and 3, and otherwise writes Megatron's arguments
         pytest.skip("its arguments are those of megatron")
-    silent, starts = [], {}
+    silent: list[str] = []
+    starts: dict[str, Export] = {}
     for key, values in CHANGES.items():
         for value, needs in values:
             changed = tiny.replace(needs | {key: value})

@@ -37,7 +37,7 @@ _SETTING = {"for", "select", "let", "read", "readarray", "mapfile"}
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
 MOST_EXPANDED = 2**20  # most characters that all variables of a script insert together
-MOST_VALUES = 200  # most words of a loop that are read
+MOST_VALUES = 50  # most words of a loop that are read; two are enough to find that there are several values
 DEEPEST = 20  # most variables in each other's values, such as A=$B, B=$C
 
 
