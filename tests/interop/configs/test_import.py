@@ -233,6 +233,7 @@ SHAPE = f"{MINIMAL} --vocab-size 512"
         ("LR=3e-4\nDEBUG=(--mock-data --lr 1)  # no command uses it", "--lr (1 or 3e-4) has"),
         ("LR=3e-4\npython tools/convert.py --lr 7", "--lr (7 or 3e-4) has"),
         ("LR=3e-4\nfor LR in 1e-4 6e-4; do echo; done", "--lr (3e-4 or 1e-4 or 6e-4) has"),
+        ("LR=3e-4\nbash -c 'for LR in 1e-4; do ./pretrain.sh --lr $LR; done'", "--lr (3e-4 or 1e-4) has"),
         ("RATES='1e-4 6e-4'\nfor LR in $RATES 1; do", "--lr (1e-4 or 6e-4 or 1 or 3e-4) has"),
         ("MORE=(\n  --layernorm_epsilon 1\n)\nMORE+=(--norm-epsilon=2)", "--norm-epsilon (1 or 2) has"),
         (f"LR=3e-4; torchrun pretrain_gpt.py {SHAPE} --lr 1", "--lr (1 or 3e-4) has"),

@@ -33,6 +33,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 # A change of a variable in arithmetic, such as N=2, N*=2, N++ and --N, but no comparison.
 _CHANGE = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _BEFORE_COMMAND = {"", "if", "elif", "then", "else", "while", "until", "do", "!", "{", "("}
+_SHELL_OPTION = re.compile(r"-\w*c")  # such as -c or -lc, before a script in quotes
 _SETTING = {"for", "select", "let", "read", "readarray", "mapfile"}
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
@@ -163,7 +164,7 @@ def _words_in_quotes(text: str, before: str) -> list[str]:
     names a script such as ``pretrain_gpt.py``. Raise ValueError if a script cannot be parsed.
     """
     try:
-        if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
+        if _SHELL_OPTION.fullmatch(before) or ("\n" in text and _TRAINING.search(text)):
             plain = _plain(text).replace("\n", ";")
         else:
             plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
@@ -237,8 +238,10 @@ class _Script:
 
         ``before`` is the word before ``command``, and ``words`` are the words after it.
         """
-        if command not in _SETTING or not (before in _BEFORE_COMMAND or _END.fullmatch(before)):
+        if command not in _SETTING:
             return
+        if before not in _BEFORE_COMMAND and not _END.fullmatch(before) and not _SHELL_OPTION.fullmatch(before):
+            return  # a word in the middle of a command
         first = islice(words, MOST_VALUES)
         arguments = list(takewhile(lambda word: not _END.fullmatch(word), first))
         if command == "let":
