@@ -24,6 +24,9 @@ _OUTSIDE = re.compile(
     r"\]\((?:\.\./)+((?:benchmarks|examples|src|tests|README|CONTRIBUTING|CHANGELOG)[^)#]*)(#[^)]*)?\)"
 )
 
+_TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+_CODE = re.compile(r"`[^`]*`")
+
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages to the site."""
@@ -35,7 +38,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links to files outside docs/ at the repository. A link to a missing file fails the strict build."""
+    """Point links to files outside docs/ at the repository. A link to a missing file fails the strict build.
+
+    In code in tables, write ``|`` for ``\\|``: GitHub needs the backslash, and mkdocs would show it.
+    """
     import logging
 
     def resolved(found: re.Match[str]) -> str:
@@ -45,6 +51,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             )
         return f"]({REPOSITORY}{found[1]}{found[2] or ''})"
 
+    markdown = _TABLE_ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
     return _OUTSIDE.sub(resolved, markdown)
 
 
@@ -74,32 +81,37 @@ def _command(command: Any, name: str, level: int) -> Iterator[str]:
     children = getattr(command, "commands", {})
     params = [each for each in command.params if not getattr(each, "hidden", False) and each.name != "help"]
     if params:
-        arguments = [_placeholder(each) for each in params if each.param_type_name == "argument"]
+        context = command.context_class(command)
+        arguments = [_placeholder(each, context) for each in params if each.param_type_name == "argument"]
         yield f"```\n{' '.join([name, *arguments, '[OPTIONS]'])}\n```\n"
         yield "| argument or option | value | default | what it does |\n|---|---|---|---|"
         for each in params:
-            yield _parameter(each)
+            yield _parameter(each, context)
         yield ""
     for child, subcommand in children.items():
         yield from _command(subcommand, f"{name} {child}", level + 1)
 
 
-def _parameter(param: Any) -> str:
+def _parameter(param: Any, context: Any) -> str:
     option = param.param_type_name == "option"
     names = ", ".join(f"`{each}`" for each in [*param.opts, *param.secondary_opts])
     if not option:
-        names = f"`{_placeholder(param)}`"
+        names = f"`{_placeholder(param, context)}`"
     flag = getattr(param, "is_flag", False)
-    value = "" if flag or not option else f"`{_placeholder(param)}`"
-    default = param.default
-    shown = "" if default is None or default == () or callable(default) or flag else f"`{default}`"
-    return f"| {names} | {_cell(value)} | {_cell(shown)} | {_cell(getattr(param, 'help', '') or '')} |"
+    value = "" if flag or not option else f"`{_placeholder(param, context)}`"
+    default, described = param.default, getattr(param, "show_default", None)
+    if param.required:
+        shown = "required"
+    elif isinstance(described, str):
+        shown = described
+    else:
+        shown = "" if default is None or default == () or callable(default) or flag else f"`{default}`"
+    return f"| {_cell(names)} | {_cell(value)} | {_cell(shown)} | {_cell(getattr(param, 'help', '') or '')} |"
 
 
-def _placeholder(param: Any) -> str:
+def _placeholder(param: Any, context: Any) -> str:
     """Return the placeholder for the value of an argument or option, e.g. RECIPE."""
-    kind = "value" if param.param_type_name == "option" else param.name.upper()
-    return str(param.metavar or getattr(param, "display_type", None) or kind)
+    return str(param.metavar or param.display_type(context))
 
 
 def _cell(text: str) -> str:

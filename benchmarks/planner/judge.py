@@ -87,6 +87,8 @@ def _memory(row: PublishedRow, verdict: TableVerdict) -> bool:
     memory = worst_stage(case.shape, case.how, case.stack.code)
     if case.stack.first_rank:
         memory = stage_memory(case.shape, case.how, 0, case.stack.code)
+    elif row.get("measured_on") == "last rank":
+        memory = stage_memory(case.shape, case.how, case.how.layout.pp - 1, case.stack.code)
     measured = gb * case.stack.gb if gb else (gib or 0) * GIB
     verdict.points.append(Comparison(row.where, "memory", memory.total, measured, case))
     return True

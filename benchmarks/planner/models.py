@@ -83,11 +83,24 @@ _EXPERTS = {
         bias=False, n_dense_layers=0, n_experts=128, experts_per_token=8, n_shared_experts=0, d_expert=1536,
         source="yanring/Megatron-MoE-ModelZoo: model_configs/benchmarking/Qwen3-235B-A22B.yaml", confidence="file",
     ),
+    "grok-1": PublishedArchitecture(
+        n_layers=64, d_model=6144, n_heads=48, n_kv_heads=8, d_ff=32_768, vocab_size=131_072, activation="geglu",
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False,
+        n_dense_layers=0, n_experts=8, experts_per_token=2, n_shared_experts=0, d_expert=32_768,
+        source="NVIDIA/dgxc-benchmarking, tag v25.04.02: grok1/cfg/grok1_314b.yaml, with xAI's vocabulary",
+        confidence="file",
+    ),
+    "qwen1.5-moe-a2.7b": PublishedArchitecture(
+        n_layers=24, d_model=2048, n_heads=16, n_kv_heads=16, d_ff=5632, vocab_size=151_936, activation="swiglu",
+        gated=True, norm="rmsnorm", positional="rotary", tied_embeddings=False, qk_norm=False, bias=False,
+        qkv_bias=True, n_dense_layers=0, n_experts=60, experts_per_token=4, n_shared_experts=4, d_expert=1408,
+        source="Qwen1.5-MoE-A2.7B, config.json: a shared expert of 5632", confidence="paper-memory",
+    ),
 }  # fmt: skip
 
 
 def with_experts(row: PublishedRow) -> Model | None:
-    """The model of a row that names one with experts, or None; its numbers of layers may be the row's own."""
+    """The model of a row that names one with experts, or None; its layers and vocabulary may be the row's own."""
     name = str(row.get("model_name") or "").strip().lower()
     try:
         arch = _EXPERTS.get(name) or find_run(name).arch
@@ -95,7 +108,11 @@ def with_experts(row: PublishedRow) -> Model | None:
         return None
     if not arch.n_experts:
         return None
-    given = {"n_layers": row.whole("L"), "n_dense_layers": row.whole("n_dense_layers")}
+    given = {
+        "n_layers": row.whole("L"),
+        "n_dense_layers": row.whole("n_dense_layers"),
+        "vocab_size": row.whole("vocab"),
+    }
     arch = arch.model_copy(update={key: value for key, value in given.items() if value is not None})
     return published_blueprint(arch, row.whole("seq_len") or 0)
 

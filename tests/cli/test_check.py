@@ -16,6 +16,14 @@ from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.verdict import verdict
 
 
+@pytest.mark.parametrize("check", ["coordinates", "duration", "decay", "init"])
+def test_help_names_a_factory_where_the_check_accepts_one(check: str, leaven: Verb) -> None:
+    code, out, _ = leaven("check", check, "--help")
+    assert code == 0
+    assert ("or module:factory for your own" in " ".join(out.split())) == (check in ("coordinates", "duration"))
+    assert "\N{FACTORY}" not in out  # rich would replace a name between two colons by an emoji
+
+
 def test_two_sizes_and_one_seed_are_inconclusive(tiny_file: Path, leaven: Verb) -> None:
     sizes = ("--widths", "16,32", "--depths", "2", "--seeds", "1", "--steps", "2")
     code, out, _ = leaven("check", "coordinates", tiny_file, *sizes, "--set", "scaling.rule=standard")

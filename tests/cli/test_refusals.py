@@ -98,6 +98,7 @@ REFUSED = {
     "plan --share 0.9 --budget '8xH100 x 2d'": "--share",
     # check, bench, tune, train, demo, report
     "check coordinates tiny.toml --widths 7,9": "width 7 does not give a whole number",
+    "check coordinates tiny.toml --widths 16,17": "error: width 17 does not give a whole number",
     "check coordinates tiny.toml --widths 32,x": "--widths: 'x' is not a quantity",
     "check gradients tiny.toml --alpha 0.5": "--alpha",
     "check equivalence theirs:model --run OUT --scale 16": "--scale: 16 is not a size",
@@ -114,7 +115,7 @@ REFUSED = {
     "check transfer rows.csv --seeds 2": "rows.csv cannot be combined with --seeds; leave one of them out",
     "check transfer rows.csv": "rows.csv has one size only, width 64; a check of transfer compares two or more",
     "check collapse rows.csv": "its columns with values are width, lr, loss; a loss curve needs tokens or",
-    "check transfer rows.tsv": "rows.tsv: logs end in .csv or .jsonl or .wandb; write them in one of these formats",
+    "check transfer rows.tsv": "rows.tsv: cannot read this format; give the logs as a file that ends in .csv",
     "check coordinates rows.csv": "rows.csv: this check needs a recipe; only the checks transfer and collapse read",
     "check transfer ROWS.CSV": "ROWS.CSV has one size only, width 64; a check of transfer compares two or more",
     "check decay tiny.toml --run OUT": "--scales 64x4,128x4 or --durations 1,2,4",

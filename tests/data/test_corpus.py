@@ -286,6 +286,21 @@ def test_rows_without_text_are_counted(tmp_path: Path, name: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_every_arrow_type_of_strings_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    """pandas writes a category as a dictionary of the different texts, and a number for each row."""
+    texts = ["one", None, "zwei", *(f"text {number % 7}" for number in range(600))]
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"text": pa.array(texts).cast(kind), "id": range(603)}), path)
+    assert parquet.read_schema(path).field("text").type == kind
+    found = read(opened(path))
+    assert found == {f"x.parquet:{row}": text for row, text in enumerate(texts, start=1) if text}
+    with refused("has int64 in column id, not strings"):
+        opened(path, text="id")
+
+
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     rows = [f"row {number}".encode() for number in range(600)]
     rows[300] = b"caf\xe9"
@@ -424,10 +439,56 @@ def test_files_with_the_same_inode_are_read_unless_one_is_a_link(
     (tmp_path / "d.txt").write_text("more")
     pattern = f"{tmp_path}/*.txt"
     assert [part.key for part in opened(pattern).parts] == ["a.txt", "b.txt", "d.txt"]
-    monkeypatch.setattr(readers.File, "inode", 0)
+    monkeypatch.setattr(readers.File, "identity", 0)
     assert [part.key for part in opened(pattern).parts] == ["a.txt", "b.txt", "d.txt"]
     sources = [{"source": f"{tmp_path}/{name}.txt"} for name in "abd"]  # no file belongs to two of them
     prepare(Data.model_validate({"source": sources, "tokens": 1_024}), 300, tmp_path / "cache")
+
+
+def test_files_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path) -> None:
+    """As after an interrupted download."""
+
+    def notes(pattern: str) -> tuple[str, ...]:
+        found = source_parts(DataSource(source=f"{tmp_path}/{pattern}"))
+        assert found.lost == found.notes
+        return found.notes
+
+    def shards(name: str, *numbers: int, count: int = 3) -> None:
+        for number in numbers:
+            path = tmp_path / f"{name.format(n=f'{number:05}-of-{count:05}')}"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("text")
+
+    shards("train-{n}.txt", 0, 2)
+    line = f"data.source '{tmp_path}/*.txt': by their names, there should be 3 files, but 1 is missing: "
+    end = "; if a download was interrupted, repeat it"
+    assert notes("*.txt") == (f"{line}{tmp_path}/train-00001-of-00003.txt{end}",)
+    assert notes("**/*") == (notes("*.txt")[0].replace("*.txt", "**/*"),)
+    # Patterns that choose some files on purpose.
+    for chosen in ("train-00000-of-00003.txt", "train-0000[02]-*.txt", "*-00002-of-00003.txt"):
+        assert notes(chosen) == ()
+    shards("train-{n}.txt", 1)
+    for complete in ("*.txt", "train-0000[02]-*.txt"):
+        assert notes(complete) == ()
+    # Complete sets, numbers from 1, other numbers, and other folders and counts.
+    for name in ("a/one-{n}.txt", "a/x.{n}.jsonl"):
+        shards(name, 1, 2, 3)
+    shards("a/two-{n}.txt", 0, 1, 2, 3)
+    shards("a/single-{n}.txt", 0, count=1)
+    shards("b/train-{n}.txt", 0, 1, count=2)
+    for name in ("train-00000.txt", "train-0-of-3.txt", "00000-of-00003.txt", "x-00000-of-00003"):
+        (tmp_path / "b" / name).write_text("text")
+    (tmp_path / "b" / "x-00000-of-00003").rename(tmp_path / "b" / "x-00000-of-00003.txt.txt")
+    (tmp_path / "b" / "x-00001-of-00003.jsonl").write_text('{"text": "a"}')
+    shards("b/x-{n}.txt", 2)
+    assert notes("**/*.*") == ()
+    shards("c/train-{n}-0123456789abcdef.txt", 2)
+    shards("d/a-{n}.txt", 3, 9, count=9)
+    (note,) = notes("[cd]/*.txt")
+    files = f"{tmp_path}/c/train-00000-of-00003-*.txt, {tmp_path}/c/train-00001-of-00003-*.txt"
+    assert f"there should be 12 files, but 9 are missing: {files}, {tmp_path}/d/a-00001-of-00009.txt, ...; if" in note
+    data = Data(source=f"{tmp_path}/[cd]/*.txt", tokens=1_024)
+    assert prepare(data, 300, tmp_path / "cache").lost == (note,)
 
 
 def test_a_folder_or_pipe_with_the_name_of_a_file_is_named(tmp_path: Path) -> None:

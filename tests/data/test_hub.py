@@ -154,6 +154,25 @@ def test_data_files_that_are_left_out_because_of_their_names_are_named(tmp_path:
     assert "set data.source" not in notes("train.txt", "test.txt", "poems.txt")[0]  # it would train on test.txt
 
 
+def test_files_of_the_split_that_are_missing_by_the_names_of_others_are_named(tmp_path: Path) -> None:
+    (folder := tmp_path / "set").mkdir()
+    for name in ("train-00000-of-00003", "train-00002-of-00003", "test-00000-of-00001"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": "a text"}))
+
+    def notes(options: str = "") -> tuple[str, ...]:
+        found = source_parts(DataSource(source=f"hf://{folder}{options}"))
+        assert found.lost == found.notes
+        return found.notes
+
+    line = f"by their names, there should be 3 files, but 1 is missing: {folder}/train-00001-of-00003.jsonl; if a"
+    for options in ("", "?split=train", "?split=train[:50%]", "?split=test%2Btrain", "?split=all"):
+        (note,) = notes(options)
+        assert line in note
+    assert notes("?split=test") == ()
+    (folder / "train-00001-of-00003.jsonl").write_text(json.dumps({"text": "a text"}))
+    assert notes() == ()
+
+
 def test_an_arrow_file_with_zeros_at_its_end_is_refused(tmp_path: Path) -> None:
     import pyarrow
 

@@ -219,7 +219,7 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
     (tmp_path / "again.bin").hardlink_to(tmp_path / "train.bin")
     for again in ("again.bin", "copy2.bin"):
         nanogpt(tmp_path / "copy2.bin", TEXTS)
-        with refused(f"a part of {tmp_path}/{again} is held out, but", f"({tmp_path}/train.bin)", "to both"):
+        with refused(f"{tmp_path}/{again} and {tmp_path}/train.bin have the same token ids", "to both"):
             prepare([*one(f"{tmp_path}/{again}"), trained])
     # A link to a file without a link to its index has other ends of documents.
     (tmp_path / "ids.bin").symlink_to(megatron(tmp_path / "indexed.bin", TEXTS[:9]))
@@ -237,6 +237,37 @@ def test_files_that_are_trained_on_cannot_be_validated_on(tmp_path: Path, prepar
         numpy_file(tmp_path / name / "none.npy", [])
     found = prepare(one(f"{tmp_path}/a/*.npy", validation=f"{tmp_path}/b/*.npy"))
     assert found.validation[:].tolist() == flat(TEXTS[:7])
+
+
+def test_a_file_behind_links_is_read_once(tmp_path: Path, prepare: Any) -> None:
+    for name, texts in (("v1", TEXTS[:30]), ("v2", TEXTS[30:])):
+        (tmp_path / name).mkdir()
+        numpy_file(tmp_path / name / f"{name}.npy", texts)
+    pattern = f"{tmp_path}/**/*.npy"
+    before = prepare(pattern)
+    assert before.notes == ()
+    (tmp_path / "latest").symlink_to("v2")  # before v2 in the order of keys
+    (tmp_path / "v1" / "latest.npy").symlink_to("v1.npy")
+    found = prepare(pattern)
+    assert (found.fingerprint, len(found.train)) == (before.fingerprint, len(before.train))
+    line = (
+        f"data.source '{pattern}': 2 of 4 files are links to others, which are read once, such as latest/v2.npy, a "
+    )
+    assert (found.notes, found.lost) == ((f"{line}link to v2/v2.npy",), ())
+    held_out = prepare(one(f"{tmp_path}/v1/v1.npy", validation=f"{tmp_path}/[lv]*/v2.npy"))
+    assert held_out.validation[:].tolist() == flat(TEXTS[30:])
+    assert "1 of 2 files are links to others" in held_out.notes[0]
+    (tmp_path / "v2" / "copy.npy").hardlink_to(tmp_path / "v2" / "v2.npy")  # a file of its own, as for text
+    assert len(prepare(pattern).train) > 1.4 * len(before.train)
+    # Of the paths to a file of Megatron-LM, one with an index is read.
+    (tmp_path / "store").mkdir()
+    megatron(tmp_path / "store" / "ids.bin", TEXTS)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.bin").symlink_to("../store/ids.bin")
+    (tmp_path / "store" / "ids.idx").rename(tmp_path / "set" / "a.idx")
+    both = prepare(f"{tmp_path}/s*/*.bin", end_of_text=END)
+    assert both.train[:].tolist() == prepare(f"{tmp_path}/set/a.bin", end_of_text=END).train[:].tolist()
+    assert "such as store/ids.bin, a link to set/a.bin" in both.notes[0]
 
 
 def test_rows_of_one_length_are_blocks_not_documents(tmp_path: Path, prepare: Any) -> None:
@@ -358,7 +389,7 @@ BAD: dict[str, tuple[Callable[[Path], str], tuple[str, ...]]] = {
     "empty index": (lambda p: _index(p / "a.bin", lambda raw: b""), ("a.idx", "unknown magic number")),
     "magic of index": (lambda p: _index(p / "a.bin", lambda raw: b"TNTIDX\0\0\0" + raw[9:]), ("magic number",)),
     "version of index": (lambda p: _index(p / "a.bin", lambda raw: raw[:9] + b"\2" + raw[10:]), ("version 2",)),
-    "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype 7",)),
+    "floats": (lambda p: _index(p / "a.bin", lambda raw: raw[:17] + b"\7" + raw[18:]), ("dtype code 7",)),
     "pointers": (lambda p: _index(p / "a.bin", lambda raw: raw[:-700] + b"\5" + raw[-699:]), ("follow one another",)),
     "link of an index": (
         lambda p: [(p / "a.idx").symlink_to("none"), nanogpt(p / "a.bin", TEXTS)][1],  # type: ignore[func-returns-value]
@@ -536,7 +567,7 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path, prepare: Any) -> None:
         prepare(one(ids, validation=text))
     with refused("validation is for token ids"):
         prepare(one(text, validation=ids))
-    with refused("has token ids, and with data.tokenizer = 'bpe' another tokenizer"):
+    with refused("has token ids, but with data.tokenizer = 'bpe' the text of the other"):
         prepare([{"source": text}, {"source": ids}])
     with refused("end_of_text is for token ids"):
         prepare(text, end_of_text=1)

@@ -207,7 +207,10 @@ def test_all_processes_need_the_same_recipe_and_text(
     two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path, other: dict[str, Any], named: str
 ) -> None:
     first, second = ranks(2, given, two, tokens, tmp_path / "run", other)
-    assert first == "Settled: rank 1 has another recipe, text, start, --rewind-to or leaven version than rank 0"
+    assert (
+        first
+        == "Settled: rank 1 has another recipe, text, tokenizer, [start], --rewind-to or leaven version than rank 0"
+    )
     assert second == f"InputError: rank 1 has another {named} than rank 0; give all ranks the same"
     assert not (tmp_path / "run").exists()
 

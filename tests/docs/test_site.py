@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.quoted import PAGES, renewed
-from benchmarks.site_pages import commands_page, recipe_page
+from benchmarks.site_pages import commands_page, on_page_markdown, recipe_page
 from safetensors.torch import load_file
 
 from leaven.cli import VERBS
@@ -70,7 +70,14 @@ def test_every_verb_is_in_the_page_of_commands() -> None:
     for verb in VERBS:
         assert f"## leaven {verb}\n" in page
     assert "### leaven export weights\n" in page
-    assert "| `--trials` |" in page
+    assert "| `--trials` | `<int range>` | 32 | Total number of trials" in page
+    assert "| `--seeds` | `<int range>` | `3` |" in page
+    assert "bound method" not in page
+
+
+def test_code_in_a_table_shows_no_backslash() -> None:
+    page = "| `a\\|b` | c \\| d |\n\n`e\\|f`"
+    assert on_page_markdown(page, None, None, None) == "| `a|b` | c \\| d |\n\n`e\\|f`"
 
 
 def test_every_key_is_in_the_page_of_recipes_with_its_default_and_description() -> None:

@@ -632,7 +632,9 @@ def test_weights_beside_those_of_an_earlier_model(tmp_path: Path) -> None:
     foreign("llama", tmp_path)  # removes the shards, and leaves their index
     read_huggingface(tmp_path)
     foreign("llama", tmp_path, max_shard_size="50KB")  # leaves model.safetensors
-    with refused("model.safetensors and model.safetensors.index.json with its files are two models; remove one"):
+    with refused(
+        "model.safetensors contains one model, and the files that model.safetensors.index.json lists contain another"
+    ):
         read_huggingface(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     read_huggingface(tmp_path)
@@ -685,7 +687,7 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     weights = load_file(file)
     save_file(weights | {name.removeprefix("model."): weights[name] * 2}, file)
-    with refused(f"{file}: {name} is the tensor {name.removeprefix('model.')} once more; remove one of them"):
+    with refused(f"{file}: {name} repeats the tensor {name.removeprefix('model.')}; remove one of them"):
         read_huggingface(tmp_path)
 
 

@@ -153,7 +153,7 @@ def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -
 
 @pytest.mark.parametrize("shape", [(64,), (64, 64, 3)])
 def test_a_matrix_must_have_two_dimensions(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=f"a tensor of 2 dimensions, and this one has {len(shape)}"):
+    with pytest.raises(ValueError, match=f"must have 2 dimensions, but it has {len(shape)}"):
         tensor_ratios(Role.HIDDEN_WEIGHT, shape, shape, Ratios())
 
 

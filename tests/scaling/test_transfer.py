@@ -202,7 +202,7 @@ def test_proportions_of_the_proxy_are_stated_in_the_base_of_the_target(tiny: Rec
         ({"batch_tokens": 32_768}, "--tokens 10,240 is less than one batch of 32,768"),
         ({"depth": 20_000}, "--depth 20 k: the deepest published"),
         ({"tokens": 10**18}, "--tokens"),
-        ({"width": 24}, "--width: width 24 does not give a whole number of .* give 16 or 32"),
+        ({"width": 24}, "^width 24 does not give a whole number of .* give 16 or 32"),
         ({"n_kv_heads": 3}, "n_heads 2 is not a multiple of n_kv_heads 3; set n_kv_heads to 1 or 2"),
         ({"batch_tokens": 100}, "is not a multiple of the sequence length 32; give 96 or 128"),
     ],

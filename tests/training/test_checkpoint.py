@@ -192,7 +192,9 @@ def test_clear_renames_damaged_and_removes_undone_checkpoints(tmp_path: Path, ma
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, checkpoint(step))
     (tmp_path / ".tokens-000000000000999.0badcafe-1.tmp").mkdir()  # of a run that was killed
-    with pytest.raises(InputError, match=r"512 was not seen at first .* run the same command again"):
+    with pytest.raises(
+        InputError, match=r"512 appeared after the checkpoints were listed .* run the same command again"
+    ):
         manager.clear(256, [checkpoints(tmp_path)[-1]])  # a sound one, which no rewind has undone
     assert len(checkpoints(tmp_path)) == 3
     manager.clear(256, [checkpoints(tmp_path)[-1]], [Rewind(256, 0, 0)])

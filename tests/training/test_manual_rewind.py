@@ -129,7 +129,10 @@ def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model__dropout": 0.1}, r"model.dropout was 0.0, is now 0.1; a run can change only \[schedule\]"),
+        (
+            {"model__dropout": 0.1},
+            r"model.dropout was 0.0, is now 0.1; a rewind can change only the sections \[schedule\]",
+        ),
         ({"hyperparameters__init_std": 0.2}, r"hyperparameters.init_std was 0.1, is now 0.2"),
     ],
 )

@@ -204,10 +204,10 @@ DATABASE = {
     "UPDATE trials SET state = 'PRUNED' WHERE number = 3": "trial 3 of .* was changed after it had ended",
     "DELETE FROM trial_values WHERE trial_id = 4": "trial 3 of .* its state is COMPLETE, but it has no loss",
     "DELETE FROM trial_user_attributes": "trial 0 of .* was changed in its store: its attributes are missing",
-    "UPDATE study_directions SET direction = 'MAXIMIZE'": "no longer minimises the loss: its direction was changed",
+    "UPDATE study_directions SET direction = 'MAXIMIZE'": "was changed in its store, so that it does not min",
     "UPDATE trial_params SET distribution_json = '{}' WHERE trial_id = 4": "store is damaged .*; restore it",
     "UPDATE trial_values SET value_type = 'INF_POS'": "store is damaged .*; restore it",
-    "DELETE FROM study_directions": "its direction was changed|is damaged",
+    "DELETE FROM study_directions": "the direction of .* was changed|is damaged",
 }
 
 
@@ -422,7 +422,7 @@ def test_a_start_that_diverges_is_left() -> None:
         ({"start": {"c": 0}}, "start.c: not a name in space, which has a, b"),
         ({"space": {"a": (1, 2)}}, "start.a = 0.0: give a number from 1 to 2"),
         ({"space": {"a": range(3)}, "start": {"a": 3}}, "start.a = 3.0: give the index of a level, 0 to 2"),
-        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near.a: this value is a choice, which has no box"),
+        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near.a: near is for numbers, but a is a choice"),
         ({"scales": {"a": 0.0}}, "scales.a = 0.0: input should be greater than or equal to 0.000000001"),
         ({"trials": None}, "the search has no budget; give trials, flops or hours"),
         ({"hours": math.inf}, "hours = inf: input should be a finite number"),

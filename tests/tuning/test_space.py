@@ -302,11 +302,14 @@ def test_a_tuning_table_sets_the_space_and_its_limits(deep: Recipe) -> None:
             "the range 2 to 1 octaves must have values",
         ),
         ("[tuning.octaves]\nhyperparameters.lr = 2", "quote the path"),
-        ('[tuning.octaves]\n"schedule.warmup_tokens" = 4', r"\+4 octaves .*: warmup_tokens 16,384 is longer"),
+        ('[tuning.octaves]\n"schedule.warmup_tokens" = 4', r"\+4 octaves \(warmup_tokens 16,384 is longer"),
         ('[tuning.octaves]\n"batch.tokens" = [-6, 1]', "a batch of 4 tokens is rounded to 0 sequences"),
         ('[tuning.octaves]\n"hyperparameters.lr" = [-1, 12]', r"\+12 octaves .*lr x weight_decay"),
         ('[tuning.octaves]\n"batch.tokens" = 1e-5', r"from -1e-05 to \+1e-05 octaves the value stays"),
-        ('[tuning.octaves]\n"schedule.decay" = 1', r"\[tuning.octaves\] schedule.decay: a choice has no octaves"),
+        (
+            '[tuning.octaves]\n"schedule.decay" = 1',
+            r"\[tuning.octaves\] schedule.decay: this value is a choice and has no range in octaves",
+        ),
     ],
 )
 def test_an_invalid_tuning_table_is_refused(tiny_text: str, table: str, message: str) -> None:

@@ -595,7 +595,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
     ("options", "said"),
     [
         (["--hours", "0"], "hours = 0.0: give a finite number above 0"),
-        (["--out", "results"], "--out needs a --study that is a URL; leave it out"),
+        (["--out", "results"], "--out is only for a --study that is a URL; leave --out out"),
         (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
         (["--flops", "1e3"], r"--flops 1000 is too small, because one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
@@ -863,7 +863,9 @@ def test_a_damaged_centre_toml_says_to_remove_it(study: Make, tmp_path: Path) ->
     with study():
         pass
     (tmp_path / "study" / "centre.toml").write_text("")
-    with pytest.raises(InputError, match="name: missing.*; if it is damaged, remove it, and this command writes it"):
+    with pytest.raises(
+        InputError, match="name: missing.*; if this file is damaged, remove it and run the same command again"
+    ):
         study()
 
 
@@ -874,7 +876,9 @@ def test_a_study_of_another_kind_is_not_called_damaged(study: Make, tmp_path: Pa
         "command = ': {lr} {seed}'\nloss.pattern = 'loss {loss}'\n[space]\nlr = {start = 1, low = 1, high = 2}"
     )
     around = command_space(tmp_path / "late.toml")
-    with pytest.raises(InputError, match="study has a study over a recipe; use another --study or --out$"):
+    with pytest.raises(
+        InputError, match="study belongs to a study that tunes a recipe; use another --study or --out$"
+    ):
         CommandStudy(tmp_path / "study", around.file, around, "random")
 
 
@@ -928,7 +932,7 @@ def test_a_journal_of_another_user_is_one_line(study: Make, tmp_path: Path, monk
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).suffix != ".flock")
     with (
         pytest.raises(
-            InputError, match=r"journal.log.flock: you have no permission to write it; if its disk is writable"
+            InputError, match=r"journal.log.flock: you have no permission to write it; unless its disk is read-only"
         ),
         study(),
     ):

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from leaven.verification.runs import RunStore
     from leaven.verification.size_check import SizeCheck
 
+SubjectArgument = Annotated[
+    str, argument("RECIPE", "A recipe file (TOML), or module:factory for your own torch model.")
+]
 SourceOption = Annotated[
     str | None,
     option(
@@ -80,7 +83,7 @@ def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
 class CheckOptions:
     """Options of every check that trains models."""
 
-    subject: Annotated[str, argument("RECIPE", "A recipe file (TOML), or module:factory for your own torch model.")]
+    subject: SubjectArgument
     seeds: Annotated[int, option("Number of random seeds for initialisation and data.", min=1)] = 3
     output: Annotated[
         Path | None, option("Write an HTML page with charts to this file.", metavar="FILE.html", names="--output -o")
@@ -138,14 +141,20 @@ class SizeOptions(CheckOptions):
         Any, list_option(count_above_0, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
     ] = None
     depths: Annotated[
-        Any, list_option(count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
+        Any,
+        list_option(
+            count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16; with experts 4,8,16"
+        ),
     ] = None
     batch_tokens: Annotated[int | None, option("Batch size in tokens.", "512", min=1)] = None
     source: SourceOption = None
     alpha: Annotated[
         float | None,
         option(
-            "With module:factory: your model multiplies its residual branches by depth^-alpha.", "1", min=0.5, max=1
+            "With module:factory, the alpha of a model that multiplies its residual branches by depth^-alpha.",
+            "1",
+            min=0.5,
+            max=1,
         ),
     ] = None
     grow_heads: Annotated[
@@ -175,6 +184,7 @@ class SizeOptions(CheckOptions):
 class RecipeRunOptions(CheckOptions):
     """Options of the checks that train whole runs of a recipe."""
 
+    subject: Annotated[str, argument("RECIPE", "A recipe file (TOML).")]
     run: Annotated[Path, RUN_OPTION]
     workers: Annotated[
         int | None, option("Number of worker processes, each with one thread.", "one per core", min=1)
@@ -223,6 +233,7 @@ class RecipeRunOptions(CheckOptions):
 class RunOptions(RecipeRunOptions):
     """Options of the checks that train whole runs of a recipe or of a user's own model."""
 
+    subject: SubjectArgument
     tokens: Annotated[
         int | None,
         count_option("With module:factory, the length of a run in tokens.", "131,072; check equivalence: 524,288"),

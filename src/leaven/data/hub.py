@@ -19,7 +19,16 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from leaven.data.file_tokens import MappedFile
-from leaven.data.readers import SUFFIXES, BrokenFile, FileStamp, TextRow, column_rows, file_stamp, require_text_column
+from leaven.data.readers import (
+    SUFFIXES,
+    BrokenFile,
+    FileStamp,
+    TextRow,
+    column_rows,
+    file_stamp,
+    missing_shards,
+    require_text_column,
+)
 from leaven.data.token_files import MappedTokens, arrow_tokens
 from leaven.errors import InputError
 
@@ -43,7 +52,7 @@ class _Split:
     name: str  # name of the split in messages
     dataset: Any  # a datasets.Dataset
     column: str  # name of the column with the text or with the token ids
-    notes: tuple[str, ...] = ()  # lines about files that are not read
+    notes: tuple[str, ...] = ()  # lines about files that are missing or not read
 
     @property
     def size(self) -> int:
@@ -167,7 +176,10 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
     if not found:
         raise InputError(f"the split {name} of data.source {source!r} has no rows; choose another split or data set")
     _require_whole_streams(source, [*_data_files(builder), *(file["filename"] for file in found.cache_files)])
-    notes = tuple(_left_out(source, folder, builder)) if builder is not None and folder.is_dir() else ()
+    notes: tuple[str, ...] = ()
+    if builder is not None and folder.is_dir():
+        files = [Path(file) for file in _data_files(builder, name)]
+        notes = (*_left_out(source, folder, builder), *missing_shards(source, files))
     if text == "text" and text not in found.column_names and INPUT_IDS in found.column_names:
         text = INPUT_IDS
     # Lists that are all empty have the type null.
@@ -175,11 +187,12 @@ def open_split(source: str, text: str) -> HubSplit | HubTokens:
     return kind(name, f"{source}:{name}", found, text, notes)
 
 
-def _data_files(builder: Any) -> list[str]:
-    """Return the paths of the data files of all splits. Return [] for a folder written by save_to_disk, which has no
-    ``builder`` (None)."""
+def _data_files(builder: Any, split: str = "all") -> list[str]:
+    """Return the paths of the data files of all splits, of one split, or of several, such as "train[:50%]+test".
+    Return [] for a folder written by save_to_disk, which has no ``builder`` (None)."""
     chosen = {} if builder is None else builder.config.data_files or {}
-    return [file for files in chosen.values() for file in files]
+    names = [part.partition("[")[0] for part in split.split("+")]
+    return [file for name, files in chosen.items() if str(name) in names or "all" in names for file in files]
 
 
 def _require_whole_streams(source: str, files: Sequence[str]) -> None:

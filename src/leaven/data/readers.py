@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
+import re
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,13 @@ SETTLED_NS = 2 * 10**9
 """A file that changed less than this many ns ago may change again without a new modification time."""
 
 
+NAMED_SHARDS = 3  # number of missing files that a note names
+# The set, number and count of names such as train-00002-of-00003.parquet. Older files of the Hugging Face Hub have a
+# hash behind the count.
+_SHARD = re.compile(
+    r"(?P<set>.*[-._])(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<hash>-[0-9a-f]{16})?(?P<ending>\..+)", re.DOTALL
+)
+
 FileStamp = list[int | str]
 """A value that changes when the content of a file changes."""
 
@@ -35,6 +44,58 @@ def file_stamp(path: Path) -> FileStamp | None:
         return None
     # Unlike the modification time, the change time cannot be set by a user.
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def file_identity(path: Path) -> Hashable:
+    """Return the device and inode of a file, or the path of a missing file. Links to a file share this value, and
+    so may unrelated files on some network disks."""
+    try:
+        found = path.stat()
+    except OSError:
+        return path
+    return found.st_dev, found.st_ino
+
+
+def missing_shards(
+    source: str, files: Iterable[Path], matches: Callable[[str], bool] = lambda name: True
+) -> Iterator[str]:
+    """Yield a note if names such as train-00002-of-00003.parquet say that there should be more files.
+
+    Numbers begin at 0, or at 1 if the last number of a set is there. A missing file does not count if its name does
+    not match the source, because a user may choose some of the files on purpose.
+
+    Args:
+        source: the source, as the recipe names it.
+        files: the files of the source.
+        matches: whether the source would include a file with this name, beside the others.
+    """
+    sets: dict[tuple[Path, str, int], dict[int, re.Match[str]]] = {}
+    for path in files:
+        if found := _SHARD.fullmatch(path.name):
+            sets.setdefault((path.parent, found["set"], int(found["count"])), {})[int(found["number"])] = found
+    missing: dict[Path, None] = {}  # a set that keeps the order
+    total = 0
+    for (folder, _, count), shards in sets.items():
+        first = int(count in shards)
+        numbers = range(first, first + count)
+        # Numbers outside of this range mean something else.
+        if len(shards) == count or not (min(shards) in numbers and max(shards) in numbers):
+            continue
+        one = next(iter(shards.values()))
+        ending = ("-*" if one["hash"] else "") + one["ending"]
+        names = [f"{one['set']}{number:05}-of-{one['count']}{ending}" for number in numbers if number not in shards]
+        wanted = [name for name in names if matches(name)]
+        present = {*os.listdir(folder)} if wanted else set()  # the folder of a single file may not be listed
+        away = [folder / name for name in wanted if name not in present]
+        total += count if away else 0
+        missing |= dict.fromkeys(away)
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        named = ", ".join([*map(str, [*missing][:NAMED_SHARDS]), *["..."] * (len(missing) > NAMED_SHARDS)])
+        yield (
+            f"data.source {source!r}: by their names, there should be {total:,} files, but {len(missing):,} {are} "
+            f"missing: {named}; if a download was interrupted, repeat it"
+        )
 
 
 class TextRow(NamedTuple):
@@ -66,14 +127,8 @@ class File:
         return self.path.stat().st_size if self.path.exists() else 0
 
     @property
-    def inode(self) -> Hashable:
-        """The device and inode of the file, or the path of a missing file. Links to a file share this value, and
-        so may unrelated files on some network disks."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return self.path
-        return found.st_dev, found.st_ino
+    def identity(self) -> Hashable:
+        return file_identity(self.path)
 
     def stamp(self) -> FileStamp | None:
         return file_stamp(self.path)
@@ -151,14 +206,17 @@ def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def require_text_column(schema: Any, text: str) -> None:
-    """Raise BrokenFile if an Arrow schema has no column of strings that is named ``text``."""
+    """Raise BrokenFile if an Arrow schema has no column of strings that is named ``text``. The strings may be
+    encoded with a dictionary."""
     from pyarrow import types
 
     if text not in schema.names:
         columns = ", ".join(schema.names)
         raise BrokenFile(f"has no column {text}, only {columns}; name one: source = [{{ source = ..., text = ... }}]")
     kind = schema.field(text).type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
+    if types.is_dictionary(kind):  # a category of pandas
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"):
         hint = "; to train on lists of token ids in parquet files, give their folder as hf:///folder"
         hint *= types.is_list(kind) and types.is_integer(kind.value_type)
         raise BrokenFile(f"has {kind} in column {text}, not strings (text) or lists of integers (token ids){hint}")
@@ -169,7 +227,8 @@ def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:
     import pyarrow
 
     number = 0
-    for chunk in chunks:
+    for encoded in chunks:
+        chunk = encoded.dictionary_decode() if pyarrow.types.is_dictionary(encoded.type) else encoded
         # Rows are decoded one by one, because some may be invalid UTF-8.
         binary = pyarrow.large_binary() if pyarrow.types.is_large_string(chunk.type) else pyarrow.binary()
         for raw in chunk.cast(binary).to_pylist():

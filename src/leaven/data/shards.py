@@ -110,6 +110,7 @@ class Shards:
     validation_bytes: int
     fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
     notes: tuple[str, ...]  # lines for the user, for example about files that were rebuilt
+    lost: tuple[str, ...] = ()  # the notes about damaged files and about text without tokens
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
@@ -130,7 +131,8 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             damage = _build(folder, corpus, encoder, meter, processes)
             found = _open(folder, corpus, encoder.dtype)
     assert found is not None
-    return replace(found, notes=(*found.notes, *(f"{file} {why}; it was rebuilt" for file, why in damage.items())))
+    notes = (*found.notes, *(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
+    return replace(found, notes=notes, lost=notes)
 
 
 def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
@@ -164,7 +166,7 @@ def _open(folder: Path, corpus: Corpus, dtype: np.dtype[Any]) -> Shards | None:
         "unknown tokens or is left out; give a tokenizer that was made for such text"
     )
     notes = (note,) if unknown > UNKNOWN_SHARE else ()
-    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, notes)
+    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, notes, lost=notes)
 
 
 def _has_all(records: Sequence[ShardRecord], corpus: Corpus) -> bool:

@@ -2,15 +2,15 @@
 
 import os
 import sysconfig
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from leaven import storage
 from leaven.data.hub import SCHEME, HubSplit, HubTokens, open_split
-from leaven.data.readers import SUFFIXES, BrokenFile, File
+from leaven.data.readers import SUFFIXES, BrokenFile, File, missing_shards
 from leaven.data.token_files import TOKEN_SUFFIXES, MappedTokens, TokenFile
 from leaven.errors import InputError
 from leaven.recipe.data import DataSource
@@ -40,6 +40,7 @@ _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 TextPart = File | HubSplit
 TokenPart = TokenFile | HubTokens
 """A file, or a split of a data set."""
+AnyFile = TypeVar("AnyFile", File, TokenFile)
 
 
 class SourceParts(NamedTuple):
@@ -48,7 +49,8 @@ class SourceParts(NamedTuple):
     texts: tuple[TextPart, ...] = ()
     ids: tuple[TokenPart, ...] = ()
     validation: tuple[TokenPart, ...] = ()  # parts with the token ids that ``validation`` of the source names
-    notes: tuple[str, ...] = ()  # lines about matching paths that are not read
+    notes: tuple[str, ...] = ()  # lines about missing files, files that are not read, and links
+    lost: tuple[str, ...] = ()  # the notes about missing files and files that are not read
 
 
 class _NotRead(NamedTuple):
@@ -94,44 +96,57 @@ def source_parts(source: DataSource) -> SourceParts:
     held_out = _parts(source.model_copy(update={"source": source.validation}))
     if not held_out.ids:
         raise InputError(f"validation {source.validation!r} is text, but the source has token ids; give token ids")
-    return found._replace(validation=held_out.ids, notes=found.notes + held_out.notes)
+    notes, lost = found.notes + held_out.notes, found.lost + held_out.lost
+    return found._replace(validation=held_out.ids, notes=notes, lost=lost)
 
 
 def _parts(source: DataSource) -> SourceParts:
     if source.source.startswith(SCHEME):
         split = open_split(source.source, source.text)
-        parts = SourceParts(notes=_lines(split.notes))
+        notes = _lines(split.notes)
+        parts = SourceParts(notes=notes, lost=notes)
         return parts._replace(ids=(split,)) if isinstance(split, HubTokens) else parts._replace(texts=(split,))
     not_read = _NotRead({}, {})
     found = _files(source.source, not_read)
-    notes = [*not_read.notes(source.source)]
+    last = storage.expanded(source.source).name  # a name, or a pattern of the names of files
+    missing = missing_shards(source.source, [path for _, path in found], lambda name: fnmatch(name, last))
+    lost = _lines([*not_read.notes(source.source), *missing])
     if found[0][1].suffix in TOKEN_SUFFIXES:
-        ids = tuple(TokenFile(key, path, source.dtype) for key, path in found)
-        return SourceParts(ids=ids, notes=_lines(notes))
+        ids, links = _without_links([TokenFile(key, path, source.dtype) for key, path in found])
+        return SourceParts(ids=ids, notes=lost + _about_links(source.source, links, len(found)), lost=lost)
     files = tuple(File(key, path, source.text) for key, path in found)
     if source.source == "python-stdlib":
         return SourceParts(texts=files)
     texts, links = _without_links(files)
-    if links:
-        link, to = links[0]
-        notes.append(
-            f"data.source {source.source!r}: {len(links):,} of {len(files):,} files are links to others, which are "
-            f"read once, such as {link.key}, a link to {to.key}"
-        )
-    return SourceParts(texts=texts, notes=_lines(notes))
+    return SourceParts(texts=texts, notes=lost + _about_links(source.source, links, len(found)), lost=lost)
 
 
-def _lines(notes: Sequence[str]) -> tuple[str, ...]:
+def _about_links(source: str, links: Sequence[tuple[str, str]], count: int) -> tuple[str, ...]:
+    """Return a note if some of ``count`` files are left out, because they are links to others.
+
+    ``links`` has (key left out, key kept) of each.
+    """
+    if not links:
+        return ()
+    link, to = links[0]
+    line = (
+        f"data.source {source!r}: {len(links):,} of {count:,} files are links to others, which are read once, such "
+        f"as {link}, a link to {to}"
+    )
+    return _lines([line])
+
+
+def _lines(notes: Iterable[str]) -> tuple[str, ...]:
     return tuple(note.encode(errors="replace").decode() for note in notes)  # a file name can be invalid UTF-8
 
 
-def same_files(files: Sequence[File]) -> list[list[int]]:
+def same_files(files: Sequence[AnyFile]) -> list[list[int]]:
     """Group paths that lead to the same file through links. Return the positions in ``files`` of each group.
     Hard links count as different files, because some tools use them for different documents with equal
     content."""
     candidates: dict[Hashable, list[int]] = {}
     for position, file in enumerate(files):
-        candidates.setdefault(file.inode, []).append(position)
+        candidates.setdefault(file.identity, []).append(position)
     found: dict[Path, list[int]] = {}
     for some in candidates.values():
         if len(some) > 1:  # resolving the paths of all files would be slow
@@ -140,21 +155,27 @@ def same_files(files: Sequence[File]) -> list[list[int]]:
     return [same for same in found.values() if len(same) > 1]
 
 
-def _without_links(files: Sequence[File]) -> tuple[tuple[File, ...], list[tuple[File, File]]]:
-    """Return each file once, and a pair (path left out, path kept) for every other path to the same file.
+def _without_links(files: Sequence[AnyFile]) -> tuple[tuple[AnyFile, ...], list[tuple[str, str]]]:
+    """Return each file once, and a pair (key left out, key kept) for every other path to the same file.
 
-    This keeps links from putting a document into both splits. A path without links is kept if there is one. So the
+    This keeps links from putting a document into both splits, and from reading token ids twice. Of the paths to a
+    file of Megatron-LM, one with an index is kept. Otherwise a path without links is kept if there is one. So the
     keys of documents stay the same when links are added.
     """
-    links: dict[int, File] = {}
+
+    def rank(at: int) -> tuple[bool, bool, str]:
+        file = files[at]
+        return isinstance(file, TokenFile) and file.index is None, _is_behind_link(file), file.key
+
+    links: dict[int, int] = {}
     for same in same_files(files):
-        kept = min(same, key=lambda at: (_is_behind_link(files[at]), files[at].key))
-        links |= {at: files[kept] for at in same if at != kept}
-    texts = tuple(file for at, file in enumerate(files) if at not in links)
-    return texts, [(files[at], links[at]) for at in sorted(links)]
+        kept = min(same, key=rank)
+        links |= {at: kept for at in same if at != kept}
+    once = tuple(file for at, file in enumerate(files) if at not in links)
+    return once, [(files[at].key, files[links[at]].key) for at in sorted(links)]
 
 
-def _is_behind_link(file: File) -> bool:
+def _is_behind_link(file: File | TokenFile) -> bool:
     """Return whether the path ``file.key`` has a link."""
     root = file.path.parents[file.key.count("/")]
     return file.path.resolve() != root.resolve() / file.key

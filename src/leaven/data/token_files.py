@@ -9,7 +9,7 @@
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from leaven.data.file_tokens import ArrayTokens, FileTokens, MappedFile
-from leaven.data.readers import BrokenFile, FileStamp, file_stamp
+from leaven.data.readers import BrokenFile, FileStamp, file_identity, file_stamp
 from leaven.storage import require_file
 
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -64,10 +64,8 @@ class TokenFile:
         return str(self.path)
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """The device and inode of the file, which are the same for all of its paths and links."""
-        found = self.path.stat()
-        return found.st_dev, found.st_ino
+    def identity(self) -> Hashable:
+        return file_identity(self.path)
 
     @property
     def index(self) -> Path | None:

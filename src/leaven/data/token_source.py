@@ -142,7 +142,7 @@ class TokenReader:
         content = " ".join([str(FORMAT), str(self.end_of_text), *ids.digests])
         train: list[Tokens] = []
         validation: list[Tokens] = []
-        notes = ids.notes
+        notes, lost = ids.notes, ids.lost
         if others is None:
             for mapped in ids.parts:
                 start = 0
@@ -154,9 +154,9 @@ class TokenReader:
             train = [tokens for mapped in ids.parts for tokens in ids.between(mapped, 0, len(mapped))]
             validation = [tokens for mapped in others.parts for tokens in others.between(mapped, 0, len(mapped))]
             content = " ".join([content, *others.digests])
-            notes += others.notes
+            notes, lost = notes + others.notes, lost + others.lost
         fingerprint = storage.digest(content.encode(), 16)
-        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes)
+        return Shards(ShardedTokens(train), ShardedTokens(validation), 0, 0, fingerprint, notes, lost)
 
     def _read(self, source: DataSource, parts: Sequence[TokenPart]) -> "_SourceIds":
         """Return the token ids of all parts of a source. Raise InputError if they cannot be used."""
@@ -205,7 +205,7 @@ class TokenReader:
                 "end; set end_of_text in [data] to the id that ends its documents, or remove end_of_text and use "
                 "packed documents"
             )
-        notes += _same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text)
+        lost = tuple(_same_at_the_end(name, [(part.name, mapped[part.key]) for part in parts], end_of_text))
         for ids, survey in zip(mapped.values(), surveys, strict=True):
             for array, checksums in _of_arrays(ids, survey):
                 array.set_checksums(checksums)
@@ -214,7 +214,8 @@ class TokenReader:
             [survey.digest for survey in surveys],
             occurring=None if adds else end_of_text,
             added=end_of_text if adds and known else None,
-            notes=tuple(notes),
+            notes=(*notes, *lost),
+            lost=lost,
         )
 
 
@@ -227,6 +228,7 @@ class _SourceIds:
     occurring: int | None  # the end-of-text token, if it is known and occurs in the files
     added: int | None  # the end-of-text token, if it is added after each document
     notes: tuple[str, ...]
+    lost: tuple[str, ...]  # the notes about ids that an interrupted program may have left
 
     def between(self, mapped: MappedTokens, start: int, stop: int) -> list[Tokens]:
         """Return tokens ``start`` to ``stop - 1`` of ``mapped``. If :attr:`added` is not None, this token

@@ -46,6 +46,7 @@ class TokenSet:
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path | None  # None if all sources have token ids and the recipe names no tokenizer
     notes: tuple[str, ...] = ()  # lines about skipped documents, rebuilt files and assumptions about token ids
+    lost: tuple[str, ...] = ()  # the notes about data that are skipped, missing or damaged
 
     @property
     def train(self) -> ShardedTokens:
@@ -100,6 +101,8 @@ def prepare(
     """Return the tokens that a `[data]` section names. Text is tokenised if it is not in the cache.
 
     Processes are spawned, so a script must call this function under ``if __name__ == "__main__"``.
+    This function does not warn of skipped text, such as a line that is not JSON. ``notes`` of the result reports it,
+    and :func:`leaven.train` warns of it.
 
     Args:
         vocab_size: number of token ids of the model, and largest size of a trained tokenizer.
@@ -164,6 +167,11 @@ def prepare(
             *skipped,
             *(note for found_parts in parts.values() for note in found_parts.notes),
             *(note for source in sources for note in source.notes),
+        ),
+        lost=(
+            *skipped,
+            *(note for found_parts in parts.values() for note in found_parts.lost),
+            *(note for source in sources for note in source.lost),
         ),
     )
 

@@ -109,8 +109,9 @@ def transfer(
             n_kv_heads=n_kv_heads,
         )
     except ValueError as error:
-        option = "--width" if str(error).startswith("width") else "--width, --d-head, --kv-heads"
-        raise InputError(f"{option}: {error}") from None
+        if str(error).startswith("width"):  # checks have --widths or --scales instead of --width
+            raise InputError(str(error)) from None
+        raise InputError(f"--width, --d-head, --kv-heads: {error}") from None
     if target_tokens < target_batch:
         raise InputError(
             f"--tokens {target_tokens:,} is less than one batch of {target_batch:,}; give at least --tokens "

@@ -142,7 +142,7 @@ def train(
     Args:
         on_step: called with the metrics of each step.
         on_event: called with the name and values of each event; most are also lines of events.jsonl. Without it,
-            warnings say what is lost, damaged or cannot be written.
+            warnings say what is lost, damaged or cannot be written, also of the text (``tokens.lost``).
         stop: polled between steps, and by a single process also within a step. When it returns True, the state is
             saved, and ``finished`` of the result is False. If a disk is full or away at the end, the run waits for it
             until ``stop`` returns True.
@@ -157,7 +157,7 @@ def train(
         Diverged: if the run diverges, and rolling back is off or does not help.
     """
     folder = storage.expanded(folder)
-    on_event = on_event or _warnings_of_faults(folder, sys._getframe(1), group)
+    on_event = on_event or _warnings_of_faults(folder, tokens, sys._getframe(1), group)
     with _stopped_by_ctrl_c(stop) as asked:
         summary = _train(recipe, tokens, folder, on_step, on_event, asked, log_to, rewind, group, history=history)
         if asked() and not summary.finished and not stop():
@@ -168,20 +168,27 @@ def train(
 
 
 def _warnings_of_faults(
-    folder: Path, caller: FrameType, group: ProcessGroup
+    folder: Path, tokens: "TokenSet", caller: FrameType, group: ProcessGroup
 ) -> Callable[[str, Mapping[str, Any]], None]:
-    """Return a callback for events. On rank 0, it issues each message of :func:`faults_in` as a Python warning.
+    """Issue each note of ``tokens.lost`` as a Python warning. Return a callback for events, which does so with each
+    message of :func:`faults_in`, after the name of ``folder``.
 
-    The warning starts with ``folder`` and points to the line that ``caller`` was executing when this function was
-    called. Equal warnings are shown once.
+    Only rank 0 warns. A warning points to the line that ``caller`` was executing when this function was called.
+    Equal warnings are shown once.
     """
     where, shown = (caller.f_code.co_filename, caller.f_lineno), dict[Any, Any]()
 
-    def warn(event: str, values: Mapping[str, Any]) -> None:
-        for fault in faults_in(event, values) if group.is_first else ():
-            warnings.warn_explicit(f"{folder}: {fault}", UserWarning, *where, registry=shown)
+    def warn(message: str) -> None:
+        if group.is_first:
+            warnings.warn_explicit(message, UserWarning, *where, registry=shown)
 
-    return warn
+    def on_event(event: str, values: Mapping[str, Any]) -> None:
+        for fault in faults_in(event, values):
+            warn(f"{folder}: {fault}")
+
+    for note in tokens.lost:
+        warn(note)
+    return on_event
 
 
 @contextmanager

@@ -108,9 +108,12 @@ def test_steps_and_fractions_become_tokens() -> None:
     [
         ("--num-experts 8", "--num-experts: leaven supports only experts without biases; add --disable-bias-linear"),
         ("--num-experts 8 --moe-expert-capacity-factor 1", "leaven does not have experts that drop tokens"),
-        (f"{EXPERTS} --moe-layer-freq 2", "supports only layers without experts before all others, such as"),
+        (
+            f"{EXPERTS} --moe-layer-freq 2",
+            "supports only layers without experts before all layers with experts, such as",
+        ),
         (f"{EXPERTS} --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 48", "only multiples of"),
-        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "sinkhorn: leaven reads seq_aux_loss,"),
+        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "sinkhorn: leaven supports only seq_aux_loss,"),
         (f"{EXPERTS} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2", "needs 16 processes"),
         ("--multi-latent-attention", "leaven does not have multi-latent attention"),
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
@@ -135,7 +138,7 @@ def test_steps_and_fractions_become_tokens() -> None:
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: these are two activations; remove one"),
         ("--ffn-hidden-size $FFN", "$FFN, which is unknown until the script runs; write the number"),
         ("--save 'x", "cannot be split into words"),
-        ("--window-size 8", "--window-size 8: leaven reads LEFT,0"),
+        ("--window-size 8", "--window-size 8: leaven supports only LEFT,0"),
         ("--window-size 8,0 --window-attn-skip-freq 0", "leaven supports only windows in all layers but every N-th"),
         (f"--window-size 8,0 --window-attn-skip-freq '[1]*{'9' * 5000}'", "as a pattern of 2 layers"),
     ],
@@ -418,11 +421,11 @@ def test_comments_in_a_quoted_script_are_removed(script: str) -> None:
         ),
         (
             'echo "with --bf16 on"; --lr 1',
-            "no flag takes on, which follows --bf16, perhaps in the text of another",
+            "on after --bf16 is not the value of any flag",
         ),
-        ("--lr 6e-4 weight-decay 0.3", "no flag takes weight-decay, which follows --lr, perhaps in"),
-        ("--lr 6e-4 -weight-decay 0.3", "no flag takes -weight-decay"),
-        ("A='--bf16 # --lr 1'", "no flag takes #, which follows --bf16"),
+        ("--lr 6e-4 weight-decay 0.3", "weight-decay after --lr is not the value of any flag"),
+        ("--lr 6e-4 -weight-decay 0.3", "-weight-decay after --lr is not the value"),
+        ("A='--bf16 # --lr 1'", "# after --bf16 is not the value"),
     ],
 )
 def test_words_that_no_flag_takes_are_refused(flags: str, says: str) -> None:
@@ -433,7 +436,7 @@ def test_words_that_no_flag_takes_are_refused(flags: str, says: str) -> None:
 def test_an_open_parenthesis_is_found_by_its_line() -> None:
     with refused("x: ", "line 3: No closing parenthesis for $(b $(c)"):
         parse_flags("--lr 1 $(a)\ncat <<'EOF'\n$(b $(c)\n$(d)\nEOF", "x")
-    with refused("of a text in quotes, line 2: No closing parenthesis for $(a"):
+    with refused("in a text in quotes, line 2: No closing parenthesis for $(a"):
         parse_flags("bash -c '\n--lr $(a'", "x")
 
 

@@ -341,7 +341,7 @@ def test_other_models_and_sharded_parameters_are_refused(tiny: Recipe, tmp_path:
     odd.module.module.decoder.layers.get_submodule("0").self_attention.linear_qkv.weight = nn.Parameter(
         torch.zeros(100, 64)
     )
-    with pytest.raises(ValueError, match="100 rows are not whole groups of 64 rows; the table belongs"):
+    with pytest.raises(ValueError, match="100 rows cannot be split into groups of 64 rows; the table belongs"):
         module.prepare(CONFIG, [odd])
 
     class Quantised(torch.Tensor):

@@ -33,7 +33,6 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 # A change of a variable in arithmetic, such as N=2, N*=2, N++ and --N, but no comparison.
 _CHANGE = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _BEFORE_COMMAND = {"", "if", "elif", "then", "else", "while", "until", "do", "!", "{", "("}
-_SHELL_OPTION = re.compile(r"-\w*c")  # such as -c or -lc, before a script in quotes
 _SETTING = {"for", "select", "let", "read", "readarray", "mapfile"}
 _END = re.compile(r"[\n;]+|&&|\|[|&]|[|&()]|\]\]?|(?:\d?[<>]|&>).*", re.DOTALL)  # of a command or of its arguments
 LONGEST = 2**17  # most characters of a script; Linux takes no longer argument
@@ -164,7 +163,7 @@ def _words_in_quotes(text: str, before: str) -> list[str]:
     names a script such as ``pretrain_gpt.py``. Raise ValueError if a script cannot be parsed.
     """
     try:
-        if _SHELL_OPTION.fullmatch(before) or ("\n" in text and _TRAINING.search(text)):
+        if re.fullmatch(r"-\w*c", before) or ("\n" in text and _TRAINING.search(text)):
             plain = _plain(text).replace("\n", ";")
         else:
             plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
@@ -205,6 +204,7 @@ class _Script:
             closes = word.count(")") - word.count("(") if word.endswith(")") else 0
             if word.split() != [word] and _FLAG.search(word):
                 words.extendleft(reversed(_words_in_quotes(word, before)))
+                word = ""  # a command can begin here
             elif 0 < closes < len(word) and word.endswith(")" * closes):
                 words.extendleft([")", word[:-closes]])
             elif assigned := _ASSIGNMENT.fullmatch(word):
@@ -240,7 +240,7 @@ class _Script:
         """
         if command not in _SETTING:
             return
-        if before not in _BEFORE_COMMAND and not _END.fullmatch(before) and not _SHELL_OPTION.fullmatch(before):
+        if before not in _BEFORE_COMMAND and not _END.fullmatch(before):
             return  # a word in the middle of a command
         first = islice(words, MOST_VALUES)
         arguments = list(takewhile(lambda word: not _END.fullmatch(word), first))
