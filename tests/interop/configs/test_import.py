@@ -319,6 +319,7 @@ def test_a_variable_that_the_script_changes_is_unknown(script: str) -> None:
     "script",
     [
         "for LR in 3e-4; do",
+        'for LR in 3e-4; do bash -c "LR=3e-4; ./pretrain.sh --lr \\$LR"; done',
         "LR=3e-4\nlet N=LR*2 M+=1",
         "LR=3e-4\nif (( LR == 1 || LR <= 2 || LR != 3 )); then N=1; fi",
         "LR=3e-4\nfor N in 1 2 3; do (( N += 1 )); read -p LR? N; done",

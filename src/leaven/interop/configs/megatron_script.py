@@ -169,7 +169,8 @@ def _words_in_quotes(text: str, before: str) -> list[str]:
             plain = _plain(_LINE_OF_COMMENT.sub("", text), comments=False)
     except ValueError as error:
         raise ValueError(f"in a text in quotes, {error}") from None
-    return [part.strip("'\"") for part in plain.replace(";", " ; ").split()]
+    # \$LR in double quotes is $LR for the inner shell.
+    return [part.strip("'\"").replace("\\$", "$") for part in plain.replace(";", " ; ").split()]
 
 
 class _Script:
